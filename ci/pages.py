@@ -19,7 +19,7 @@ from mla_conformance.files.whole import InputError, Section
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(
     r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n"
-    r"|^exit status: 0 (listed|written|rewritten); 2 usage$",
+    r"|^exit status: 0 (done|written|rewritten); 2 usage$",
     re.MULTILINE,
 )
 """Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
@@ -52,13 +52,8 @@ def _without(seen: set[str], text: str) -> str:
 
     text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
     text, exit_status, after = text.partition("exit status: ")
-    parts = [text.strip("\n")]
-    if known:
-        parts.append("\n".join(wrap(f"as above: {', '.join(known)}", 80)))
-    if exit_status:
-        parts.append(exit_status + ("as above" if after in seen else after))
-        seen.add(after)
-    return "\n\n".join(parts)
+    above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) if known else ""
+    return "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after)))
 
 
 def case_fields() -> str:

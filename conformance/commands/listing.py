@@ -20,6 +20,7 @@ from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.files.whole import InputError, Section
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import StoredModel, find_model, model_names, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile
@@ -27,11 +28,16 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
-_NO_GPU = "they need a GPU, and some of them packages as well"
+_NO_GPU = "they need a GPU, and of packages"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
+_LACKS_PACKAGE = re.compile(r"package (\S+) not installed").match
+_EXPLAINED = (
+    "P-R-V-L: head dims of keys without and with rotation, of values, of latents. Figures are confirmed by the sources "
+    "that this names: mla-conformance models NAME"
+)
 _VALUES = " " * 19  # before the column in which facts stand
 
 
@@ -55,10 +61,17 @@ def list_backends(options: argparse.Namespace) -> int:
     for reasons, group in sorted(lacking.items(), key=lambda each: (bool(each[0]), -len(each[1]))):
         state = f"unavailable: {reasons}" if reasons else "available"
         say_wrapped(f"{len(group)} {state}:", "    ")
-        say(*side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "))
+        for package, some in (grouped(group, _package) if reasons == _NO_GPU else {"": group}).items():
+            further = " " * (8 if package else 4)
+            say(*side_by_side([facts.name for facts in some], ", ", columns(), f"    {package}", further))
     say_wrapped("certify without --backend judges and counts only those without [variant];", "    ")
     say("what one of them needs: mla-conformance backends NAME")
     return 0
+
+
+def _package(facts: BackendFacts) -> str:
+    """The first package that is missing, and a colon."""
+    return next((f"{found[1]}: " for found in map(_LACKS_PACKAGE, facts.reasons) if found), "none: ")
 
 
 def list_capabilities(options: argparse.Namespace) -> int:
@@ -67,11 +80,18 @@ def list_capabilities(options: argparse.Namespace) -> int:
     if options.excluded:
         say(*excluded_lines())
         return 0
-    for capability in CAPABILITIES.values():
-        count = f"{len(capability.cases):>3} cases"
-        say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
+    for role, group in grouped(CAPABILITIES.values(), _role_of).items():
+        say(f"{role}:")
+        for capability in group:
+            count = f"{len(capability.cases):>3} cases"
+            say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
     say(*tier_lines())
     return 0
+
+
+def _role_of(capability: Capability) -> str:
+    roles = {case.role for case in capability.cases}
+    return roles.pop() if len(roles) == 1 else "several roles"
 
 
 def _list_declared(reference: str, device: str | None) -> int:
@@ -131,6 +151,7 @@ def list_models(options: argparse.Namespace) -> int:
             ]
             say(*side_by_side(summary, " · ", columns(), further=" " * 8))
             say_wrapped(f"{' ' * 8}{stored.published}: {_confirmed(stored)}", " " * 16)
+        say_wrapped(_EXPLAINED, "    ")
     return 0
 
 
@@ -208,7 +229,7 @@ def _fish_lines(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield f"complete -c mla-conformance -n {shlex.quote(condition)} -a {word}"
             here = f"__fish_seen_subcommand_from {word}"
             before, condition = f"{before} {word}", f"{condition}; and {here}" if before else here
-        for action in command._actions:
+        for action in (each for each in command._actions if each.help != argparse.SUPPRESS):
             flags = [f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in action.option_strings]
             takes = "" if action.nargs == 0 else " -r -F" if getattr(action, "complete", None) else " -x"
             values = f" -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""

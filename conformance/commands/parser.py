@@ -60,7 +60,7 @@ class Command:
         run: str,  # ``module:function``, imported when it is carried out; takes the options, gives the exit status
         *options: Option | tuple[Option, ...] | str,  # of those in a tuple at most one may be given; or a heading
         examples: tuple[str, ...] = ("",),  # arguments of calls that make sense
-        statuses: str = "0 listed; 2 usage",  # what each exit status says
+        statuses: str = "0 done; 2 usage",  # what each exit status says
     ) -> None:
         self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
         self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help

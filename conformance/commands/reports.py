@@ -13,7 +13,7 @@ from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.ci_views import annotations, junit, markdown
-from mla_conformance.report.differences import compare, suites_differ
+from mla_conformance.report.differences import change_lines, compare, suites_differ
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, merge_shards, report_file, report_json, schema, to_text
 from mla_conformance.report.outcome import closing_line, outcome_lines
@@ -49,7 +49,7 @@ def diff(options: argparse.Namespace) -> int:
     changes = compare(before, after, options.drift)
     regressions = sum(change.regression for change in changes)
     closing = f"{counted(regressions, 'regression')}, {counted(len(changes) - regressions, 'other change')}"
-    say(*(change.line for change in changes), closing)
+    say(*change_lines(changes), closing)
     return 1 if regressions else 0
 
 

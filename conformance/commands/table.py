@@ -1,5 +1,6 @@
 """Every command, declared once: what it is called, what it takes, and what carries it out when it is asked for."""
 
+from argparse import SUPPRESS
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ _SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this te
 _ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report REPORT", "report.json, or a run's folder")
-_TIMEOUT = Option("--timeout TIME", "end cases that take longer", type=seconds)
+_TIMEOUT = Option("--timeout TIME", "the most that a case may take; by default 5m, on a GPU 30m", type=seconds)
 _NO_EXPLAIN = Option(
     "--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them"
 )
@@ -109,7 +110,7 @@ COMMANDS = (
         ),
         path("--sign KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
         Option("--sanitize TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
-        Option("--apart", "changes nothing: every kernel runs in a process of its own"),
+        Option("--apart", SUPPRESS),  # for older command lines: every kernel runs in a process of its own
         examples=(
             "--backend TORCH_SDPA",
             "--backend my_backend.py:MyBackend --capability lse --tier smoke",
@@ -204,7 +205,6 @@ COMMANDS = (
         Option("name NAME", "show everything about this model", nargs="?"),
         path("--docs FILE", _SECTION),
         examples=("", "deepseek-r1"),
-        statuses="0 listed; 2 usage",
     ),
     Command(
         "defects",
@@ -240,7 +240,8 @@ COMMANDS = (
         ),
         Option(
             "--must-pass FILE|NAME[@VERSION]",
-            "what has to pass: the suite's list (shipped), or profiles, which then bind",
+            "what must pass: the suite's list (shipped, the default) or a file's, as far as a backend supports it; "
+            "profiles that are named, of every backend",
             nargs="*",
         ),
         Option("--max-drift SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
@@ -300,7 +301,7 @@ COMMANDS = (
         Option("before NAME==OLD", "as flashinfer-python==0.6.13"),
         Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,
-        _SPEED,
+        Option("--speed", "then time each right kernel, at DeepSeek-V3's shapes"),
         path("--find-links DIR", "install from these wheels, without an index"),
         path("--markdown FILE", "also write the outcome for a pull request"),
         path("--out DIR", "a new or empty folder; by default one in build/mla-conformance"),

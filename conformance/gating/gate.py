@@ -19,7 +19,7 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
 from mla_conformance.report.json_report import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import counted, fitting
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -61,7 +61,8 @@ _CHANGES = {
 }
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
-_SHOWN, _NAME = 20, 100  # findings of a kind, and bytes of a name
+_SHOWN, _NAME = 20, 100  # findings of a kind that have a line each, and bytes of a name
+_NAMED = 400  # characters in which further ones are named
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[s
         for row in of_kind[:_SHOWN]:
             yield f"{finding:<16} {cut(row.backend, _NAME):<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
-            yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
+            yield fitting(f"{finding:<16} … ", [cut(row.what, _NAME) for row in hidden], _NAMED)
         found.append(f"{sum(row.cases for row in of_kind)} {finding}")
     for backend in gate.now.backends:
         if backend.causes:

@@ -4,9 +4,10 @@ Of runs that is what the kernels did, as judged, before any expectation. An erro
 budget that some rule used did, by more than a given share, which means the same for every case.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, TypeVar
 
 from mla_conformance.backends.foreign import cut
@@ -15,6 +16,7 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 _K = TypeVar("_K")
+_SHOWN = 20  # changes of a kind that are no regressions
 DRIFT = 0.1  # share of the error budget by which an error may grow before it counts
 
 
@@ -97,6 +99,16 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
         elif new[name].reasons:
             changes.append(Change(ChangeKind.NO_LONGER_AVAILABLE, name, "", "; ".join(new[name].reasons)))
     return sorted(changes, key=lambda change: _ORDER.index(change.kind))
+
+
+def change_lines(changes: Iterable[Change]) -> Iterator[str]:
+    """Every regression; of each other kind some changes, and how many more there are."""
+    for kind, group in groupby(changes, key=lambda change: change.kind):
+        of_kind = list(group)
+        shown = of_kind if of_kind[0].regression else of_kind[:_SHOWN]
+        yield from (change.line for change in shown)
+        if hidden := len(of_kind) - len(shown):
+            yield f"  … and {hidden} more {kind}"
 
 
 def suites_differ(before: RunSummary, after: RunSummary) -> str:

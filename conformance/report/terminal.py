@@ -111,7 +111,7 @@ def typed(command: str, width: int, indent: str = "") -> list[str]:
 
 def fitting(head: str, names: Sequence[str], width: int) -> str:
     """One line with as many of the names as it holds, one at least, and how many more there are."""
-    for shown in range(len(names), 0, -1):
+    for shown in range(min(len(names), width), 0, -1):
         more = f" and {len(names) - shown} more" if shown < len(names) else ""
         line = f"{head}{', '.join(names[:shown])}{more}"
         if len(line) <= width:

@@ -181,7 +181,8 @@ def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str], mo
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 80 and not [line for line in printed if re.search(r"\(pip [^)]*$", line)]
     assert printed[0].endswith(" available:") and {"EAGER,", "TORCH_SDPA,"} <= set(printed[1].split())
-    assert sum("they need a GPU" in line for line in printed) == 1 and len(printed) < 40
+    assert sum("they need a GPU" in line for line in printed) == 1 and len(printed) < 50
+    assert "    nvidia-cudnn-frontend: CUDNN, CUDNN[graph], CUDNN[fp8]" in printed
     assert main(["backends", "TRTLLM_RAGGED", "--device", "cpu"]) == 0
     named = " ".join(capsys.readouterr().out.split())
     assert named.startswith("TRTLLM_RAGGED unavailable: needs compute capability") and "of no use here" in named

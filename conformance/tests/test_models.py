@@ -131,7 +131,8 @@ def test_what_does_not_fit_a_model_is_a_usage_error(capsys: pytest.CaptureFixtur
 
 def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
-    lines = re.sub("\n +", " ", capsys.readouterr().out).splitlines()
+    *lines, explained = re.sub("\n +", " ", capsys.readouterr().out).splitlines()
+    assert explained.startswith("P-R-V-L: ")
     listed = {line.split()[0]: line for line in lines}
     assert list(listed) == list(model_names()) and len(listed) >= 10
     assert all(f" {STORED[name].published}: " in line for name, line in listed.items())

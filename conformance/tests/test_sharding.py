@@ -223,6 +223,10 @@ def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("suite 2026.3 before, 2026.4 after") and "1 of 2 cases are in both lists" in first
     assert rest == [f"· case added: X {B} · pass", "0 regressions, 1 other change"]
+    many = [Record("X", "X", "lse", f"lse:q=[{number}]", PASS) for number in range(1, 31)]
+    assert main(["report", "diff", str(write_report("many.json", many)), str(write_report("one.json", many[:1]))]) == 0
+    *shown, further, closing = capsys.readouterr().out.splitlines()
+    assert len(shown) == 20 and (further, closing) == ("  … and 9 more case removed", "0 regressions, 29 other changes")
 
 
 def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
