@@ -34,12 +34,12 @@ def commands() -> str:
             (name, _NOISE.sub("", parser.format_help()).strip("\n"))
             for name, parser in commands_of(command_line(COMMANDS, GROUPS))
         ]
-    seen = set[str]()
-    return "\n\n".join(f"## {name}\n\n```text\n{_without(seen, text)}\n```" for name, text in texts)
+    seen, statuses = set[str](), dict[str, str]()
+    return "\n\n".join(f"## {name}\n\n```text\n{_without(seen, statuses, name, text)}\n```" for name, text in texts)
 
 
-def _without(seen: set[str], text: str) -> str:
-    """A command's help without entries that stand word for word in that of an earlier one, whose names are listed."""
+def _without(seen: set[str], statuses: dict[str, str], command: str, text: str) -> str:
+    """A command's help without what stands word for word in that of an earlier one: entries, exit status."""
     known = list[str]()
 
     def entry(found: re.Match[str]) -> str:
@@ -53,7 +53,9 @@ def _without(seen: set[str], text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
     text, exit_status, after = text.partition("exit status: ")
     above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) if known else ""
-    return "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after)))
+    first = statuses.setdefault(after, command)
+    after = after if first == command else f"as of {first}"
+    return "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after if exit_status else "")))
 
 
 def case_fields() -> str:

@@ -115,7 +115,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
     return squares.sqrt()
 
 
-def rms_limit(samples: int, deviations: float) -> float:
+def rms_limit(samples: float, deviations: float) -> float:
     """Largest plausible RMS of ``samples`` independent errors over its expectation, so many ``deviations`` out.
 
     The root of a chi-square quantile over its degrees of freedom, by Wilson and Hilferty's cube (1931): 5.2 for one
