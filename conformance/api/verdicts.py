@@ -244,7 +244,8 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     for remark in filter(None, (*record.remarks, told)):
         lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := heat_of(trial, record):
-        lines += [f"{_INDENT}{name:<9}{curve}" for name, curve in heat.curves(width - 2 * _MARGIN).items()]
+        shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
+        lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
     if again := own_tests.replay_of(test) if test else expression:
         lines.append(f"{_INDENT}replay: {again}")
     return FunctionVerdict(

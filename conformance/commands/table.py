@@ -26,7 +26,9 @@ _USES = f"--device {'|'.join(DEVICES)}"
 _DEVICE = Option(_USES, "by default a GPU, if present", choices=DEVICES)
 _BACKEND = Option("--backend BACKEND", _REFERENCE)
 _NEEDED_BACKEND = Option("--backend BACKEND", _REFERENCE, required=True)
-_BACKENDS = several("--backend BACKEND", f"{_REFERENCE}; by default all but what compiles for minutes")
+_BACKENDS = several(
+    "--backend BACKEND", f"{_REFERENCE}; by default all without a [variant] but what compiles for minutes"
+)
 _ALL = Option("--all", "also judge what compiles for minutes")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations DIR", "known failures, with reasons", type=Path)

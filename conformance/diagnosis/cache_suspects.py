@@ -30,7 +30,7 @@ class _Decode(EagerDecodeBackend):
         return torch.cat((visible[1:], visible[-1:]))
 
     def last_token_dropped__before_attend(self, seq_len):
-        """The last token of a request's cache is dropped."""
+        """Each query misses the last token that it sees: the mask, or the request's cache, ends a token early."""
         return max(seq_len - 1, min(seq_len, 1))
 
     def first_token_dropped__behind_visible(self, visible, *, seq_len, tile):

@@ -35,6 +35,7 @@ from mla_conformance.speed.times import Kernels, remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
+_ID = 100  # characters of a case id within a sentence
 _MOST_CAUSES = 7
 _MOST_AFTER = 3  # cases before another one that a line to copy names
 _MOST_REASONS = 5
@@ -302,7 +303,7 @@ def backend_lines(
         rows, most = sum(each.inconclusive for each in undecided), max(undecided, key=lambda each: each.inconclusive)
         remarks.append(
             f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget "
-            f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(most.case)}"
+            f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(cut(most.case, _ID))}"
         )
     remarks += ran(backend.traced) if backend.traced.kernels else ()
     remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()

@@ -249,7 +249,7 @@ SYMPTOMS = {
     "DividesByZero": "the output is NaN where a number is expected",
     "PositiveInfinity": "the LSE is +inf where -inf is expected",
     "ZeroLse": "the LSE is a number where -inf is expected",
-    "empty_chunk_finite_lse_garbage_out": "the output is not 0 where no key is visible",
+    "empty_chunk_finite_lse_garbage_out": "the output is not 0 where no key is visible, as in a request without tokens",
 }
 
 

@@ -86,7 +86,7 @@ def test_a_failure_shows_where_errors_are() -> None:
     x = case.inputs("cpu")
     output, lse = decode_with("")(**x)
     lse[1, 2:] += 1
-    assert both(case, x, output, lse).endswith("\n     by row   ··▄▄\n     by head  ·▄")
+    assert both(case, x, output, lse).endswith("\n     LSE of decode by row   ··▄▄\n     LSE of decode by head  ·▄")
 
 
 @pytest.mark.parametrize(("role", "wanted"), HANDED)
