@@ -297,7 +297,7 @@ def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> 
     """What is wrong with a test's function, whose simplest failure may pass alone; each reference is a test's id."""
     failing, found = tuple(record for record in records if record.failed), causes(records)
     likely = sum(cause.kind == "likely" for cause in found)
-    head = f"{name}: {len(failing)} of {counted(len(records), 'case')} fail"
+    head = f"{name}: {len(failing)} of {counted(len(records), 'case')} fail{'s' if len(failing) == 1 else ''}"
     common = "" if passes_alone else circumstances(failing, records)
     if passes_alone:
         yield from wrapped(head, columns(), further=_INDENT)
