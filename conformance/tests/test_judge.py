@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Data
-from mla_conformance.defects.honest import TwoPasses
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import REGIMES, Regime
@@ -291,7 +290,10 @@ def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
 @pytest.mark.parametrize(
     ("kernel", "case_id"),
     [
-        (TwoPasses, "context_chunk:dims=small;heads=64;q=[128];kv=[26];data=zero_keys;scale=123"),
+        (
+            "mla_conformance.defects.honest:TwoPasses",
+            "context_chunk:dims=small;heads=64;q=[128];kv=[26];data=zero_keys;scale=123",
+        ),
         ("EAGER", "index_write:call=write_index;dims=128-0-128-128;q=[0,0];kv=[1,3];page=16;cache=fp8_index"),
         (
             "EAGER",
