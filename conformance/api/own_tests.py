@@ -77,7 +77,13 @@ class OwnTests:
         """Remember what cases a function is not asked."""
         for mark in item.iter_markers("parametrize"):
             if len(mark.args) > 1 and (left_out := getattr(mark.args[1], "left_out", None)):
-                self._left_out[item.nodeid.partition("[")[0]] = left_out
+                path, colons, names = self._near(item.nodeid).partition("::")
+                self._left_out[f"{path}{colons}{names.partition('[')[0]}"] = left_out
+
+    def _near(self, nodeid: str) -> str:
+        """A test's id as it is named where pytest was started, which may be another folder than its own root."""
+        path, colons, names = nodeid.partition("::")
+        return f"{os.path.relpath(self._config.rootpath / path, self._config.invocation_params.dir)}{colons}{names}"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -111,9 +117,7 @@ class OwnTests:
         """Take the record of a case."""
         if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
             record = msgspec.convert(json.loads(str(found)), Record)
-            path, colons, names = report.nodeid.partition("::")
-            near = os.path.relpath(self._config.rootpath / path, self._config.invocation_params.dir)
-            test = f"{near}{colons}{names}"
+            test = self._near(report.nodeid)
             name = test.replace(record.case, "").replace("[]", "")
             self._records.setdefault(name, {})[test] = record.with_fields(backend=name, reference=test)
 
@@ -129,11 +133,12 @@ class OwnTests:
         found = {name: list(records.values()) for name, records in self._records.items()}
         failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
         if terminalreporter.verbosity >= 0 and not is_alone():
-            for name in found.keys() & self._left_out.keys() - failing.keys():
+            for name in (name for name in found if name in self._left_out and name not in failing):
                 others = sorted(self._left_out[name].items(), key=lambda item: -item[1])
                 shown = ", ".join(f"{value} ({count})" for value, count in others[:_SHOWN])
                 more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-                text = f"{name}: right on {len(found[name])} cases. Asked only if you name the value: {shown}{more}"
+                right = f"{name}: right on {len(found[name])} {'case' if len(found[name]) == 1 else 'cases'}"
+                text = f"{right}. Left out, unless named in mla.cases: {shown}{more}"
                 for line in wrapped(text, columns(), further="  "):
                     terminalreporter.write_line(line)
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
