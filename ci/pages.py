@@ -54,7 +54,7 @@ def _without(seen: set[str], statuses: dict[str, str], command: str, text: str) 
     text, exit_status, after = text.partition("exit status: ")
     above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) if known else ""
     first = statuses.setdefault(after, command)
-    after = after if first == command else f"as of {first}"
+    after = after if first == command else f"that of {first}"
     return "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after if exit_status else "")))
 
 

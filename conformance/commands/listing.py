@@ -31,7 +31,7 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
-_NO_GPU = "they need a GPU, and of packages"
+_NO_GPU = "they need a GPU, and a package"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
 _LACKS_PACKAGE = re.compile(r"package (\S+) not installed").match
 _EXPLAINED = (
@@ -64,7 +64,7 @@ def list_backends(options: argparse.Namespace) -> int:
         for package, some in (grouped(group, _package) if reasons == _NO_GPU else {"": group}).items():
             further = " " * (8 if package else 4)
             say(*side_by_side([facts.name for facts in some], ", ", columns(), f"    {package}", further))
-    say_wrapped("certify without --backend judges and counts only those without [variant];", "    ")
+    say_wrapped("certify without --backend leaves out those with a [variant]", "    ")
     say("what one of them needs: mla-conformance backends NAME")
     return 0
 
