@@ -33,6 +33,7 @@ from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
 from mla_conformance.backends.generations.present import PresentAdapter
+from mla_conformance.backends.generations.sparse_layer_adapter import AdaptedSparseLayer
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
 from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
@@ -148,7 +149,7 @@ def as_backend(loaded: Any) -> Any:
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        adapter = AdaptedLayerBackend
+        adapter = AdaptedSparseLayer if cls.is_sparse() else AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
         adapter = EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:

@@ -179,6 +179,7 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
 
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
     EAGER = "mla_conformance.backends.eager_sparse_layer.EagerSparseLayerBackend"
+    VLLM_SPARSE_LAYER = "mla_conformance.backends.vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
     CUSTOM = None
 
 

@@ -142,7 +142,8 @@ class AdaptedLayerImpl:
         order = attn_metadata.order
         operands = (q.view(-1, self._heads, self._qk_head_dim), k_c_normed, k_pe)
         given = operands if order is None else tuple(x[order] for x in operands)
-        with vllm.forward_context(self.config, attn_metadata.translated):
+        batch = attn_metadata.translated
+        with vllm.forward_context(self.config, {vllm.LAYER_NAME: batch}, {vllm.LAYER_NAME: batch.slot_mapping}):
             shape = torch.Size((len(given[0]), self._heads * self._v_head_dim))
             result: Tensor = self.module(*given, output_shape=shape)
         return result if order is None else torch.empty_like(result).index_copy_(0, order, result)

@@ -8,6 +8,8 @@ class is given.
 
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from mla_conformance.backends.foreign import is_from_vllm, one_line
 from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
+from mla_conformance.backends.sparse_layer import MLASparseLayerConfig
 from mla_conformance.reference.dimensions import MLADimensions
 
 LAYER_NAME = "layer"
@@ -100,12 +103,51 @@ def current_config(config: Any) -> Any:
     return import_module("vllm.config").set_current_vllm_config(config)
 
 
-def forward_context(config: Any, metadata: Any) -> Any:
-    """The layer's calls inside of it compute the batch of ``metadata``."""
-    context = import_module("vllm.forward_context")
+def sparse_engine_config(
+    layer: MLASparseLayerConfig, model: SimpleNamespace, longest: int, tokens: int, requests: int
+) -> Any:
+    """A ``VllmConfig`` for a layer with selected keys of ``model``, for at most so long sequences."""
+    vllm = import_module("vllm.config")
+    eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
+    found = vllm.VllmConfig(compilation_config=eager)
+    found.model_config = SimpleNamespace(
+        dtype=layer.dtype,
+        max_model_len=longest,
+        hf_config=model,
+        hf_text_config=model,
+        is_diffusion=False,
+        is_moe=False,
+        model_arch_config=SimpleNamespace(total_num_attention_heads=layer.num_heads),
+        get_head_size=lambda: layer.kv_lora_rank + layer.qk_rope_head_dim,
+        get_num_attention_heads=lambda parallel_config: layer.num_heads,
+    )
+    found.scheduler_config.max_num_seqs, found.scheduler_config.max_num_batched_tokens = requests, tokens
+    found.cache_config.block_size, found.cache_config.cache_dtype = layer.block_size, layer.kv_cache_dtype
+    found.attention_config.sparse_mla_prefill_workspace_factor = 5  # its default, resolved with a model of its own
+    found.kernel_config.enable_jit_warmup = False
+    return found
+
+
+def begin_one_rank(device: torch.device) -> None:
+    """The groups of an engine of one rank, and its workspace on a device, which layers expect; once a process."""
+    state, workspace = import_module("vllm.distributed.parallel_state"), import_module("vllm.v1.worker.workspace")
+    if not state.model_parallel_is_initialized():
+        with TemporaryDirectory() as folder:
+            state.init_distributed_environment(1, 0, (Path(folder) / "store").as_uri(), 0, "gloo")
+            state.initialize_model_parallel()
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(device)
+
+
+def forward_context(
+    config: Any, metadata: dict[str, Any], slots: dict[str, torch.Tensor], captured: bool = False
+) -> Any:
+    """Layers' calls inside of it compute a batch, whose metadata and slots are given by names of layers and caches."""
+    context, modes = import_module("vllm.forward_context"), import_module("vllm.config").CUDAGraphMode
     batch = context.ForwardContext(
         no_compile_layers=config.compilation_config.static_forward_context,
-        attn_metadata={LAYER_NAME: metadata},
-        slot_mapping={LAYER_NAME: metadata.slot_mapping},
+        attn_metadata=metadata,
+        slot_mapping=slots,
+        cudagraph_runtime_mode=modes.FULL if captured else modes.NONE,
     )
     return context.override_forward_context(batch)

@@ -132,7 +132,13 @@ class SparseLayerCase(CachedCase):
 _HEADS = Numbers(exactly(4, 16, 1, 5, 32))
 _RANKS = Numbers(exactly(1, 2, 4, 8, 16))
 _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
-_SELECTED = {(4, 8): "8 by 4 heads", (9, 16): "16 by 9 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
+_SELECTED = {
+    (4, 8): "8 by 4 heads",
+    (9, 16): "16 by 9 heads",
+    (2, 2): "2 by 2 heads",
+    (9, 32): "32 by 9 heads",
+    (32, 128): "128 by 32 heads",  # the least that engines' kernels take
+}
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200

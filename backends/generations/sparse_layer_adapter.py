@@ -1,0 +1,302 @@
+"""Drives a sparse attention backend of vLLM's as a whole layer, hidden states in and out: its class, unchanged.
+
+vLLM's ``DeepseekV32Attention``, which its models with selected keys are made of, is made around it: projections, the
+kernels that norm, rotate and write in one, the indexer with its scores and its top-k, the mapping from tokens to
+slots. The backend's builder and the indexer's make the metadata, each of its own cache. Written for vLLM 0.33.0.
+"""
+
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends import packaged
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.generations import vllm
+from mla_conformance.backends.generations.adapted import adapter_of
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration, unless
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.sparse_layer import (
+    MLASparseLayerBackend,
+    MLASparseLayerConfig,
+    MLASparseLayerMetadata,
+    SparseLayerWeights,
+    check_sparse_layer_call,
+)
+from mla_conformance.reference.dimensions import MLADimensions
+
+_LAYERS = "vllm.models.deepseek_v32.attention"
+_PREFIX = "model.layers.0.self_attn"
+_LONGEST, _MOST_TOKENS, _MOST_REQUESTS = 8192, 4096, 256
+"""Tokens of a sequence, of a batch, and requests: what the layer's buffers are made for."""
+_INDEX_EPS = 1e-6
+"""Of the norm of index keys, a constant there."""
+DECLARATION = packaged.declared(
+    "vllm torch",
+    ("is the attention of a layer alone", "vLLM's ``DeepseekV32Attention`` is made around it"),
+    ("reads an engine's configuration", "vLLM's defaults, eager, one rank, with the sizes of the case"),
+    ("computes its rotations from the model's configuration", "the caller's table stands in their place"),
+    ("scales by the heads' columns and by YaRN's factor", "the factor that makes the scale the caller's"),
+    ("selects into a buffer of the model's", "the caller's is set, as vLLM sets that of a draft model"),
+    ("padding is requests without a query in block 0", "translated, as vLLM's runner pads a batch"),
+    ("leaves rows of padding undefined", "they stand behind, as in its piecewise graphs"),
+    ("has one configuration for all batches", "builders for as many drafted tokens as decodes have"),
+    ("names selected tokens in another order from call to call", "declared not deterministic"),
+    rounding=packaged.DEQUANTISES,
+    deterministic=False,
+)
+
+
+class AdaptedSparseLayer(MLASparseLayerBackend):
+    """A sparse attention backend inside vLLM's layer."""
+
+    wrapped: ClassVar[Any] = None  # the class that is driven
+    declaration = DECLARATION
+    supported_tile_scales = ["pow2"]
+    supported_topk = [MultipleOf(128)]  # tiles of the kernel that maps tokens to slots
+    supported_block_sizes = [64]  # of the indexer's cache
+    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def adapt(cls, wrapped: Any) -> type[Self]:
+        """A class that drives ``wrapped`` and says of itself what that one says."""
+        names = [each for each in ("auto", "fp8_ds_mla") if each in wrapped.supported_kv_cache_dtypes]
+        dtypes = [each for each in wrapped.supported_dtypes if each.itemsize == 2]
+        adapted: type[Self] = adapter_of(wrapped, cls, supported_dtypes=dtypes, supported_kv_cache_dtypes=names)
+        return adapted
+
+    @classmethod
+    def driven(cls) -> Any:
+        """The class of vLLM's, imported."""
+        return cls.wrapped
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        return device_capability is not None and bool(cls.driven().supports_compute_capability(device_capability))
+
+    @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        has_scores = import_module("vllm.utils.import_utils").has_deep_gemm()
+        return [] if has_scores else ["package vllm was built without DeepGEMM, which its indexer calls"]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLASparseLayerConfig
+    ) -> list[str]:
+        reasons = super().validate_configuration(device_capability, selector_config)
+        if reasons:
+            return reasons
+        config, width = selector_config, selector_config.kv_lora_rank + selector_config.qk_rope_head_dim
+        asked = {name: False for name in ("has_sink", "use_mm_prefix", "use_per_head_quant_scales")}
+        return reasons_of(
+            cls.driven().validate_configuration(
+                *(width, config.dtype, config.kv_cache_dtype, config.block_size),
+                **asked,
+                use_mla=True,
+                use_sparse=True,
+                device_capability=device_capability,
+                attn_type="decoder",
+            )
+        )
+
+    @classmethod
+    def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
+        yield from super()._reasons(config)
+        form, latent = config.preparation, (config.kv_lora_rank, config.qk_rope_head_dim)
+        yield from unless(
+            (latent == (512, 64), f"latent dims (L, R) = {latent} not supported (supported: (512, 64))"),
+            (config.num_heads <= 128, f"{config.num_heads} heads not supported (supported: up to 128)"),
+            (not config.is_neox_style, "a layer that rotates halves not supported (rotates neighbours)"),
+            (config.index_n_heads in (32, 64), f"{config.index_n_heads} index heads not supported (supported: 32, 64)"),
+            (form.rope_first, "an indexer that rotates its last columns not supported"),
+            (not form.hadamard, "Hadamard's transform of index queries and keys not supported"),
+            (form.scale_format == "pow2", f"{form.scale_format} scales of index keys not supported (writes pow2)"),
+            (form.eps == _INDEX_EPS, f"a norm of index keys with epsilon {form.eps} not supported"),
+        )
+
+    def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
+        super().__init__(config, vllm_config)
+        self._layer: Any = None
+        self._builders: dict[int, tuple[Any, Any]] = {}
+        self._drafted = 0
+        self._held: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # by cache and number of requests
+
+    def load_weights(self, weights: SparseLayerWeights) -> None:
+        if self._layer is None:
+            self._layer, self._engine = self._made(weights)
+        layer, indexer, theirs = self._layer, self._layer.indexer, weights.indexer
+        loaded = [
+            (layer.fused_qkv_a_proj.weight, torch.cat((weights.q_a_proj, weights.kv_a_proj_with_mqa))),
+            (layer.q_a_layernorm.weight, weights.q_a_layernorm),
+            (layer.q_b_proj.weight, weights.q_b_proj),
+            (layer.kv_a_layernorm.weight, weights.kv_a_layernorm),
+            (layer.kv_b_proj.weight, weights.kv_b_proj),
+            (layer.o_proj.weight, weights.o_proj),
+        ]
+        if theirs is not None:
+            loaded += [
+                (indexer.wq_b.weight, theirs.wq_b),
+                (indexer.wk_weights_proj.weight, torch.cat((theirs.wk, theirs.weights_proj))),
+                (indexer.k_norm.weight, theirs.k_norm_weight),
+                (indexer.k_norm.bias, theirs.k_norm_bias),
+            ]
+        for parameter, value in loaded:
+            parameter.data.copy_(value)
+        with vllm.current_config(self._engine):
+            layer.process_weights_after_loading(self.config.dtype)
+
+    def _made(self, weights: SparseLayerWeights) -> tuple[Any, Any]:
+        """vLLM's layer and its configuration, of the sizes of these weights."""
+        config, device = self.config, weights.o_proj.device
+        (latent, hidden), dims = (
+            weights.q_a_proj.shape,
+            MLADimensions(
+                qk_nope_head_dim=self.config.qk_nope_head_dim,
+                qk_rope_head_dim=self.config.qk_rope_head_dim,
+                v_head_dim=self.config.v_head_dim,
+            ),
+        )
+        base = (dims.qk_nope_head_dim + dims.qk_rope_head_dim) ** -0.5
+        yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
+        yarn |= {"mscale": 1.0, "original_max_position_embeddings": _LONGEST}
+        model = SimpleNamespace(
+            **vars(dims),
+            hidden_size=hidden,
+            q_lora_rank=latent,
+            kv_lora_rank=config.kv_lora_rank,
+            num_attention_heads=config.num_heads,
+            num_hidden_layers=1,
+            max_position_embeddings=_LONGEST,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_theta": 10000.0} | ({"rope_type": "default"} if config.scale == base else yarn),
+            index_topk=config.topk_tokens,
+            index_n_heads=config.index_n_heads,
+            index_head_dim=config.preparation.head_dim,
+            index_topk_pattern="S" if config.skip_topk else "F",
+            indexer_rope_interleave=not config.preparation.is_neox_style,
+        )
+        engine = vllm.sparse_engine_config(config, model, _LONGEST, _MOST_TOKENS, _MOST_REQUESTS)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(config.dtype)
+        try:
+            with vllm.current_config(engine), torch.device(device):
+                vllm.begin_one_rank(device)
+                buffer = torch.empty(_MOST_TOKENS, config.topk_tokens, dtype=torch.int32)
+                layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
+        finally:
+            torch.set_default_dtype(before)
+        return layer, engine
+
+    def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
+        super().prepare_metadata(sparse_layer_metadata)
+        batch, layer, indexer = sparse_layer_metadata, self._layer, self._layer.indexer
+        if batch.num_decodes:
+            self._drafted = int(batch.attention.query_lens_cpu[: batch.num_decodes].max()) - 1
+        if self._drafted not in self._builders:
+            self._builders[self._drafted] = self._made_builders()
+        attention, index = self._builders[self._drafted]
+        built = {layer.layer_name: attention.build(0, self._common("latents", batch.attention, batch.slot_mapping))}
+        slots = {layer.layer_name: batch.slot_mapping}
+        if indexer is not None:
+            name = indexer.k_cache.prefix
+            built[name] = index.build(0, self._common("index keys", batch.index, batch.index_slot_mapping))
+            slots[name] = batch.index_slot_mapping
+        self._batch = built, slots
+
+    def _made_builders(self) -> tuple[Any, Any]:
+        """The builder that the driven class names, and the indexer's; None without one."""
+        layer, engine, device = self._layer, self._engine, self._layer.o_proj.weight.device
+        drafts = {"method": None, "parallel_drafting": False, "enable_adaptive_verification": False}
+        drafted = SimpleNamespace(num_speculative_tokens=self._drafted, **drafts)
+        engine.speculative_config = drafted if self._drafted else None
+        with vllm.current_config(engine):
+            spec = self.driven().customize_spec(layer.get_kv_cache_spec(engine))
+            attention = self.driven().get_builder_cls()(spec, [layer.layer_name], engine, device)
+            if layer.indexer is None:
+                return attention, None
+            cache = layer.indexer.k_cache
+            made = cache.get_attn_backend().get_builder_cls()
+            spec = cache.get_kv_cache_spec(engine)
+            return attention, made(
+                spec, [cache.prefix], engine, device, block_table_width=_LONGEST // self.config.block_size
+            )
+
+    def _common(self, cache: str, batch: MLASparseMetadata, slots: Tensor) -> Any:
+        """The batch of one of the caches as vLLM's runner describes it.
+
+        Padded decodes of a token each, which a graph may have captured, are there whole, of others the real requests.
+        """
+        lens, queries = batch.seq_lens_cpu, batch.query_lens_cpu
+        real, tokens = int((lens > 0).sum()), int(queries[lens > 0].sum())
+        longest = int(lens.max())
+        if longest > _LONGEST or len(slots) > _MOST_TOKENS or len(lens) > _MOST_REQUESTS:
+            raise UnsupportedConfiguration(
+                f"expected at most {_MOST_REQUESTS} requests, {_MOST_TOKENS} tokens and sequences of {_LONGEST}, "
+                f"got {len(lens)}, {len(slots)} and {longest}"
+            )
+        single = bool((queries[:real] == 1).all())
+        requests, rows = (len(lens), len(slots)) if single else (real, tokens)
+        starts = torch.zeros(requests + 1, dtype=torch.int32)
+        starts[1:] = queries[:requests].masked_fill(lens[:requests] == 0, 0).cumsum(0)
+        assert batch.block_table is not None
+        # In buffers that keep their addresses, as the runner's, for what a graph has captured.
+        if (cache, requests) not in self._held:
+            empty = torch.zeros(requests, _LONGEST // self.config.block_size, dtype=torch.int32, device=slots.device)
+            self._held[cache, requests] = empty, torch.zeros(requests + 1, dtype=torch.int32, device=slots.device)
+        table, on_device = self._held[cache, requests]
+        columns = min(table.shape[1], batch.block_table.shape[1])
+        table[:real, :columns] = batch.block_table[:real, :columns]
+        table[real:] = 0
+        return import_module("vllm.v1.attention.backend").CommonAttentionMetadata(
+            query_start_loc=on_device.copy_(starts),
+            query_start_loc_cpu=starts,
+            seq_lens=batch.seq_lens[:requests],
+            seq_lens_cpu_upper_bound=lens[:requests],
+            num_reqs=requests,
+            num_actual_tokens=rows,
+            max_query_len=int(queries[:real].max()),
+            max_seq_len=longest,
+            block_table_tensor=table,
+            slot_mapping=slots[:rows],
+        )
+
+    def run_sparse_layer(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        kv_cache: Tensor,
+        index_kv_cache: Tensor | None,
+        topk_indices_buffer: Tensor,
+    ) -> Tensor:
+        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
+        check_sparse_layer_call(self, self._metadata, operands)
+        layer, indexer, (metadata, slots) = self._layer, self._layer.indexer, self._batch
+        layer.rotary_emb.cos_sin_cache = layer.indexer_rope_emb.cos_sin_cache = cos_sin_cache
+        layer.bind_kv_cache(kv_cache.unsqueeze(1))
+        layer.topk_indices_buffer = topk_indices_buffer
+        if indexer is None:
+            layer.impl.topk_indices_buffer = topk_indices_buffer
+        else:
+            indexer.k_cache.bind_kv_cache(index_kv_cache.unsqueeze(1) if index_kv_cache is not None else None)
+            indexer.topk_indices_buffer = topk_indices_buffer
+        captures = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captures:  # as the runner says when it captures: a replay may be as long as a sequence can be
+            for each in metadata.values():
+                each.max_seq_len = _LONGEST
+        with vllm.forward_context(self._engine, metadata, slots, captures):
+            result: Tensor = layer(positions, hidden_states)
+        return result
+
+    def kernel_evidence(self) -> dict[str, str]:
+        layer = self._layer
+        parts = {"layer": layer, "attention": layer.impl, "prefill": layer.prefill_backend, "indexer": layer.indexer}
+        return {
+            name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items() if part is not None
+        }
