@@ -149,7 +149,7 @@ def as_backend(loaded: Any) -> Any:
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        adapter = AdaptedSparseLayer if cls.is_sparse() else AdaptedLayerBackend
+        adapter = AdaptedSparseLayer if getattr(cls, "is_sparse", bool)() else AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
         adapter = EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:

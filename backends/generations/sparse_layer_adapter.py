@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration, unless
+from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.sparse_layer import (
     MLASparseLayerBackend,
@@ -29,12 +29,19 @@ from mla_conformance.backends.sparse_layer import (
     SparseLayerWeights,
     check_sparse_layer_call,
 )
-from mla_conformance.reference.dimensions import MLADimensions
 
 _LAYERS = "vllm.models.deepseek_v32.attention"
 _PREFIX = "model.layers.0.self_attn"
-_LONGEST, _MOST_TOKENS, _MOST_REQUESTS = 8192, 4096, 256
-"""Tokens of a sequence, of a batch, and requests: what the layer's buffers are made for."""
+
+
+class _Room(NamedTuple):
+    """What a layer's buffers are made for at first."""
+
+    longest: int = 8192  # tokens of a sequence
+    tokens: int = 4096  # of a batch
+    requests: int = 256
+
+
 _INDEX_EPS = 1e-6
 """Of the norm of index keys, a constant there."""
 DECLARATION = packaged.declared(
@@ -57,6 +64,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
     """A sparse attention backend inside vLLM's layer."""
 
     wrapped: ClassVar[Any] = None  # the class that is driven
+    _layer: Any  # vLLM's layer; None before it is made
     declaration = DECLARATION
     supported_tile_scales = ["pow2"]
     supported_topk = [MultipleOf(128)]  # tiles of the kernel that maps tokens to slots
@@ -78,7 +86,12 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        return device_capability is not None and bool(cls.driven().supports_compute_capability(device_capability))
+        try:
+            return bool(cls.driven().supports_compute_capability(device_capability))
+        except AttributeError:
+            if device_capability is None:
+                return False
+            raise
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
@@ -122,12 +135,18 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
         super().__init__(config, vllm_config)
-        self._layer: Any = None
-        self._builders: dict[int, tuple[Any, Any]] = {}
         self._drafted = 0
+        self._start(_Room())
+
+    def _start(self, room: _Room) -> None:
+        """Without a layer; the next weights are loaded into one with so much room."""
+        self._room, self._layer = room, None
+        self._columns = room.longest // self.config.block_size  # of a block table
+        self._builders: dict[int, tuple[Any, Any]] = {}
         self._held: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # by cache and number of requests
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
+        super().load_weights(weights)
         if self._layer is None:
             self._layer, self._engine = self._made(weights)
         layer, indexer, theirs = self._layer, self._layer.indexer, weights.indexer
@@ -153,27 +172,17 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     def _made(self, weights: SparseLayerWeights) -> tuple[Any, Any]:
         """vLLM's layer and its configuration, of the sizes of these weights."""
-        config, device = self.config, weights.o_proj.device
-        (latent, hidden), dims = (
-            weights.q_a_proj.shape,
-            MLADimensions(
-                qk_nope_head_dim=self.config.qk_nope_head_dim,
-                qk_rope_head_dim=self.config.qk_rope_head_dim,
-                v_head_dim=self.config.v_head_dim,
-            ),
-        )
-        base = (dims.qk_nope_head_dim + dims.qk_rope_head_dim) ** -0.5
+        config, device, (latent, hidden) = self.config, weights.o_proj.device, weights.q_a_proj.shape
+        base = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
-        yarn |= {"mscale": 1.0, "original_max_position_embeddings": _LONGEST}
+        yarn |= {"mscale": 1.0, "original_max_position_embeddings": self._room.longest}
         model = SimpleNamespace(
-            **vars(dims),
+            **{name: getattr(config, name) for name in (*HEAD_DIMS, "kv_lora_rank", "rms_norm_eps")},
             hidden_size=hidden,
             q_lora_rank=latent,
-            kv_lora_rank=config.kv_lora_rank,
             num_attention_heads=config.num_heads,
             num_hidden_layers=1,
-            max_position_embeddings=_LONGEST,
-            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=self._room.longest,
             rope_parameters={"rope_theta": 10000.0} | ({"rope_type": "default"} if config.scale == base else yarn),
             index_topk=config.topk_tokens,
             index_n_heads=config.index_n_heads,
@@ -181,13 +190,13 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             index_topk_pattern="S" if config.skip_topk else "F",
             indexer_rope_interleave=not config.preparation.is_neox_style,
         )
-        engine = vllm.sparse_engine_config(config, model, _LONGEST, _MOST_TOKENS, _MOST_REQUESTS)
+        engine = vllm.sparse_engine_config(config, model, *self._room)
         before = torch.get_default_dtype()
         torch.set_default_dtype(config.dtype)
         try:
             with vllm.current_config(engine), torch.device(device):
                 vllm.begin_one_rank(device)
-                buffer = torch.empty(_MOST_TOKENS, config.topk_tokens, dtype=torch.int32)
+                buffer = torch.empty(self._room.tokens, config.topk_tokens, dtype=torch.int32)
                 layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
         finally:
             torch.set_default_dtype(before)
@@ -195,7 +204,13 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
         super().prepare_metadata(sparse_layer_metadata)
-        batch, layer, indexer = sparse_layer_metadata, self._layer, self._layer.indexer
+        batch, lens = sparse_layer_metadata, sparse_layer_metadata.attention.seq_lens_cpu
+        needed = (int(lens.max()), len(batch.slot_mapping), len(lens))
+        room = _Room(*(max(has, 1 << (needs - 1).bit_length()) for has, needs in zip(self._room, needed, strict=True)))
+        if room != self._room:
+            self._start(room)
+            self.load_weights(self._weights)
+        layer, indexer = self._layer, self._layer.indexer
         if batch.num_decodes:
             self._drafted = int(batch.attention.query_lens_cpu[: batch.num_decodes].max()) - 1
         if self._drafted not in self._builders:
@@ -223,9 +238,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             cache = layer.indexer.k_cache
             made = cache.get_attn_backend().get_builder_cls()
             spec = cache.get_kv_cache_spec(engine)
-            return attention, made(
-                spec, [cache.prefix], engine, device, block_table_width=_LONGEST // self.config.block_size
-            )
+            return attention, made(spec, [cache.prefix], engine, device, block_table_width=self._columns)
 
     def _common(self, cache: str, batch: MLASparseMetadata, slots: Tensor) -> Any:
         """The batch of one of the caches as vLLM's runner describes it.
@@ -234,12 +247,6 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         """
         lens, queries = batch.seq_lens_cpu, batch.query_lens_cpu
         real, tokens = int((lens > 0).sum()), int(queries[lens > 0].sum())
-        longest = int(lens.max())
-        if longest > _LONGEST or len(slots) > _MOST_TOKENS or len(lens) > _MOST_REQUESTS:
-            raise UnsupportedConfiguration(
-                f"expected at most {_MOST_REQUESTS} requests, {_MOST_TOKENS} tokens and sequences of {_LONGEST}, "
-                f"got {len(lens)}, {len(slots)} and {longest}"
-            )
         single = bool((queries[:real] == 1).all())
         requests, rows = (len(lens), len(slots)) if single else (real, tokens)
         starts = torch.zeros(requests + 1, dtype=torch.int32)
@@ -247,8 +254,8 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         assert batch.block_table is not None
         # In buffers that keep their addresses, as the runner's, for what a graph has captured.
         if (cache, requests) not in self._held:
-            empty = torch.zeros(requests, _LONGEST // self.config.block_size, dtype=torch.int32, device=slots.device)
-            self._held[cache, requests] = empty, torch.zeros(requests + 1, dtype=torch.int32, device=slots.device)
+            empty = torch.zeros(requests, self._columns, dtype=torch.int32, device=slots.device)
+            self._held[cache, requests] = empty, starts.to(slots.device)
         table, on_device = self._held[cache, requests]
         columns = min(table.shape[1], batch.block_table.shape[1])
         table[:real, :columns] = batch.block_table[:real, :columns]
@@ -261,7 +268,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             num_reqs=requests,
             num_actual_tokens=rows,
             max_query_len=int(queries[:real].max()),
-            max_seq_len=longest,
+            max_seq_len=int(lens.max()),
             block_table_tensor=table,
             slot_mapping=slots[:rows],
         )
@@ -289,7 +296,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         captures = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         if captures:  # as the runner says when it captures: a replay may be as long as a sequence can be
             for each in metadata.values():
-                each.max_seq_len = _LONGEST
+                each.max_seq_len = self._room.longest
         with vllm.forward_context(self._engine, metadata, slots, captures):
             result: Tensor = layer(positions, hidden_states)
         return result

@@ -1,0 +1,342 @@
+"""Sparse attention backends of an installed vLLM, unchanged, as whole layers: a stand-in that computes what EAGER does.
+
+It knows of a batch what vLLM's metadata say, and of a layer what vLLM's configuration and its parameters do, so that
+whatever is translated wrongly is wrong.
+"""
+
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
+from mla_conformance.backends.prepare import IndexPreparation
+from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.sparse_layer import (
+    MLASparseLayerConfig,
+    MLASparseLayerMetadata,
+    SparseIndexerWeights,
+    SparseLayerWeights,
+)
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.trial import Context
+
+BACKENDS = "vllm.v1.attention.backends.mla.fake_sparse"
+ENGINE = "dims=32-64-32-512;index_scales=pow2;index_heads=32;topk=128"
+DECODES = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,1];kv=[140,9];decodes=2"
+BOTH = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,3,9];kv=[140,9,130];decodes=1"
+STATE: dict[str, Any] = {"config": None, "batch": None}
+Common = make_dataclass(
+    "CommonAttentionMetadata",
+    [
+        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"),
+        *("max_seq_len", "block_table_tensor", "slot_mapping", "seq_lens_cpu_upper_bound"),
+    ],
+    kw_only=True,
+)
+
+
+def linear(rows: int, columns: int) -> Any:
+    return SimpleNamespace(weight=torch.nn.Parameter(torch.full((rows, columns), torch.nan), requires_grad=False))
+
+
+def vector(columns: int, dtype: torch.dtype | None = None) -> Any:
+    return torch.nn.Parameter(torch.full((columns,), torch.nan, dtype=dtype), requires_grad=False)
+
+
+class Builder:
+    """Hands on what it was told, by values where vLLM keeps them and by buffers where it keeps those."""
+
+    def __init__(self, spec: Any, names: list[str], config: Any, device: torch.device, **width: int) -> None:
+        self.config, self.drafted = config, getattr(config.speculative_config, "num_speculative_tokens", 0)
+
+    def build(self, common_prefix_len: int, common: Any) -> Any:
+        starts = common.query_start_loc_cpu
+        assert common.query_start_loc.tolist() == starts.tolist() and common.num_actual_tokens >= int(starts[-1])
+        assert common.block_table_tensor.shape == (common.num_reqs, self.config.model_config.max_model_len // 64)
+        queries = starts.diff()
+        whole = common.num_actual_tokens > int(starts[-1])
+        assert not whole or int(queries.max()) == 1, "only decodes of a token each are padded"
+        return SimpleNamespace(common=common, drafted=self.drafted, max_seq_len=common.max_seq_len)
+
+
+class Cache:
+    prefix = "model.layers.0.self_attn.indexer.k_cache"
+
+    def bind_kv_cache(self, cache: Tensor) -> None:
+        self.cache = cache.squeeze(1)
+
+    def get_kv_cache_spec(self, config: Any) -> Any:
+        return SimpleNamespace(block_size=config.cache_config.block_size)
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_builder_cls=lambda: Builder)
+
+
+class DeepseekV32Attention:
+    """The layer; EAGER computes."""
+
+    prefill_backend = None
+
+    def __init__(self, engine: Any, model: Any, prefix: str, buffer: Tensor, backend: Any) -> None:
+        assert STATE["config"] is engine and torch.get_default_dtype() is engine.model_config.dtype
+        heads, latent, rope = model.num_attention_heads, model.kv_lora_rank, model.qk_rope_head_dim
+        qk, columns = model.qk_nope_head_dim + rope, model.index_head_dim
+        self.layer_name, self.model, self.engine, self.topk_indices_buffer = f"{prefix}.attn", model, engine, buffer
+        self.fused_qkv_a_proj = linear(model.q_lora_rank + latent + rope, model.hidden_size)
+        self.q_b_proj = linear(heads * qk, model.q_lora_rank)
+        self.kv_b_proj = linear(heads * (model.qk_nope_head_dim + model.v_head_dim), latent)
+        self.o_proj = linear(model.hidden_size, heads * model.v_head_dim)
+        self.q_a_layernorm = SimpleNamespace(weight=vector(model.q_lora_rank))
+        self.kv_a_layernorm = SimpleNamespace(weight=vector(latent))
+        self.rotary_emb, self.indexer_rope_emb = SimpleNamespace(), SimpleNamespace()
+        self.impl, self.indexer = backend.get_impl_cls()(), None
+        if model.index_topk_pattern == "F":
+            norm = SimpleNamespace(weight=vector(columns, torch.float32), bias=vector(columns, torch.float32))
+            self.indexer = SimpleNamespace(
+                wq_b=linear(model.index_n_heads * columns, model.q_lora_rank),
+                wk_weights_proj=linear(columns + model.index_n_heads, model.hidden_size),
+                k_norm=norm,
+                k_cache=Cache(),
+                topk_indices_buffer=buffer,
+            )
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.kv_b = self.kv_b_proj.weight.clone()
+
+    def get_kv_cache_spec(self, config: Any) -> Any:
+        return SimpleNamespace(block_size=config.cache_config.block_size)
+
+    def bind_kv_cache(self, cache: Tensor) -> None:
+        self.cache = cache.squeeze(1)
+
+    def __call__(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        batch, model, indexer = STATE["batch"], self.model, self.indexer
+        layer = EagerSparseLayerBackend(self._config(), None)
+        layer.load_weights(self._weights())
+        mine = batch.attn_metadata[self.layer_name].common
+        theirs = mine if indexer is None else batch.attn_metadata[indexer.k_cache.prefix].common
+        tokens = int(mine.query_start_loc_cpu[-1])
+        decodes = int((mine.query_start_loc_cpu.diff() == 1).cumprod(0).sum())
+        attention, index = _batch(mine), _batch(theirs)
+        layer.prepare_metadata(
+            MLASparseLayerMetadata(
+                attention, index, mine.slot_mapping[:tokens], theirs.slot_mapping[:tokens], min(decodes, mine.num_reqs)
+            )
+        )
+        output = torch.full((len(hidden), model.hidden_size), torch.nan, dtype=hidden.dtype)
+        buffer = (self.impl if indexer is None else indexer).topk_indices_buffer
+        caches = self.cache, None if indexer is None else indexer.k_cache.cache
+        table = self.rotary_emb.cos_sin_cache
+        output[:tokens] = layer.run_sparse_layer(hidden[:tokens], positions[:tokens], table, *caches, buffer)
+        return output
+
+    def _config(self) -> MLASparseLayerConfig:
+        model, engine, rope = self.model, self.engine, self.model.rope_parameters
+        yarn = 1.0
+        if rope["rope_type"] != "default":
+            yarn = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+        return MLASparseLayerConfig(
+            dtype=engine.model_config.dtype,
+            num_heads=model.num_attention_heads,
+            scale=(model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2,
+            qk_nope_head_dim=model.qk_nope_head_dim,
+            qk_rope_head_dim=model.qk_rope_head_dim,
+            v_head_dim=model.v_head_dim,
+            kv_lora_rank=model.kv_lora_rank,
+            is_neox_style=False,
+            rms_norm_eps=model.rms_norm_eps,
+            preparation=IndexPreparation(
+                head_dim=model.index_head_dim,
+                rope_dim=model.qk_rope_head_dim,
+                rope_first=True,
+                is_neox_style=not model.indexer_rope_interleave,
+                hadamard=False,
+                scale_format="pow2",
+                fold_scales=True,
+                eps=1e-6,
+            ),
+            index_n_heads=model.index_n_heads,
+            topk_tokens=model.index_topk,
+            skip_topk=self.indexer is None,
+            kv_cache_dtype=engine.cache_config.cache_dtype,
+            tile_scales="pow2",
+            index_kv_cache_dtype="fp8_index",
+            block_size=engine.cache_config.block_size,
+        )
+
+    def _weights(self) -> SparseLayerWeights:
+        model, indexer = self.model, self.indexer
+        q_a, kv_a = self.fused_qkv_a_proj.weight.data.tensor_split([model.q_lora_rank])
+        theirs = None
+        if indexer is not None:
+            wk, weights = indexer.wk_weights_proj.weight.data.tensor_split([model.index_head_dim])
+            norm = indexer.k_norm
+            theirs = SparseIndexerWeights(indexer.wq_b.weight.data, wk, norm.weight.data, norm.bias.data, weights)
+        norms = self.q_a_layernorm.weight.data, self.kv_a_layernorm.weight.data
+        return SparseLayerWeights(
+            q_a, norms[0], self.q_b_proj.weight.data, kv_a, norms[1], self.kv_b, self.o_proj.weight.data, theirs
+        )
+
+
+def _batch(common: Any) -> MLASparseMetadata:
+    """What vLLM says of a batch, as EAGER is told; requests without a query are padding and are left out."""
+    queries = common.query_start_loc_cpu.diff()
+    asked = queries > 0
+    queries, lengths = queries[asked], common.seq_lens_cpu_upper_bound[asked]
+    assert lengths.tolist() == common.seq_lens[asked].tolist()
+    starts = torch.cat((queries.new_zeros(1), queries.cumsum(0).int()))
+    return MLASparseMetadata(
+        query_start_loc=starts,
+        req_id_per_token=torch.arange(len(queries), dtype=torch.int32).repeat_interleave(queries),
+        seq_lens=lengths,
+        block_table=common.block_table_tensor[asked],
+        workspace_starts=None,
+        index_space=IndexSpace.POSITION,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        query_lens_cpu=queries,
+        seq_lens_cpu=lengths,
+    )
+
+
+class Backend:
+    __module__ = BACKENDS
+    supported_dtypes = (torch.bfloat16,)
+    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
+
+    get_name = staticmethod(lambda: "FAKE_SPARSE")
+    is_sparse = staticmethod(lambda: True)
+    get_impl_cls = staticmethod(lambda: type("Impl", (), {"forward_mqa": lambda self: None}))
+    get_builder_cls = staticmethod(lambda: Builder)
+    customize_spec = staticmethod(lambda spec: spec)
+    supports_compute_capability = staticmethod(lambda capability: True)
+    validate_configuration = staticmethod(
+        lambda head_size, dtype, cache, page, **asked: [] if head_size == 576 and asked["use_sparse"] else ["size"]
+    )
+
+
+@contextmanager
+def _held(name: str, value: Any) -> Any:
+    before, STATE[name] = STATE[name], value
+    try:
+        yield
+    finally:
+        STATE[name] = before
+
+
+def _engine(compilation_config: Any) -> Any:
+    parts = ("scheduler_config", "cache_config", "attention_config", "kernel_config")
+    empty = {name: SimpleNamespace() for name in parts}
+    return SimpleNamespace(compilation_config=compilation_config, speculative_config=None, **empty)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``judged(case)``: its record on the stand-in's backend; ``layer`` stands for vLLM's, ``deep_gemm`` is there."""
+
+    def judge(case: str, layer: type = DeepseekV32Attention, deep_gemm: bool = True) -> Record:
+        done = {"model_parallel_is_initialized": lambda: True}
+        parts: dict[str, dict[str, Any]] = {
+            "vllm.config": {
+                "VllmConfig": _engine,
+                "CompilationConfig": lambda mode, cudagraph_mode: SimpleNamespace(static_forward_context={}),
+                "CompilationMode": SimpleNamespace(NONE=0),
+                "CUDAGraphMode": SimpleNamespace(NONE=0, FULL=1),
+                "set_current_vllm_config": lambda config: _held("config", config),
+            },
+            "vllm.distributed.parallel_state": done,
+            "vllm.v1.worker.workspace": {"is_workspace_manager_initialized": lambda: True},
+            "vllm.utils.import_utils": {"has_deep_gemm": lambda: deep_gemm},
+            "vllm.forward_context": {
+                "ForwardContext": lambda **batch: SimpleNamespace(**batch),
+                "override_forward_context": lambda batch: _held("batch", batch),
+            },
+            "vllm.v1.attention.backend": {"CommonAttentionMetadata": Common},
+            "vllm.models.deepseek_v32.attention": {"DeepseekV32Attention": layer},
+            BACKENDS: {"Backend": Backend},
+        }
+        for name, members in parts.items():
+            words = name.split(".")
+            for depth in range(1, len(words)):
+                monkeypatch.setitem(sys.modules, ".".join(words[:depth]), ModuleType(".".join(words[:depth])))
+            module = ModuleType(name)
+            vars(module).update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+        return judge_one(Subject.of(f"{BACKENDS}:Backend", torch.device("cpu")), Case.parse(case), Context())
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        f"{DECODES};scale=50",
+        f"{BOTH};layers=2;tails=huge",
+        f"sparse_layer_shared_indices:call=sparse_layer;{ENGINE};q=[1,3,9];kv=[140,9,130];decodes=1;shared=1",
+        f"sparse_layer_caches:call=sparse_layer;{ENGINE};q=[1,1];kv=[140,9];decodes=2;pad=2;poison=inf",
+        f"sparse_layer_caches:call=sparse_layer;{ENGINE};q=[3,3];kv=[140,9];decodes=2;pad=2;poison=inf",
+        f"sparse_layer_caches:call=sparse_layer;{ENGINE};q=[1,3];kv=[140,9];decodes=1;pad=2;cache=fp8_ds_mla;scales=pow2",
+        f"sparse_layer_conventions:call=sparse_layer;{ENGINE};q=[1];kv=[140];decodes=1;pairs=neighbours",
+        f"sparse_layer_ranks:call=sparse_layer;{ENGINE};q=[1];kv=[140];decodes=1;tp=2",
+        f"sparse_layer_graph:call=sparse_layer;{ENGINE};q=[1,1];kv=[140,9];decodes=2",
+    ],
+)
+def test_an_unchanged_backend_passes_as_a_whole_layer(case: str, judged: Any) -> None:
+    found = judged(case)
+    assert found.status is Status.PASS, found.message
+    subject = Subject.of(f"{BACKENDS}:Backend", torch.device("cpu"))
+    assert subject.roles == (Role.SPARSE_LAYER,)
+    assert any("``DeepseekV32Attention`` is made around it" in adapter for _, adapter in describe(subject).deviations)
+
+
+def test_a_layer_that_keeps_its_first_weights_or_slots_fails(judged: Any) -> None:
+    class Forgetful(DeepseekV32Attention):
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            if not hasattr(self, "kv_b"):
+                self.kv_b = self.kv_b_proj.weight.roll(1, 0)
+
+    class OneTable(DeepseekV32Attention):
+        def __call__(self, positions: Tensor, hidden: Tensor) -> Tensor:
+            if self.indexer is not None:
+                batches = STATE["batch"].attn_metadata
+                batches[self.indexer.k_cache.prefix] = batches[self.layer_name]
+            return super().__call__(positions, hidden)
+
+    for layer, said in ((Forgetful, "output is"), (OneTable, "index_kv_cache")):
+        found = judged(BOTH, layer)
+        assert (found.status, said in found.message) == (Status.FAIL, True), found.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("dims=32-32-32-128;index_scales=pow2;index_heads=32;topk=128", "latent dims (L, R) = (128, 32)"),
+        (f"{ENGINE};layer_pairs=halves", "a layer that rotates halves"),
+        (f"{ENGINE};rope_last=1", "rotates its last columns"),
+        ("dims=32-64-32-512;index_heads=32;topk=128", "float32 scales of index keys"),
+        ("dims=32-64-32-512;index_scales=pow2;topk=8", "4 index heads not supported (supported: 32, 64)"),
+        (f"{ENGINE};page=128", "block_size 128"),
+        (f"{ENGINE};dtype=fp16", "dtype torch.float16"),
+    ],
+)
+def test_what_its_engine_does_not_do_is_unsupported(fields: str, said: str, judged: Any) -> None:
+    found = judged(f"sparse_layer:call=sparse_layer;{fields};q=[1];kv=[140];decodes=1")
+    assert found.status is Status.UNSUPPORTED, found.message
+    assert said in found.message
+
+
+def test_longer_sequences_than_its_buffers_hold_are_judged_and_a_build_without_scores_is_said(judged: Any) -> None:
+    assert judged(f"sparse_layer:call=sparse_layer;{ENGINE};q=[1];kv=[8192];decodes=1").status is Status.PASS
+    assert "without DeepGEMM" in judged(DECODES, deep_gemm=False).message
