@@ -3,6 +3,7 @@
 Asking whether a library is installed imports nothing; only an adapter that is going to run imports its own.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -91,10 +92,19 @@ def _installed(module: str) -> bool:
         spec = find_spec(top)
     except ValueError:  # a module in sys.modules without a spec
         return True
-    name = top
+    if spec is None:
+        return False
+    name, folders = top, spec.submodule_search_locations
     for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
+        if folders is None:
             return False
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec is not None
+        name, inside = f"{name}.{part}", list(folders)
+        try:
+            spec = PathFinder.find_spec(name, inside)
+        except KeyError:  # of a folder without ``__init__.py`` it asks the parent, which is not imported
+            folders = [folder for each in inside if os.path.isdir(folder := os.path.join(each, part))]
+            continue
+        if spec is None:
+            return False
+        folders = spec.submodule_search_locations
+    return True

@@ -31,7 +31,7 @@ _DEVIATIONS = (
     ("a batch decodes or prefills", "a step is a batch of those that prefill, and one for each number of new tokens"),
     ("one page table for both caches", "pages of index keys are copied to the numbers of the latents', and back"),
     ("slot 0 is no token's, and blocks follow each other", "latents are copied behind a page of their own, and back"),
-    ("rows of padding belong to a graph", "are cut off"),
+    ("hidden states follow each other, rows of padding belong to a graph", "copied if not, those are cut off"),
     ("a selection names slots, or rows of all keys, where it is fused", "translated to positions, and back"),
     ("all heads are those of this rank", "a model of so many heads on one rank, whose output is not reduced"),
     (
@@ -51,6 +51,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     wrapped: ClassVar[Any] = None  # the class that is driven; None for SGLang's own
     # by layout of the latent cache, what attends in a prefill and in a decode
     attends: ClassVar[Mapping[str, tuple[str, str]]] = _PICKED
+    _layer: AttentionLayer | None = None
     by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
     supported_dtypes = [torch.bfloat16]
     supported_kv_cache_dtypes = ["auto", _TILED]
@@ -117,16 +118,18 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         attention, given = self._metadata.attention, self._metadata
         lengths, new = attention.seq_lens_cpu.tolist(), attention.query_lens_cpu.tolist()
         caches = _Caches(given, kv_cache, index_kv_cache)
+        assert self._layer is not None
         self._layer.bind(caches.latents, caches.index_keys, caches.table, cos_sin_cache)
-        slots, output = given.slot_mapping + PAGE, torch.zeros_like(hidden_states)
+        slots, hidden, output = given.slot_mapping + PAGE, hidden_states.contiguous(), torch.zeros_like(hidden_states)
         for part in parts(lengths, new, given.num_decodes):
-            rows, lists = slice(part.rows.start, part.rows.stop), None
+            rows = slice(part.rows.start, part.rows.stop)
+            buffer, lists = topk_indices_buffer[rows], None
             if self.config.skip_topk:
-                lists = self._as_sglang_names(topk_indices_buffer[rows], part, caches.table)
-            result, selected = self._layer.forward(part, hidden_states[rows], positions[rows], slots[rows], lists)
-            output[rows] = result
-            if selected is not None and not self.config.skip_topk:
-                topk_indices_buffer[rows] = self._as_positions(selected, part, caches)
+                lists = self._as_sglang_names(buffer, part, caches.table)
+            output[rows], selected = self._layer.forward(part, hidden[rows], positions[rows], slots[rows], lists)
+            left = selected if lists is None else lists
+            if left is not None:
+                buffer.copy_(self._as_positions(left, part, caches))
         caches.write_back()
         return output
 
@@ -139,10 +142,11 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     def _as_sglang_names(self, lists: Tensor, part: Part, table: Tensor) -> Tensor:
         """Lists [rows, K] of positions, as SGLang's fused top-k would have left them."""
         if self.by_torch:
-            return lists.clone()
-        named = (
-            _first_keys(part, lists) + lists if self._ragged(part) else table[_requests(part, lists), _clamped(lists)]
-        )
+            return lists
+        if self._ragged(part):
+            named = lists + _first_keys(part, lists)
+        else:
+            named = table[_requests(part, lists), lists.long().clamp(min=0)]
         return named.int().masked_fill(lists == _NONE, _NONE)
 
     def _as_positions(self, selected: Tensor, part: Part, caches: "_Caches") -> Tensor:
@@ -158,9 +162,11 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     def kernel_evidence(self) -> dict[str, str]:
         prefill, decode = self.attends[self.config.kv_cache_dtype]
-        backend = type(self._layer.backend)
-        driven = {"class": f"{backend.__module__}.{backend.__qualname__}", "prefill": prefill, "decode": decode}
-        return super().kernel_evidence() | driven | {"topk": self._topk}
+        served = {"prefill": prefill, "decode": decode, "topk": self._topk}
+        if self._layer is not None:
+            backend = type(self._layer.backend)
+            served["class"] = f"{backend.__module__}.{backend.__qualname__}"
+        return super().kernel_evidence() | served
 
 
 def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
@@ -271,7 +277,3 @@ def _first_keys(part: Part, lists: Tensor) -> Tensor:
     """[rows, 1] int64, how many keys of the batch stand before those of each row's request."""
     lengths = torch.tensor(part.lengths)
     return (lengths.cumsum(0) - lengths).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
-
-
-def _clamped(lists: Tensor) -> Tensor:
-    return lists.long().clamp(min=0)
