@@ -3,7 +3,6 @@
 Asking whether a library is installed imports nothing; only an adapter that is going to run imports its own.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +10,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from packaging.requirements import Requirement
@@ -102,7 +102,7 @@ def _installed(module: str) -> bool:
         try:
             spec = PathFinder.find_spec(name, inside)
         except KeyError:  # of a folder without ``__init__.py`` it asks the parent, which is not imported
-            folders = [folder for each in inside if os.path.isdir(folder := os.path.join(each, part))]
+            folders = [str(Path(each, part)) for each in inside if Path(each, part).is_dir()]
             continue
         if spec is None:
             return False
