@@ -66,7 +66,10 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     def adapt(cls, wrapped: Any) -> type[Self]:
         """A class that drives ``wrapped``, by its name."""
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
-        adapted: Any = type(cls)(wrapped.__name__, (cls,), own | {"wrapped": wrapped, "variants": MappingProxyType({})})
+        make: Any = type(cls)
+        adapted: type[Self] = make(
+            wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": MappingProxyType({})}
+        )
         return adapted
 
     @classmethod
