@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from packaging.requirements import Requirement
@@ -91,10 +92,19 @@ def _installed(module: str) -> bool:
         spec = find_spec(top)
     except ValueError:  # a module in sys.modules without a spec
         return True
-    name = top
+    if spec is None:
+        return False
+    name, folders = top, spec.submodule_search_locations
     for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
+        if folders is None:
             return False
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec is not None
+        name, inside = f"{name}.{part}", list(folders)
+        try:
+            spec = PathFinder.find_spec(name, inside)
+        except KeyError:  # of a folder without ``__init__.py`` it asks the parent, which is not imported
+            folders = [str(Path(each, part)) for each in inside if Path(each, part).is_dir()]
+            continue
+        if spec is None:
+            return False
+        folders = spec.submodule_search_locations
+    return True

@@ -38,6 +38,7 @@ from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
 from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import ROLES, IndexSpace, Role, role_of
+from mla_conformance.backends.sglang_dsa import SGLangDSABackend
 from mla_conformance.reference.dimensions import MLADimensions
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
@@ -156,6 +157,8 @@ def as_backend(loaded: Any) -> Any:
         adapter = PresentAdapter
     elif callable(chunk) and is_from_vllm(cls):
         adapter = AdaptedPrefillBackend
+    elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
+        adapter = SGLangDSABackend
     return _ADAPTED.setdefault(loaded, adapter.adapt(cls) if adapter else cls)
 
 

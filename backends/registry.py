@@ -180,6 +180,13 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
     EAGER = "mla_conformance.backends.eager_sparse_layer.EagerSparseLayerBackend"
     VLLM_SPARSE_LAYER = "mla_conformance.backends.vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
+    SGLANG_DSA = (
+        "mla_conformance.backends.sglang_dsa.SGLangDSABackend",
+        "fa3",
+        "triton_sparse_mla",
+        "triton",
+        "flashmla_sparse",
+    )
     CUSTOM = None
 
 

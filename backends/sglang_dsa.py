@@ -1,0 +1,282 @@
+"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged.
+
+Written for SGLang 0.5.23, whose ``DeepseekSparseAttnBackend`` serves DeepSeek V3.2, GLM-5 and their like. What is named
+by its path is driven as well, and what derives from it. A variant is what else a server can be started with.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends import packaged
+from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, Settings, parts
+from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
+
+_MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
+_TILED, _NONE, _STRANGE = "fp8_ds_mla", -1, -2
+_INDEX_DIM, _INDEX_ROPE = 128, 64
+_LOGITS_HEADS = (32, 64)
+"""Index heads that DeepGEMM multiplies at once; a prefill's are padded to the fewer."""
+_OWN_TOPK = 2048
+"""Tokens that SGLang's compiled kernels select, no more and no fewer."""
+_PICKED = MappingProxyType({"auto": ("flashmla_sparse", "fa3"), _TILED: ("flashmla_kv", "flashmla_kv")})
+_BY_TORCH = MappingProxyType({"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"})
+_DENSE = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
+_DEVIATIONS = (
+    ("is a part of a model's attention module", "SGLang's ``DeepseekV2AttentionMLA`` is made around it"),
+    ("reads a server's arguments and a model's description", "SGLang's defaults, eager, with the sizes of the case"),
+    ("a batch decodes or prefills", "a step is a batch of those that prefill, and one for each number of new tokens"),
+    ("one page table for both caches", "pages of index keys are copied to the numbers of the latents', and back"),
+    ("slot 0 is no token's, and blocks follow each other", "latents are copied behind a page of their own, and back"),
+    ("hidden states follow each other, rows of padding belong to a graph", "copied if not, those are cut off"),
+    ("a selection names slots, or rows of all keys, where it is fused", "translated to positions, and back"),
+    ("all heads are those of this rank", "a model of so many heads on one rank, whose output is not reduced"),
+    (
+        "prompts up to 2048 tokens are attended to whole, by FA3",
+        "up to as many as are selected, where FA3 has the dims",
+    ),
+    ("the softmax scale follows from the head dims", "is set"),
+)
+
+
+class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
+    """What SGLang picks on Hopper."""
+
+    name = "SGLANG_DSA"
+    libraries = (packaged.in_extra("sglang", _MODULE),)
+    devices = packaged.HOPPER
+    wrapped: ClassVar[Any] = None  # the class that is driven; None for SGLang's own
+    # by layout of the latent cache, what attends in a prefill and in a decode
+    attends: ClassVar[Mapping[str, tuple[str, str]]] = _PICKED
+    _layer: AttentionLayer | None = None
+    by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
+    supported_dtypes = [torch.bfloat16]
+    supported_kv_cache_dtypes = ["auto", _TILED]
+    supported_tile_scales = ["float32"]
+    supported_block_sizes = [PAGE]
+    supported_topk = [_OWN_TOPK]
+    declaration = packaged.declared(
+        "sglang sglang-kernel sgl-flash-mla sgl-deep-gemm torch", *_DEVIATIONS, rounding=packaged.DEQUANTISES
+    )
+
+    @classmethod
+    def adapt(cls, wrapped: Any) -> type[Self]:
+        """A class that drives ``wrapped``, by its name."""
+        own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
+        make: Any = type(cls)
+        adapted: type[Self] = make(
+            wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": MappingProxyType({})}
+        )
+        return adapted
+
+    @classmethod
+    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
+        kinds = cls.attends.get(config.kv_cache_dtype, ())
+        for kind in dict.fromkeys(kinds):
+            yield from _attention_refuses(kind, config)
+        if config.skip_topk:
+            return
+        form, rope = config.preparation, config.qk_rope_head_dim
+        if (form.head_dim, rope) != (_INDEX_DIM, _INDEX_ROPE):
+            yield f"index keys of {form.head_dim} columns, {rope} of them rotated, not supported"
+        if not form.rope_first or form.is_neox_style or form.hadamard:
+            yield "an indexer rotates neighbours in the first columns; halves are transformed by Hadamard besides"
+        if form.scale_format != "float32":
+            yield f"index keys with {form.scale_format} scales not supported (writes float32)"
+        if not cls.by_torch and config.index_n_heads not in _LOGITS_HEADS:
+            yield f"{config.index_n_heads} index heads not supported (supported: 32, 64)"
+
+    def load_weights(self, weights: SparseLayerWeights) -> None:
+        super().load_weights(weights)
+        wrapped = self.wrapped or getattr(self.library, _CLASS)
+        self._layer = AttentionLayer(wrapped, self.config, weights, self._settings())
+
+    def _settings(self) -> Settings:
+        config = self.config
+        prefill, decode = self.attends[config.kv_cache_dtype]
+        arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self._topk}
+        whole = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        dense = config.topk_tokens if whole[0] == whole[1] or whole == (192, 128) else 0
+        return Settings(arguments, {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {}))
+
+    @property
+    def _topk(self) -> str:
+        """What selects, as ``--dsa-topk-backend`` has it."""
+        return "torch" if self.by_torch else "sgl-kernel"
+
+    def run_sparse_layer(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        kv_cache: Tensor,
+        index_kv_cache: Tensor | None,
+        topk_indices_buffer: Tensor,
+    ) -> Tensor:
+        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
+        check_sparse_layer_call(self, self._metadata, operands)
+        attention, given = self._metadata.attention, self._metadata
+        lengths, new = attention.seq_lens_cpu.tolist(), attention.query_lens_cpu.tolist()
+        caches = _Caches(given, kv_cache, index_kv_cache)
+        assert self._layer is not None
+        self._layer.bind(caches.latents, caches.index_keys, caches.table, cos_sin_cache)
+        slots, hidden, output = given.slot_mapping + PAGE, hidden_states.contiguous(), torch.zeros_like(hidden_states)
+        for part in parts(lengths, new, given.num_decodes):
+            rows = slice(part.rows.start, part.rows.stop)
+            buffer, lists = topk_indices_buffer[rows], None
+            if self.config.skip_topk:
+                lists = self._as_sglang_names(buffer, part, caches.table)
+            output[rows], selected = self._layer.forward(part, hidden[rows], positions[rows], slots[rows], lists)
+            left = selected if lists is None else lists
+            if left is not None:
+                buffer.copy_(self._as_positions(left, part, caches))
+        caches.write_back()
+        return output
+
+    def _ragged(self, part: Part) -> bool:
+        """Whether the lists of a batch count all its keys, one request behind the other."""
+        prefill = self.attends[self.config.kv_cache_dtype][0]
+        gathers = prefill in ("flashmla_sparse", "triton_sparse_mla")
+        return self.config.kv_cache_dtype == _TILED and gathers and not part.decodes
+
+    def _as_sglang_names(self, lists: Tensor, part: Part, table: Tensor) -> Tensor:
+        """Lists [rows, K] of positions, as SGLang's fused top-k would have left them."""
+        if self.by_torch:
+            return lists
+        if self._ragged(part):
+            named = lists + _first_keys(part, lists)
+        else:
+            named = table[_requests(part, lists), lists.long().clamp(min=0)]
+        return named.int().masked_fill(lists == _NONE, _NONE)
+
+    def _as_positions(self, selected: Tensor, part: Part, caches: "_Caches") -> Tensor:
+        """The reverse; a number that names none of the request's keys becomes one that is no position."""
+        if self.by_torch:
+            return selected
+        if self._ragged(part):
+            named = selected - _first_keys(part, selected)
+        else:
+            named = caches.positions()[selected.long().clamp(0, len(caches.latents) - 1)]
+            named = named.masked_fill((selected < 0) | (selected >= len(caches.latents)), _STRANGE)
+        return named.int().masked_fill(selected == _NONE, _NONE)
+
+    def kernel_evidence(self) -> dict[str, str]:
+        prefill, decode = self.attends[self.config.kv_cache_dtype]
+        served = {"prefill": prefill, "decode": decode, "topk": self._topk}
+        if self._layer is not None:
+            backend = type(self._layer.backend)
+            served["class"] = f"{backend.__module__}.{backend.__qualname__}"
+        return super().kernel_evidence() | served
+
+
+def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
+    """What an attention kernel is not built for."""
+    heads, latent, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    if kind == "triton":
+        if latent % 128 or latent > 512 or rope & (rope - 1):
+            yield f"latents of {latent} and {rope} columns not supported by {kind}"
+        if heads > 16 and heads & (heads - 1):
+            yield f"{heads} heads not supported by {kind}"
+        return
+    if (latent, rope) != (512, 64):
+        yield f"latents of {latent} and {rope} columns not supported by {kind} (supported: 512 and 64)"
+    if kind == "flashmla_sparse" and heads % 64 and 64 % heads:
+        yield f"{heads} heads not supported by {kind}"
+    if kind == "flashmla_kv" and heads > 128:
+        yield f"{heads} heads not supported by {kind}"
+    if kind == "triton_sparse_mla" and heads > 32:
+        yield f"{heads} heads not supported by {kind}"
+
+
+_ANY = packaged.MultipleOf(1)
+_TORCH = ("its kernels select 2,048 tokens alone", "--dsa-topk-backend torch, and scores of PyTorch")
+_PLAIN = {"by_torch": True, "supported_kv_cache_dtypes": ["auto"], "supported_topk": [_ANY]}
+SGLangDSABackend.also("fa3", _TORCH, attends=MappingProxyType({"auto": ("fa3", "fa3")}), **_PLAIN)
+SGLangDSABackend.also(
+    "triton_sparse_mla", _TORCH, attends=MappingProxyType({"auto": ("triton_sparse_mla", "fa3")}), **_PLAIN
+)
+SGLangDSABackend.also(
+    "triton",
+    _TORCH,
+    ("a server refuses these kernels off ROCm", "they are chosen all the same"),
+    attends=MappingProxyType({"auto": ("triton", "triton")}),
+    **_PLAIN,
+)
+SGLangDSABackend.also(
+    "flashmla_sparse",
+    attends=MappingProxyType({_TILED: ("flashmla_sparse", "flashmla_kv")}),
+    supported_kv_cache_dtypes=[_TILED],
+    supported_topk=[128, 256, 512, 1024, _OWN_TOPK],
+)
+
+
+class _Caches:
+    """Both caches of a step as SGLang's pool has them: one numbering of pages, of which the first is no one's."""
+
+    def __init__(self, metadata: Any, kv_cache: Tensor, index_kv_cache: Tensor | None) -> None:
+        self._given = kv_cache, index_kv_cache
+        self._blocks, page, width = kv_cache.shape
+        rows = kv_cache.reshape(-1, 1, width)
+        self.latents = torch.cat((rows.new_zeros(page, 1, width), rows))  # [slots, 1, width]
+        self.table = _slots(metadata.attention)  # [B, positions] int32
+        self._lengths = metadata.attention.seq_lens.unsqueeze(1)
+        self.index_keys: Tensor | None = None  # [pages, bytes of a page]
+        if index_kv_cache is not None:
+            self._pages = _shared_pages(metadata, self._blocks, len(index_kv_cache)).to(kv_cache.device)
+            keys = index_kv_cache.flatten(1)
+            self.index_keys = keys.new_zeros(int(self._pages.max()) + 1, keys.shape[1]).index_copy(0, self._pages, keys)
+
+    def positions(self) -> Tensor:
+        """[slots] int64, the position of each slot in its request; of slots without a token no position."""
+        columns = torch.arange(self.table.shape[1], device=self.table.device).expand_as(self.table)
+        known = columns < self._lengths
+        found = torch.full((len(self.latents),), _STRANGE, device=self.table.device)
+        return found.index_put((self.table[known].long(),), columns[known])
+
+    def write_back(self) -> None:
+        """What a layer may have written, to the caches that were given."""
+        kv_cache, index_kv_cache = self._given
+        kv_cache.copy_(self.latents[kv_cache.shape[1] :].view_as(kv_cache))
+        if index_kv_cache is not None:
+            assert self.index_keys is not None
+            index_kv_cache.copy_(self.index_keys[self._pages].view_as(index_kv_cache))
+
+
+def _slots(attention: Any) -> Tensor:
+    """[B, positions] int32, the slot of each position in the pool; 0 behind a request's end."""
+    pages = -(-attention.max_seq_len // PAGE)
+    table = attention.block_table[:, :pages].long() + 1
+    offsets = torch.arange(PAGE, device=table.device)
+    slots = (table.unsqueeze(2) * PAGE + offsets).flatten(1)
+    positions = torch.arange(slots.shape[1], device=table.device)
+    return slots.masked_fill(positions >= attention.seq_lens.unsqueeze(1), 0).int()
+
+
+def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
+    """[index blocks] int64, the page of the pool that each block of index keys is copied to.
+
+    That of the latents of the same tokens; blocks of no request take the pages that are left.
+    """
+    lengths = metadata.attention.seq_lens_cpu.tolist()
+    tables = (each.block_table.tolist() for each in (metadata.attention, metadata.index))
+    found: dict[int, int] = {}
+    for length, latent, index in zip(lengths, *tables, strict=True):
+        used = -(-length // PAGE)
+        found |= {block: page + 1 for block, page in zip(index[:used], latent[:used], strict=True)}
+    taken = set(found.values())
+    left = (page for page in range(1, blocks + index_blocks + 1) if page not in taken)
+    return torch.tensor([found[block] if block in found else next(left) for block in range(index_blocks)])
+
+
+def _requests(part: Part, lists: Tensor) -> Tensor:
+    """[rows, 1] int64, the request of each row."""
+    return torch.tensor(list(part.requests)).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
+
+
+def _first_keys(part: Part, lists: Tensor) -> Tensor:
+    """[rows, 1] int64, how many keys of the batch stand before those of each row's request."""
+    lengths = torch.tensor(part.lengths)
+    return (lengths.cumsum(0) - lengths).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
