@@ -78,9 +78,9 @@ class SparseLayerCase(CachedCase):
 
     @property
     def hidden_size(self) -> int:
-        """Columns of a hidden state: as many as are projected, or as the output has values."""
+        """Columns of a hidden state: as many as are projected, or as the output has values, in whole 64s."""
         projected = self.q_lora_rank + sum(self.latent_dims) + INDEX_DIM + self.index_heads
-        return max(projected, self.heads * self.dimensions.v_head_dim)
+        return -(-max(projected, self.heads * self.dimensions.v_head_dim) // WHOLE) * WHOLE
 
     @property
     def sizes(self) -> Sizes:
