@@ -86,8 +86,9 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
             yield "an indexer rotates neighbours in the first columns; halves are transformed by Hadamard besides"
         if form.scale_format != "float32":
             yield f"index keys with {form.scale_format} scales not supported (writes float32)"
-        if not cls.by_torch and config.index_n_heads not in _LOGITS_HEADS:
-            yield f"{config.index_n_heads} index heads not supported (supported: 32, 64)"
+        if config.index_n_heads % 4 if cls.by_torch else config.index_n_heads not in _LOGITS_HEADS:
+            supported = "multiples of 4" if cls.by_torch else "32, 64"
+            yield f"{config.index_n_heads} index heads not supported (supported: {supported})"
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
         super().load_weights(weights)
