@@ -52,6 +52,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     # by layout of the latent cache, what attends in a prefill and in a decode
     attends: ClassVar[Mapping[str, tuple[str, str]]] = _PICKED
     _layer: AttentionLayer | None = None
+    _made_for: tuple[torch.Size, torch.device] | None = None  # of the layer's weights, which fit no others
     by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
     supported_dtypes = [torch.bfloat16]
     supported_kv_cache_dtypes = ["auto", _TILED]
@@ -91,8 +92,12 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
         super().load_weights(weights)
+        made_for = (weights.q_a_proj.shape, weights.o_proj.device)
+        if self._layer is not None and made_for == self._made_for:
+            self._layer.load(self.config, weights)
+            return
         wrapped = self.wrapped or getattr(self.library, _CLASS)
-        self._layer = AttentionLayer(wrapped, self.config, weights, self._settings())
+        self._layer, self._made_for = AttentionLayer(wrapped, self.config, weights, self._settings()), made_for
 
     def _settings(self) -> Settings:
         config = self.config

@@ -88,7 +88,7 @@ class AttentionLayer:
             self.module = self._attention(config)
             self.pool = self._pool(config)
             self.backend = wrapped(self._runner(config))
-        self._load(config, weights)
+        self.load(config, weights)
 
     def _server(self, config: MLASparseLayerConfig) -> Any:
         """A context of its own, as an engine inside another program has one: one rank, no drafts."""
@@ -164,8 +164,8 @@ class AttentionLayer:
             max_running_requests=_ROOM,
         )
 
-    def _load(self, config: MLASparseLayerConfig, w: SparseLayerWeights) -> None:
-        """The weights, as SGLang's loader lays them out, which also makes the absorbed ones."""
+    def load(self, config: MLASparseLayerConfig, w: SparseLayerWeights) -> None:
+        """Weights of these sizes, as SGLang's loader lays them out, which also makes the absorbed ones."""
         module, indexer = self.module, self.module.indexer
         joined = torch.cat((w.q_a_proj, w.kv_a_proj_with_mqa))
         given = {
