@@ -93,7 +93,7 @@ class Executor:
         """Carry out a step that may write what is reached; ``before`` keeps what must not be written."""
         if before is not None:
             before.keep()
-        done = run_step(step)
+        done = self.query(step)
         return replace(done, kept=done.value)
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:

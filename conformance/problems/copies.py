@@ -23,7 +23,7 @@ class Original(Generic[Value]):
     """
 
     def __init__(self, value: Value, shared: Iterable[Any] = ()) -> None:
-        self._shared, self.tensors = tuple(shared), list[torch.Tensor]()
+        self.value, self._shared, self.tensors = value, tuple(shared), list[torch.Tensor]()
         packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
         packer.numbers, packer.tensors = {id(x): -1 - n for n, x in enumerate(self._shared)}, self.tensors
         packer.dump(value)
