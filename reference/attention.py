@@ -142,7 +142,7 @@ def attention(
         (q_len, num_heads, _), kv_len = request_q.shape, request_k.shape[0]
         block = max(1, workspace_elements(q.device) // max(1, num_heads * kv_len))
         # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
-        if causal and q_len > 1 and not (request_k.isfinite().all() & request_v.isfinite().all()):
+        if causal and q_len > 1 and not (request_k.sum() + request_v.sum()).isfinite():
             block = 1
         # Query i sees the keys up to i + diagonal.
         diagonal = kv_len - q_len if causal else kv_len
@@ -153,7 +153,7 @@ def attention(
             visible = torch.arange(last, device=q.device) <= query[:, None] + diagonal
             operands = request_q[start:stop], request_k[:last], request_v[:last]
             blocks.append(_attend(*operands, visible, scale, with_terms, with_key_terms))
-    return concatenate(blocks)
+    return blocks[0] if len(blocks) == 1 else concatenate(blocks)
 
 
 def _attend(
@@ -161,19 +161,23 @@ def _attend(
 ) -> AttentionState:
     """The definition, for q [T, N, D], k [S, N or 1, D], v [S, N or 1, V] in float64 and visible [T, S] bool."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    scores = (scale * (q @ k.mT)).masked_fill(~visible, -torch.inf)
+    hidden = ~visible
+    scores = (q @ k.mT).mul_(scale).masked_fill_(hidden, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
-    p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+    p = torch.softmax(scores, dim=-1).masked_fill_(hidden, 0.0)
+    output = p @ v
     terms = error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
     if terms is not None and with_key_terms:
-        terms = replace(terms, **key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale))
-    return AttentionState((p @ v).transpose(0, 1), lse, terms)
+        terms = replace(terms, **key_terms(q, k, v, p, output, scores.masked_fill_(hidden, 0.0), scale))
+    return AttentionState(output.transpose(0, 1), lse, terms)
 
 
-def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
-    """The key terms by name for operands with the heads first, weights and scores [N, T, S]."""
-    output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
+def key_terms(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scores: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """The key terms by name for operands with the heads first, weights and scores [N, T, S], output [N, T, V]."""
+    weights = (q.square() @ k.square().mT).mul_(scale**2).mul_(p.square())
     # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
@@ -182,7 +186,8 @@ def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
     deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
-    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    # Transposed once, or the product would be of columns for each head anew.
+    moments = torch.einsum("nds,ntsr->ntdr", k.mT.contiguous().expand(len(q), -1, -1), deviations)
     shared = (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
     return {
         "key_spread": spread.clamp(min=0.0).transpose(0, 1),
@@ -193,15 +198,21 @@ def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale:
 
 def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
     """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
-    weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
+    weighted = weighted_scores(q, k, p, scale)
     largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
+    absolute = v.abs()
     return ErrorTerms(
-        magnitude=(p @ v.abs()).transpose(0, 1),
-        score=(weighted_scores @ v.abs()).transpose(0, 1),
+        magnitude=(p @ absolute).transpose(0, 1),
+        score=(weighted @ absolute).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
-        peak=(largest * (visible.to(torch.float64) @ v.abs())).transpose(0, 1),
-        lse_score=weighted_scores.sum(dim=-1),
+        peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
+        lse_score=weighted.sum(dim=-1),
     )
+
+
+def weighted_scores(q: Tensor, k: Tensor, p: Tensor, scale: float) -> Tensor:
+    """[N, T, S] p·(Σ_d scale·|q_d|·|k_d|)."""
+    return (q.abs() @ k.abs().mT).mul_(scale).mul_(p)
 
 
 def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> AttentionState:

@@ -231,6 +231,8 @@ _LOW_PRECISION_PAIRS = 2**28
 _BLOCK_PAIRS = 2**16
 """Pairs of a request from which blocks pay; smaller requests are one block of the definition. On a GPU, which waits for
 its next small operation, those are that fit the definition's workspace."""
+_COPIED = 2**15
+"""Elements of the keys of a request from which a CPU would rather not have them for each of its heads."""
 _SHARED_ROWS = 32
 """Rows of a request up to which keys that its heads share stay with the definition; blocks copy them for each head."""
 
@@ -356,20 +358,23 @@ def by_shape(
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8
-    heads, states, order, workspace = q.shape[1], [], [], workspace_elements(q.device)
+    heads, workspace = q.shape[1], workspace_elements(q.device)
+    states, order = list[AttentionState](), list[slice]()  # and the rows that they are of
     alike: dict[tuple[int, ...], list[tuple[slice, slice]]] = {}
     for request in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
         alike.setdefault(tuple(rows.stop - rows.start for rows in request), []).append(request)
     for (q_len, kv_len), requests in alike.items():
         most = max(1, workspace // max(1, heads * (q_len * kv_len + (q_len + kv_len) * q.shape[2])))
+        if k.shape[1] < heads and not q.is_cuda and heads * kv_len * q.shape[2] > _COPIED:
+            most = 1  # their copies for each head take longer than so many operations
         for part in (requests[at : at + most] for at in range(0, len(requests), most)):
-            queries, keys = (
-                torch.cat([torch.arange(x.start, x.stop) for x in rows]) for rows in zip(*part, strict=True)
-            )
-            order.append(queries)
+            order += [queries for queries, _ in part]
             if len(part) == 1:  # as it is, whose heads may share a key
                 operands = [q[part[0][0]], k[part[0][1]], v[part[0][1]]]
             else:  # [count · tokens, N or 1, D] as [tokens, count · N, D]
+                queries, keys = (
+                    torch.cat([torch.arange(x.start, x.stop) for x in rows]) for rows in zip(*part, strict=True)
+                )
                 each = ((q, queries, q_len), (k, keys, kv_len), (v, keys, kv_len))
                 picked = [
                     x[rows.to(x.device)].expand(-1, heads, -1).unflatten(0, (len(part), n)) for x, rows, n in each
@@ -379,5 +384,8 @@ def by_shape(
             if len(part) > 1:
                 state = state.map(lambda x: x.unflatten(1, (-1, heads)).transpose(0, 1).flatten(0, 1))
             states.append(state)
-    state, place = concatenate(states), torch.cat(order).argsort().to(q.device)
-    return state if len(alike) == 1 else state.map(lambda x: x[place])
+    state = concatenate(states)
+    if order == sorted(order, key=lambda rows: rows.start):
+        return state
+    place = torch.cat([torch.arange(rows.start, rows.stop) for rows in order]).argsort().to(q.device)
+    return state.map(lambda x: x[place])

@@ -39,8 +39,11 @@ class Roundoffs:
     merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
 
 
-def _parts(state: AttentionState, roundoffs: Roundoffs) -> tuple[ErrorTerms, Tensor, Tensor, Tensor, Tensor]:
-    """What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1]."""
+Parts = tuple[ErrorTerms, Tensor, Tensor, Tensor, Tensor]
+"""What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1]."""
+
+
+def budget_parts(state: AttentionState, roundoffs: Roundoffs) -> Parts:
     terms = state.terms
     if terms is None:
         raise ValueError("expected a state with error terms; compute it with with_terms=True")
@@ -59,43 +62,49 @@ def _parts(state: AttentionState, roundoffs: Roundoffs) -> tuple[ErrorTerms, Ten
     # What scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A weight off
     # by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
     off = roundoffs.keys + roundoffs.scores + roundoffs.projections
+    if not off:
+        return terms, floors, float32, moved, torch.ones_like(lse_score)
     d = (off * lse_score).clamp(max=_LARGEST_SHIFT)
     growth = d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny)
     return terms, floors, float32, moved, torch.where(d > 0, growth, torch.ones_like(d))
 
 
-def element_budget(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
+def element_budget(state: AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
     """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
-    terms, floors, float32, moved, growth = _parts(state, roundoffs)
+    terms, floors, float32, moved, growth = parts or budget_parts(state, roundoffs)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     moved = growth * moved
-    dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
-    keys = roundoffs.keys * (moved + terms.magnitude)
-    rest = roundoffs.output * state.output.abs() + floors + float32 + dots
+    rest = roundoffs.output * state.output.abs() + floors + float32
+    if roundoffs.values or roundoffs.scores:
+        rest = rest + (roundoffs.values * terms.magnitude + roundoffs.scores * moved)
     if state.merging is not None:
         rest = rest + roundoffs.merges * state.merging.total
     if state.projected is None:
-        return weights + rest + keys
+        return weights + rest + roundoffs.keys * (moved + terms.magnitude) if roundoffs.keys else weights + rest
     projected = state.projected
     keys = growth * (roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding)
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
-def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
+def expected_row_rms(state: AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
-    terms, floors, float32, moved, growth = _parts(state, roundoffs)
+    terms, floors, float32, moved, growth = parts or budget_parts(state, roundoffs)
     projected = state.projected
     rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
-    rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
+    if roundoffs.partials:
+        rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     if state.merging is not None:
         rounding = rounding + roundoffs.merges**2 * state.merging.squares
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
     systematic = float32 + floors
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
-    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * growth * moved
+    if roundoffs.values:
+        systematic = systematic + roundoffs.values * terms.magnitude
+    if roundoffs.scores:
+        systematic = systematic + roundoffs.scores * growth * moved
     if roundoffs.keys:
         if terms.key_spread is None or terms.key_shared is None or terms.key_shift is None:
             raise ValueError("expected a state with key terms; compute it with with_key_terms=True")

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import ProjectedTerms, error_terms, key_terms
+from mla_conformance.reference.attention import ProjectedTerms, key_terms, weighted_scores
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _request_terms(
     # Masked again, as in the definition: a row without visible keys must weigh nothing.
     p = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1).masked_fill(~visible, 0.0)
     scores = scores.masked_fill(~visible, 0.0)
-    output, attended = p @ v, p @ kv_c
+    output, attended, absolute = p @ v, p @ kv_c, v.abs()
 
     def absorbed(q: Tensor, w_uk: Tensor) -> Tensor:
         """[N, T, L + R]."""
@@ -149,12 +149,12 @@ def _request_terms(
 
     def moved(q: Tensor, k: Tensor) -> Tensor:
         """[N, T, V] what scores do that are off by the sums of magnitudes of these operands."""
-        terms = error_terms(q, k, v, p, visible, abs(scale))
-        return terms.score.transpose(0, 1) + terms.lse_score.unsqueeze(-1) * output.abs()
+        weighted = weighted_scores(q, k, p, abs(scale))
+        return weighted @ absolute + weighted.sum(dim=-1, keepdim=True) * output.abs()
 
     def variances(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W [N, T, V] and Y [N, T, 1] of these operands."""
-        terms = key_terms(q, k, v, p, scores, scale)
+        terms = key_terms(q, k, v, p, output, scores, scale)
         return terms["key_spread"].transpose(0, 1), terms["key_shared"].mT.unsqueeze(-1)
 
     latents = torch.cat([kv_c.expand(len(q), -1, -1), k[..., nope:]], dim=-1)
@@ -165,7 +165,7 @@ def _request_terms(
     magnitude = (p @ kv_c.abs()) @ weighted
     attended_squares = attended.square() @ w_uv.square()
     latent_squares = (p.square() @ kv_c.square()) @ w_uv.square() + attended_squares
-    multiplied_out = moved(q, k) + p @ v.abs()
+    multiplied_out = moved(q, k) + p @ absolute
     independent = p.square() @ v.square() + output.square() + spread + shared
     terms = {
         "rounding": torch.maximum(multiplied_out, by_latents + attended.abs() @ weighted),

@@ -182,7 +182,9 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     known = {x.untyped_storage().data_ptr() for x in watched.values()}
     tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
     watched |= {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
-    _LAST.handed = HandedInputs(problem, context, out, Snapshot(watched))
+    before = Snapshot(watched)
+    before.keep()
+    _LAST.handed = HandedInputs(problem, context, out, before)
     poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs
 

@@ -236,14 +236,18 @@ class Space:
         for case in cases:
             row = self.row_of(case)
             yield row
-            own = [each for each in self._of_requests if row.get(each.name, NOTHING) != NOTHING]
-            known: set[tuple[str | None, ...]] = {tuple(row[each.name] for each in own)}
-            requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
-            for request in requests.values():
-                labels = tuple(each.of_request(case, request) for each in own if each.of_request)
-                if labels not in known:
-                    known.add(labels)
-                    yield self._with(row, {each.name: label for each, label in zip(own, labels, strict=True)})
+            yield from (self._with(row, others) for others in self._others(case, row))
+
+    def _others(self, case: Case, row: Row) -> Iterator[Mapping[str, str | None]]:
+        """Of each request that is otherwise than the longest, in ``row``, the classes that requests have themselves."""
+        own = [each for each in self._of_requests if row.get(each.name, NOTHING) != NOTHING]
+        known: set[tuple[str | None, ...]] = {tuple(row[each.name] for each in own)}
+        requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
+        for request in requests.values():
+            labels = tuple(each.of_request(case, request) for each in own if each.of_request)
+            if labels not in known:
+                known.add(labels)
+                yield {each.name: label for each, label in zip(own, labels, strict=True)}
 
     @staticmethod
     def _with(row: Row, others: Mapping[str, str | None]) -> Row:
@@ -251,7 +255,9 @@ class Space:
         return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
 
     def classes_of(self, case: Case) -> set[ClassOf]:
-        return {value for row in self.rows((case,)) for value in held(row)}
+        row = self.row_of(case)
+        others = chain.from_iterable(labels.items() for labels in self._others(case, row))
+        return {*held(row), *((name, label) for name, label in others if label)}
 
     def beside(self, row: Row, regime: str) -> Row:
         """The classes of a row that hold for every request of its batch, with this data regime."""

@@ -13,7 +13,7 @@ of every page or of large ones. Where else a backend fails tells them apart.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -132,10 +132,6 @@ def combined(first: type, second: type, **attributes: object) -> type[Emulation]
 
 class _Unwatched(Executor):
     """Carries out steps in this process while somebody else looks at what they leave."""
-
-    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        done = self.query(step)
-        return replace(done, kept=done.value)
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
         try:

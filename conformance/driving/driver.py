@@ -87,8 +87,13 @@ class Executor:
     made: nothing in it says in which process it takes place.
     """
 
-    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        done = run_step(step)
+    def call(
+        self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
+    ) -> StepResult:
+        """Carry out a step that may write what is reached; ``before`` keeps what must not be written."""
+        if before is not None:
+            before.keep()
+        done = self.query(step)
         return replace(done, kept=done.value)
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
@@ -226,7 +231,8 @@ def run_calls(
         out = call.output_buffer()
         first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, problem.case.poison)
         reached = [*call.reached, *([] if out is None else [out.storage])]
-        done = executor.call(partial(perform or call_once, first, backend, call, out, prepare, device), reached)
+        step = partial(perform or call_once, first, backend, call, out, prepare, device)
+        done = executor.call(step, reached, before)
         wrong = "" if done.error else call.wrong_writes()
         told = (done.value, done.error, done.traceback, out, done.out_of_memory, wrong, done.disturbed, done.kept)
         returned.append(Returned(call, *told))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import compress
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -32,7 +33,7 @@ from mla_conformance.driving.shared import (
     receive,
     send,
 )  # fmt: skip
-from mla_conformance.problems.memory import device_lost, out_of_memory, storage_bytes
+from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes
 
 _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 _MALFORMED = "malformed reply from the kernel process"
@@ -115,10 +116,12 @@ class RemoteExecutor(Executor):
         total = torch.cuda.get_device_properties(self.shared.devices["cuda"]).total_memory
         return _MOST_SHARE * sum(piece.size for piece in pieces) > total
 
-    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
+    def call(
+        self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
+    ) -> StepResult:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
         memory = list({x.untyped_storage().data_ptr(): x for x in reached if x.numel()}.values())
-        done, reply = self._asked(step, Wanted.RETURNED, memory)
+        done, reply = self._asked(step, Wanted.RETURNED, memory, before)
         if not reply.needs:
             return done
         try:
@@ -157,7 +160,11 @@ class RemoteExecutor(Executor):
         self.query(torch.cuda.empty_cache)
 
     def _asked(
-        self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor] = ()
+        self,
+        step: Callable[[], Any],
+        wanted: Wanted,
+        memory: Sequence[torch.Tensor] = (),
+        before: Snapshot | None = None,
     ) -> tuple[StepResult, Reply]:
         """What became of a step, and the reply, whose fields are plain data of the right types."""
         self._number, shared = self._number + 1, self.shared
@@ -180,8 +187,11 @@ class RemoteExecutor(Executor):
                 raise ReplyError(f"expected the answer to request {self._number}, got that to {reply.number}")
             if not reply.needs.keys() <= shared.pieces.keys():
                 raise ReplyError(f"expected types of devices, got {sorted(reply.needs)}")
-            for tensor, place in zip(memory, reached, strict=True):
-                storage_bytes(tensor).copy_(shared.bytes_of(place))
+            pairs = [(storage_bytes(own), shared.bytes_of(there)) for own, there in zip(memory, reached, strict=True)]
+            for tensor, (own, there) in compress(zip(memory, pairs, strict=True), differing(pairs)):
+                if before is not None:
+                    before.keep([tensor])
+                own.copy_(there)
             is_returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
             value = returned(reply, shared, rooms, memory) if is_returned else None
         except (ReplyError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -300,7 +310,7 @@ def written(
             continue
         first, begin = each.storage_offset() * item, each.untyped_storage().data_ptr()
         here = [index for index, x in enumerate(reached) if x.size and x.kind == device]
-        if own := [index for index in here if begin == shared.bytes_of(reached[index]).data_ptr()]:
+        if own := [index for index in here if begin == shared.address_of(reached[index])]:
             parts.append(msgspec.structs.replace(part, offset=first, of=own[0]))
             continue
         # The bytes from the first element to the last, as far behind an aligned address as they are.

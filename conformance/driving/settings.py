@@ -59,10 +59,7 @@ def watched() -> Iterator[list[str]]:
     settings behind it are. Drawing from torch's generator is no change, a new seed is.
     """
     functions = [(owner, vars(owner).copy()) for owner in _OWNERS]
-    before: list[Any] = [setting.unreadable for setting in SETTINGS]
-    for number, setting in enumerate(SETTINGS):
-        with contextlib.suppress(Exception):
-            before[number] = setting.read()
+    before = _readings()
     random, changes = torch.get_rng_state(), list[str]()
     # Stand-ins take the streams' place, since pytest itself still writes to them.
     descriptors = [os.dup(number) for number in _STANDARD]
@@ -76,16 +73,7 @@ def watched() -> Iterator[list[str]]:
             with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
                 same = vars(owner) == known
             changes += [] if same else _settle_functions(owner, known)
-        changed = []
-        for setting, old in zip(SETTINGS, before, strict=True):
-            now: Any = setting.unreadable
-            with contextlib.suppress(Exception):
-                now = setting.read()
-            change = setting.name
-            with contextlib.suppress(Exception):  # values that a call left may refuse to be compared or printed
-                change = "" if now is old or old == now else setting.tell(setting.name, old, now)
-            changed += [(setting, old, change)] if change else []
-        for setting, old, change in changed:
+        for setting, old, change in list(_changed(before)):
             changes.append(change)
             try:
                 setting.restore(old)
@@ -104,6 +92,31 @@ def watched() -> Iterator[list[str]]:
                 stand_in.close()
         sys.stdout, sys.stderr = streams
         changes += [] if kept else ["a standard stream"]
+
+
+def _readings() -> list[Any]:
+    """The values of all settings."""
+    with contextlib.suppress(Exception):
+        return [setting.read() for setting in SETTINGS]
+    found: list[Any] = [setting.unreadable for setting in SETTINGS]
+    for number, setting in enumerate(SETTINGS):
+        with contextlib.suppress(Exception):
+            found[number] = setting.read()
+    return found
+
+
+def _changed(before: list[Any]) -> Iterator[tuple[Setting, Any, str]]:
+    """The settings that have other values now, with the old one and what is told of it."""
+    present = _readings()
+    with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
+        if before == present:
+            return
+    for setting, old, now in zip(SETTINGS, before, present, strict=True):
+        change = setting.name
+        with contextlib.suppress(Exception):  # or to be printed
+            change = "" if now is old or old == now else setting.tell(setting.name, old, now)
+        if change:
+            yield setting, old, change
 
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:

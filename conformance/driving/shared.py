@@ -16,16 +16,16 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.written import CacheImage
+from mla_conformance.problems.memory import Written, storage_bytes
 
 HOST = "cpu"
+_HANDED = (KernelCall, Problem, Written)  # of which a backend may know only what ``handed`` leaves
 _LENGTH = struct.Struct("<Q")
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -66,6 +66,7 @@ class Shared:
         self.pieces: dict[str, list[Piece]] = {HOST: [Piece(address, host_bytes)], "cuda": []}
         self.devices = {HOST: torch.device(HOST)}  # by their types; of a GPU once it is known which
         self.openers: list[bytes] = []  # of pieces that the other process has not been told of
+        self._wholes: dict[tuple[str, int], torch.Tensor] = {}
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
         self._ends = {HOST: 0, "cuda": 0}
 
@@ -87,14 +88,27 @@ class Shared:
         _check("cuIpcOpenMemHandle", status)
         self.pieces["cuda"].append(Piece(address.value, int.from_bytes(opener[-8:], "little")))
 
-    def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        device = self.devices[place.kind]
-        data = torch.empty(0, dtype=torch.uint8, device=device)
+    def address_of(self, place: SharedRange) -> int:
+        return self.pieces[place.kind][place.piece].address + place.at
+
+    def storage_of(self, place: SharedRange) -> torch.UntypedStorage:
+        """A storage of these bytes alone."""
         if not place.size:
-            return data
-        address = self.pieces[place.kind][place.piece].address + place.at
-        made: Any = torch._C._construct_storage_from_data_pointer(address, device, place.size)
-        return data.set_(made)
+            return torch.UntypedStorage(0, device=self.devices[place.kind])
+        made: Any = torch._C._construct_storage_from_data_pointer(
+            self.address_of(place), self.devices[place.kind], place.size
+        )
+        return made
+
+    def bytes_of(self, place: SharedRange) -> torch.Tensor:
+        """[size] uint8, in the storage of the whole piece."""
+        whole = self._wholes.get(place[:2])
+        if whole is None:
+            size = self.pieces[place.kind][place.piece].size
+            piece = self.storage_of(SharedRange(place.kind, place.piece, 0, size))
+            whole = torch.empty(0, dtype=torch.uint8, device=piece.device).set_(piece)
+            self._wholes[place[:2]] = whole
+        return whole[place.at : place.at + place.size]
 
     def synchronize(self) -> None:
         if "cuda" in self.devices:
@@ -110,7 +124,8 @@ class Shared:
             if size > room.size:
                 raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
             self._ends[kind] = room.at + size
-            found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
+            place = SharedRange(kind, room.piece, room.at, size)
+            found = self._places[storage._cdata] = (StorageWeakRef(storage), place)
         return found[1]
 
     def room(self, kind: str, size: int = 0) -> SharedRange:
@@ -176,29 +191,34 @@ class RemoteValue:
         self.released.append(self.number)
 
 
+def _found(*reported: Any) -> NoReturn:
+    """Stands for what an :class:`Unpacker` finds by its form and place, or by its number."""
+    raise TypeError(f"expected an Unpacker to read this, which has what {reported} stands for")
+
+
 class _Packer(pickle.Pickler):
     shared: Shared
     written: set[SharedRange]
 
-    def persistent_id(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
+        """Asked of what is not built in, unlike ``persistent_id``, which is asked of each number as well."""
+        if type(value) is torch.Tensor:
+            return _found, self._form(value)
         if type(value) is RemoteValue:
-            return value.number
-        if type(value) is not torch.Tensor:
-            return None
-        form = (value.dtype, tuple(value.shape), value.stride())
-        if value.is_meta:
+            return _found, (value.number,)
+        if not isinstance(value, _HANDED):
+            return NotImplemented
+        return value.handed().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_meta:
             return form
-        place = self.shared.place_of(value)
+        place = self.shared.place_of(tensor)
         if place not in self.written:
             self.written.add(place)
-            self.shared.bytes_of(place).copy_(storage_bytes(value))
-        return (*form, place, value.storage_offset())
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, KernelCall | Problem | CacheImage):
-            return NotImplemented
-        shown = value.handed()
-        return NotImplemented if shown is value else shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            self.shared.bytes_of(place).copy_(storage_bytes(tensor))
+        return (*form, tuple(place), tensor.storage_offset())
 
 
 def pack(value: Any, shared: Shared) -> bytes:
@@ -216,14 +236,20 @@ class Unpacker(pickle.Unpickler):
     def __init__(self, data: bytes, shared: Shared, kept: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._shared, self._kept = shared, kept
-        self._storages: dict[SharedRange, torch.UntypedStorage] = {}
+        self._storages: dict[tuple[Any, ...], torch.UntypedStorage] = {}
 
-    def persistent_load(self, reported: Any) -> Any:
-        if isinstance(reported, int):
-            return self._kept[reported]
+    def find_class(self, module: str, name: str) -> Any:
+        own = (module, name) == (_found.__module__, _found.__name__)
+        return self._find if own else super().find_class(module, name)
+
+    def _find(self, *reported: Any) -> Any:
+        if len(reported) == 1:
+            return self._kept[reported[0]]
         dtype, shape, strides, *there = reported
         if not there:
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         place, offset = there
-        storage = self._storages.setdefault(place, self._shared.bytes_of(place).untyped_storage())
+        if place not in self._storages:
+            self._storages[place] = self._shared.storage_of(SharedRange(*place))
+        storage = self._storages[place]
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

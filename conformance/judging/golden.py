@@ -16,6 +16,7 @@ from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.error_budget import (
     Roundoffs,
+    budget_parts,
     element_budget,
     expected_row_rms,
     lse_budget,
@@ -80,7 +81,8 @@ class GoldenAttention(Golden):
             if len(self._budgets) >= _MOST_KEPT:
                 self._budgets.clear()
             lengths = [part.stop - part.start for part in segments(self.rows.start_loc)]
-            element, row_rms = element_budget(golden, allowed), expected_row_rms(golden, allowed)
+            parts = budget_parts(golden, allowed)
+            element, row_rms = element_budget(golden, allowed, parts), expected_row_rms(golden, allowed, parts)
             size = golden.output.abs()
             within = size.square().mean(dim=-1).sqrt() <= row_rms * rms_limit(1, row_deviations)
             self._budgets[key] = Budget(

@@ -5,7 +5,7 @@ import os
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -13,6 +13,7 @@ import torch
 
 _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
+_WORD, _FEW = 8, 2**12
 _LARGE = 1e4
 _NO_RESERVE = 0x4000
 """Linux' MAP_NORESERVE."""
@@ -155,19 +156,44 @@ def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:
     return free
 
 
-class Snapshot:
-    """The bytes of tensors at one moment, their whole storages included."""
+def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors [n] uint8 of a CPU are equal; eight bytes are compared at a time, seven times as fast."""
+    if (size := x.numel()) <= _FEW:
+        return torch.equal(x, y)
+    whole = size // _WORD * _WORD
+    if not torch.equal(x[whole:], y[whole:]):
+        return False
+    return torch.equal(x[:whole].view(torch.int64), y[:whole].view(torch.int64))
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._watched = {name: storage_bytes(tensor) for name, tensor in tensors.items()}
-        self._before = {name: data.clone() for name, data in self._watched.items()}
+
+def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Of each pair of [n] uint8, on one device, whether their bytes differ."""
+    on_gpu = [(x != y).any() for x, y in pairs if x.is_cuda]
+    # A GPU is asked once for all of them: each question waits for it.
+    told = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(told) if x.is_cuda else not same_bytes(x, y) for x, y in pairs]
+
+
+class Snapshot:
+    """The bytes of tensors at one moment, their whole storages included; of each a copy, once something may write it.
+
+    Until then its own bytes are those.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # bytes of a storage, and the copy, by its place
+
+    def keep(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Copy those of some tensors that are watched, by default all, while they are as they were."""
+        for tensor in self._tensors.values() if tensors is None else tensors:
+            place = tensor.untyped_storage().data_ptr()
+            if place in self._places.values() and place not in self._kept:
+                data = storage_bytes(tensor)
+                self._kept[place] = data, data.clone()
 
     def changed(self) -> list[str]:
         """Names of the tensors whose storage differs now."""
-        on_gpu = {name: (data != self._before[name]).any() for name, data in self._watched.items() if data.is_cuda}
-        # A GPU is asked once for all of them: each question waits for it.
-        differs = dict(zip(on_gpu, torch.stack([*on_gpu.values()]).tolist(), strict=True)) if on_gpu else {}
-        for name, data in self._watched.items():
-            if not data.is_cuda:
-                differs[name] = not torch.equal(data, self._before[name])
-        return [name for name in self._watched if differs[name]]
+        differ = dict(zip(self._kept, differing([*self._kept.values()]), strict=True))
+        return [name for name, place in self._places.items() if differ.get(place)]

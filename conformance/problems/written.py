@@ -13,7 +13,7 @@ import torch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
-from mla_conformance.problems.memory import Guarded, Written, poison, storage_bytes
+from mla_conformance.problems.memory import Guarded, Written, differing, poison, storage_bytes
 from mla_conformance.reference.cache_layout import decode_rows
 from mla_conformance.reference.kv_cache import read_entries, write_entries
 
@@ -42,9 +42,10 @@ class CacheImage(Written):
         return replace(self, after=after, slots=slots, latents=latents)
 
     def difference(self) -> str:
-        wrong = storage_bytes(self.cache) != self.after
-        if not bool(wrong.any()):
+        found = storage_bytes(self.cache)
+        if not any(differing([(found, self.after)])):
             return ""
+        wrong = found != self.after
         every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
         found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
         if found.sum() < wrong.sum():

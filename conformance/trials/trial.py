@@ -6,7 +6,6 @@ handed to a backend: each trial gets a copy of the inputs.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -23,6 +22,7 @@ from mla_conformance.driving.driver import Observation, Returned, parts_of, run_
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
+from mla_conformance.problems.copies import Original
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.table import build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
@@ -43,6 +43,7 @@ class BoundedCache(Generic[Value]):
     limits: Mapping[str, int]  # by type of device
     keeps_large: bool  # whether the last one is kept whatever its size
     entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
+    held: int = 0  # bytes of all of them
 
     def get(
         self,
@@ -59,9 +60,9 @@ class BoundedCache(Generic[Value]):
             size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             if size > limit and not self.keeps_large:
                 return value
-            self.entries[place] = value, size
-            while len(self.entries) > 1 and sum(size for _, size in self.entries.values()) > limit:
-                self.entries.popitem(last=False)
+            self.entries[place], self.held = (value, size), self.held + size
+            while len(self.entries) > 1 and self.held > limit:
+                self.held -= self.entries.popitem(last=False)[1][1]
         self.entries.move_to_end(place)
         return self.entries[place][0]
 
@@ -69,7 +70,7 @@ class BoundedCache(Generic[Value]):
 @dataclass(eq=False)
 class Context:
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
-    _problems: BoundedCache[Problem] = field(default_factory=partial(BoundedCache, PROBLEM_BYTES, False))
+    _problems: BoundedCache[Original[Problem]] = field(default_factory=partial(BoundedCache, PROBLEM_BYTES, False))
     _golden: BoundedCache[Golden] = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
 
     def problem(self, case: Case, device: torch.device) -> Problem:
@@ -79,10 +80,13 @@ class Context:
             ProblemError: a regime or dtype that does not exist here.
             ValueError: the reference's chunk planner or cache refuses the case.
         """
-        make = partial(build_problem, case, device, self.salt)
-        made = self._problems.get(case.id, device, make, Problem.tensors)
-        kept = (case.id, str(device)) in self._problems.entries
-        return deepcopy(made, {id(made.case): made.case}) if kept else made
+
+        def make() -> Original[Problem]:
+            built = build_problem(case, device, self.salt)
+            return Original(built, [built.case])
+
+        made = self._problems.get(case.id, device, make, attrgetter("tensors"))
+        return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
 
     def expect(self, problem: Problem) -> Golden:
         """The golden result of a problem; asked for before a call, which may change its inputs.
@@ -93,8 +97,9 @@ class Context:
         return self._golden.get(problem.key, problem.device, make, attrgetter("tensors"))
 
     def forget(self) -> None:
-        self._problems.entries.clear()
-        self._golden.entries.clear()
+        for kept in (self._problems, self._golden):
+            kept.entries.clear()
+            kept.held = 0
 
 
 @dataclass(frozen=True)
