@@ -1,6 +1,5 @@
 """Code of others: whatever it raises becomes one line, and what it answers is checked before it is believed."""
 
-import _signal  # type: ignore[import-not-found]  # what ``signal`` wraps takes a tenth of the time
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,17 +55,17 @@ class _Interrupts(list[int]):
 def user_interrupts() -> Iterator[list[int]]:
     """The interrupts that come from outside during the block, raised as ever; code of others may raise its own."""
     came = _Interrupts()
-    came.before = before = _signal.getsignal(signal.SIGINT)
+    came.before = before = signal.getsignal(signal.SIGINT)
     raised = before is signal.default_int_handler or isinstance(before, _Interrupts)
     # Only the main thread receives signals and may say what becomes of them.
     noted = raised and current_thread() is main_thread()
     if noted:
-        _signal.signal(signal.SIGINT, came)
+        signal.signal(signal.SIGINT, came)
     try:
         yield came
     finally:
         if noted:
-            _signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, before)
 
 
 def cut(text: str, limit: int = MESSAGE) -> str:
