@@ -129,7 +129,8 @@ class AttentionLayer:
 
     def _pool(self, config: MLASparseLayerConfig) -> Any:
         sizes = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
-        coded = config.kv_cache_dtype != "auto"
+        # An entry of codes has a float32 scale for 128 of them, and its rope part is bfloat16.
+        coded = config.kv_lora_rank + config.kv_lora_rank // 128 * 4 + config.qk_rope_head_dim * 2
         return import_module("sglang.srt.mem_cache.memory_pool").DSATokenToKVPool(
             size=PAGE,
             page_size=PAGE,
@@ -138,7 +139,7 @@ class AttentionLayer:
             device=str(self._device),
             index_head_dim=config.preparation.head_dim,
             enable_memory_saver=False,
-            kv_cache_dim=_coded_width(**sizes) if coded else sum(sizes.values()),
+            kv_cache_dim=sum(sizes.values()) if config.kv_cache_dtype == "auto" else coded,
             skip_topk_layers=[config.skip_topk],
             **sizes,
         )
@@ -279,11 +280,6 @@ def _model(config: MLASparseLayerConfig, weights: SparseLayerWeights) -> Any:
         # The layer behind shares the selection, so that this one returns it.
         indexer_types=["shared" if config.skip_topk else "full", "shared"],
     )
-
-
-def _coded_width(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-    """Bytes of an entry of codes, a float32 scale for 128 of them, and the rope part in bfloat16."""
-    return kv_lora_rank + kv_lora_rank // 128 * 4 + qk_rope_head_dim * 2
 
 
 @contextmanager
