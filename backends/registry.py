@@ -167,6 +167,7 @@ class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
 
 class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
     EAGER = "mla_conformance.backends.eager_compress.EagerCompressBackend"
+    SGLANG_COMPRESS = "mla_conformance.backends.sglang_compress.SGLangCompressBackend"
     CUSTOM = None
 
 

@@ -52,7 +52,7 @@ class SGLangTritonCacheBackend(CacheKernel):
                 yield f"gathering {_TILED} without a rope part not supported"
 
     def write_latent(self, x: Any) -> None:
-        rows, numbers, tokens = *_addressed(x.kv_cache, x.slot_mapping), len(x.slot_mapping)
+        rows, numbers, tokens = *addressed(x.kv_cache, x.slot_mapping), len(x.slot_mapping)
         parts = [x.kv_c[:tokens], x.k_pe[:tokens]]
         if self.kv_cache_dtype == _TILED:
             parts = [part.squeeze(1) for part in self.libraries[1].load().quantize_k_cache_separate(*parts)]
@@ -65,7 +65,7 @@ class SGLangTritonCacheBackend(CacheKernel):
         page, request = x.kv_cache.shape[1], x.request
         token = torch.arange(len(request), device=request.device) - (x.cu_seq_lens[:-1] - x.starts).long()[request]
         slots = x.block_table[request, token // page].long() * page + token % page
-        rows, numbers = _addressed(x.kv_cache, slots)
+        rows, numbers = addressed(x.kv_cache, slots)
         gathered = x.workspace[: len(numbers)]
         if self.kv_cache_dtype == _TILED:
             values = self.libraries[2].load().dequantize_k_cache_paged_dsa(rows.view(torch.float8_e4m3fn), numbers)
@@ -79,7 +79,7 @@ class SGLangTritonCacheBackend(CacheKernel):
 packaged.interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"])
 
 
-def _addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, width], of which a block begins every so many, and the rows of slots in int64, -1 of none.
 
     Of several layers' blocks the others are among the rows.
