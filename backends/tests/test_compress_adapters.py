@@ -96,7 +96,7 @@ def test_entries_are_those_of_the_states(recorded: Any, installed: Any, passes: 
 
 def test_a_wrong_kernel_is_told(recorded: Any, installed: Any, passes: Any) -> None:
     installed("sglang.kernels.ops.attention.dsv4.compress", **vars(Library(recorded, "unturned")))
-    with pytest.raises(AssertionError, match="entry 1 of request 0.* 4 of 6 entries are wrong"):
+    with pytest.raises(AssertionError, match=r"entry 1 of request 0.* 4 of 6 entries are wrong"):
         passes("SGLANG_COMPRESS", Role.COMPRESS, _CASES[0])
 
 
