@@ -1,10 +1,6 @@
-"""The golden definition of attention: softmax(scale · q kᵀ) v, its LSE, and the terms of a kernel's error budget.
+"""The golden definition of attention in float64, of a query t and its visible keys s, and a kernel's error terms.
 
-For a query t and its visible keys s:   p_s = exp(scale · q_t·k_s - lse_t),   output_t = Σ p_s v_s,
-lse_t = ln Σ exp(scale · q_t·k_s). Everything is computed in float64 on the inputs exactly as they are given.
-
-Attention over two disjoint sets of keys, with LSEs l1, l2 and outputs o1, o2, is over their union l = ln(e^l1 + e^l2)
-and o = e^(l1-l)·o1 + e^(l2-l)·o2.
+p_s = exp(scale · q_t·k_s - lse_t),   output_t = Σ p_s v_s,   lse_t = ln Σ exp(scale · q_t·k_s).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +27,7 @@ def workspace_elements(device: torch.device) -> int:
 class ErrorTerms:
     """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
 
-    The last three are, where they are asked for, what rounding each key, and the value that it holds, once more does by
-    the scores.
+    The last three are, where they are asked for, what rounding each key once more does by the scores.
     """
 
     magnitude: Tensor  # [T, N, V] Σ p·|v|, the error of rounding p or v relative to a unit roundoff
@@ -41,12 +36,11 @@ class ErrorTerms:
     # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what is
     # tiny beside it rounds to a subnormal or to 0
     peak: Tensor
-    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    lse_score: Tensor  # [T, N] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
     # [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent
     key_spread: Tensor | None = None
     # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
-    # common, element by element; estimated from random combinations of the columns, since the sum itself has as many
-    # products for each row as a layer has for all
+    # common, element by element; estimated from random combinations of the columns, which are too many
     key_shared: Tensor | None = None
     # [T, N, V] |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share
     key_shift: Tensor | None = None
@@ -55,17 +49,12 @@ class ErrorTerms:
         """The terms that were asked for."""
         return {name: term for name, term in vars(self).items() if term is not None}
 
-    def parts(self) -> Iterator[Tensor]:
-        """The terms that were asked for, views with the tokens first."""
-        return (x.mT if name == "lse_score" else x for name, x in self.by_name().items())
-
 
 @dataclass(frozen=True)
 class ProjectedTerms:
-    """Sums over the visible keys, [T, N, V] float64.
+    """Sums over the visible keys, [T, N, V] float64, by the letters of SPEC 4.2.
 
-    A, E and E_l, Q, W and Y are terms of `ErrorTerms` (SPEC 4.2), with ~ those of an absorbed query and latents for
-    keys; o_c = Σ p·c is what a row attended of the latents, before W_UV.
+    With ~ they are of an absorbed query and latents for keys; o_c = Σ p·c is what a row attended of the latents.
     """
 
     # the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and values, E
@@ -85,35 +74,26 @@ class ProjectedTerms:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention over a set of keys: output [T, N, V], natural-log LSE [N, T], both float64, and the error terms.
+    """Attention over a set of keys, and its error terms; a row that sees no key has output 0 and LSE -inf."""
 
-    ``projected`` holds further ones, where keys and values are projected from latents and that rounds, and ``shared``
-    [T, N, 3] what `shared_roundings` of P add. ``value_weights`` [N, V], where values are projected, is the larger of 1
-    and Σ |W_UV| over the latents: the error of the floor of a stored value, or of a stored latent that was attended.
-    ``merging`` is what storing parts and merging them rounds, where it is known into which parts the keys are cut.
-
-    A row that sees no key has output 0 and LSE -inf.
-    """
-
-    output: Tensor
-    lse: Tensor
+    output: Tensor  # [T, N, V] float64
+    lse: Tensor  # [N, T] float64, natural
     terms: ErrorTerms | None = None
-    projected: ProjectedTerms | None = None
-    merging: MergeTerms | None = None
-    shared: Tensor | None = None
+    projected: ProjectedTerms | None = None  # where keys and values are projected from latents and that rounds
+    merging: MergeTerms | None = None  # of storing parts and merging them, where it is known how the keys are cut
+    shared: Tensor | None = None  # [T, N, 3], what `shared_roundings` of P add
+    # [N, V], where values are projected, the larger of 1 and Σ |W_UV| over the latents: the error of the floor of a
+    # stored value, or of a stored latent that was attended
     value_weights: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
-        terms = self.terms and ErrorTerms(
-            **{name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.terms.by_name().items()}
-        )
+        terms = self.terms and ErrorTerms(**{name: change(x) for name, x in self.terms.by_name().items()})
         return AttentionState(change(self.output), change(self.lse.mT).mT, terms)
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
-        yield from (self.output, self.lse.mT)
-        yield from self.terms.parts() if self.terms else ()
+        yield from (self.output, self.lse.mT, *(self.terms.by_name().values() if self.terms else ()))
 
 
 def attention(
@@ -130,11 +110,7 @@ def attention(
     with_terms: bool = False,
     with_key_terms: bool = False,
 ) -> AttentionState:
-    """Attention of a batch of B requests laid end to end.
-
-    Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
-    NaN included. Raises ValueError for shapes or start locations that do not fit together.
-    """
+    """The query_start_loc[-1] rows of B requests laid end to end; keys that a row does not see may be NaN."""
     check_operands(q, k, v, query_start_loc, key_start_loc)
     blocks: list[AttentionState] = []
     for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
@@ -206,7 +182,7 @@ def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, sca
         score=(weighted @ absolute).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
         peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
-        lse_score=weighted.sum(dim=-1),
+        lse_score=weighted.sum(dim=-1).mT,
     )
 
 
@@ -219,13 +195,10 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
     """Lay the states of consecutive queries end to end, or those of heads side by side."""
     output = torch.cat([block.output for block in blocks], dim=int(heads))
     lse = torch.cat([block.lse for block in blocks], dim=int(not heads))
-    terms = [block.terms for block in blocks if block.terms is not None]
+    terms = [block.terms.by_name() for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
-    joined = {
-        name: torch.cat([getattr(term, name) for term in terms], dim=int((name == "lse_score") != heads))
-        for name in terms[0].by_name()
-    }
+    joined = {name: torch.cat([each[name] for each in terms], dim=int(heads)) for name in terms[0]}
     return AttentionState(output, lse, ErrorTerms(**joined))
 
 
@@ -235,11 +208,10 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two partial results: outputs [T, N, V] and natural-log LSEs [N, T] of any float dtype.
+    """(output [T, N, V], lse [N, T]) float64 over the union of the keys of two partial results.
 
-    Returns (output [T, N, V], lse [N, T]), float64. A row that saw no key, of LSE -inf, carries no information:
-    whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf. Raises
-    ValueError when the shapes do not fit together.
+    l = ln(e^l1 + e^l2) and o = e^(l1-l)·o1 + e^(l2-l)·o2. A row that saw no key, of LSE -inf, carries no information:
+    whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf.
     """
     rows = output_a.shape[1::-1]
     if output_a.dim() != 3 or output_a.shape != output_b.shape or lse_a.shape != rows or lse_b.shape != rows:

@@ -1,31 +1,17 @@
 """Golden attention in blocks: the values of `attention`, within a bounded workspace and near the machine's speed.
 
-The keys that a row sees are the first so many of its request, so causal, unmasked and sampled rows are one algorithm,
-which a panel cuts into products without waste but for a narrow edge.
-
-A sum of e^(s - c) needs no running maximum: float64 holds any c within 600 of it. Error terms are sums of positive
-products, for which two digits do; they are made of low-precision copies on the matrix units, whose exponents reach
-e^±87. c comes from |s| <= |scale|·|q|·|k|; where the sums show that this was too far off, a panel is done again with
-the exact maximum. Operands that are not finite, and batches of small requests, are left to the definition.
-
-The floor, for each pair of a query and a visible key, of D = P + R and V columns:
-  float64   2D + 2V operations (640 for R1's dims) and one exponential;
-  terms     2D + 6V operations in low precision (1152);
-  memory    on a GPU 8 bytes for the weight, 8 for the magnitude and the products, and as many for reading them again.
-On an H200 (59.7 TFLOP/s in float64, 4.8 TB/s) that is 10.7 + 1.5 ps of arithmetic and 7 ps of memory. The kernel of
-scores and weights takes 11.8 ps there, p·v 4.7, magnitudes 1.1 and the terms' products 2.0, one after the other.
+A row sees the first so many keys of its request, so causal, unmasked and sampled rows are one algorithm.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mla_conformance.reference.attention import (
     AttentionState,
@@ -79,24 +65,17 @@ class Panel:
     counts: Tensor  # [r] int64, how many keys each of them sees, ascending
     blocks: Blocks  # sizes of the pieces
     scale: float  # factor of the logits
-    low: torch.dtype | None  # precision of the error terms' products; None without error terms
+    low: torch.dtype  # precision of the error terms' products
 
-    def zeros(self, shift: Tensor | None) -> RowSums:
-        """The sums over no key, relative to e^shift, [h, r, 1] or None for 0."""
-        heads, width = self.heads.stop - self.heads.start, self.request.v.shape[2]
-        shape = torch.Size((heads, self._padded_length, width))
-        shift = None if shift is None else pad(shift, (0, 0, 0, self._padded_length - shift.shape[1]))
-        return RowSums.zeros(shape, shift, self.low is not None, self.request.v.device)
-
-    def add_to(self, sums: RowSums) -> Iterator[None]:
-        """Add all visible keys to the sums, one tile a step."""
-        counted = self.low is None
+    def summed(self, shift: Tensor) -> Generator[None, None, RowSums]:
+        """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
+        every = RowSums.zeros(padded(self._padded_length)(shift), self.request.v.shape[2])
+        sums = every.map(cut(slice(self._length)))
+        sums.absolute.copy_(self._absolute(self.low))
         for rows, tile in self._pieces():
-            sums.map(rows).add(tile)
+            every.map(rows).add(tile)
             yield
-            if not counted and self.low is not None:  # while a GPU is at its first products
-                self.own(sums).set_absolute(self._absolute(self.low))
-                counted = True
+        return sums
 
     def extremes(self, sums: RowSums) -> Tensor:
         """Those of the rows that see a key; [2] float64."""
@@ -105,13 +84,10 @@ class Panel:
             return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
         return sums.map(cut(slice(none, self._length))).extremes()
 
-    def own(self, sums: RowSums) -> RowSums:
-        """The sums without rows that only fill a block."""
-        return sums.map(cut(slice(self._length)))
-
     def maxima(self) -> Tensor:
         """[h, r, 1] float64, the largest visible score of each row; 0 where there is none."""
-        largest = self.zeros(None).totals[..., :1].contiguous().fill_(-torch.inf)
+        shape = (self.heads.stop - self.heads.start, self._padded_length, 1)
+        largest = torch.full(shape, -torch.inf, dtype=torch.float64, device=self.request.k.device)
         for rows, tile in self._pieces():
             part = rows(largest)
             torch.maximum(part, tile.scores().amax(dim=-1, keepdim=True), out=part)
@@ -246,15 +222,13 @@ def blockwise_attention(
     key_start_loc: Sequence[int],
     scale: float,
     causal: bool,
-    with_terms: bool = False,
     with_key_terms: bool = False,
     rows: Sequence[int] | None = None,
 ) -> AttentionState:
-    """What `attention` returns for the same arguments, or of it the rows ``rows`` (ascending query numbers).
+    """What `attention` returns with error terms, or of it the rows ``rows``, ascending query numbers.
 
     Output and LSE agree with it to float64 rounding. Error terms are float32; of large problems on a GPU they are
-    made in bfloat16 and up to 5 % larger. Key terms are left to the definition. Raises ValueError as
-    `attention` does, and for rows that are not ascending query numbers of the batch.
+    made in bfloat16 and up to 5 % larger. Key terms, and operands that are not finite, are left to the definition.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     stop, heads = query_start_loc[-1], q.shape[1]
@@ -269,12 +243,12 @@ def blockwise_attention(
     large = pairs >= requests * (workspace_elements(q.device) if q.is_cuda else _BLOCK_PAIRS)
     shared = k.shape[1] < heads and sum(owned) <= _SHARED_ROWS * requests
     if requests and large and not shared and not with_key_terms:
-        low = low_precision(pairs, q.device) if with_terms else None
+        low = low_precision(pairs, q.device)
         wanted = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
         state = _swept(wanted, (heads, v.shape[2]), scale, low, q.device)
         if state is not None:
             return state
-    attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
+    attend = partial(attention, scale=scale, causal=causal, with_terms=True, with_key_terms=with_key_terms)
     state = by_shape(attend, q, k, v, query_start_loc, key_start_loc)
     if rows is None:
         return state
@@ -283,11 +257,12 @@ def blockwise_attention(
 
 
 def _swept(
-    requests: list[RequestRows], shape: tuple[int, int], scale: float, low: torch.dtype | None, device: torch.device
+    requests: list[RequestRows], shape: tuple[int, int], scale: float, low: torch.dtype, device: torch.device
 ) -> AttentionState | None:
     """The state of all rows of all requests, panel by panel; None where operands are not finite.
 
-    shape: heads N and width V of the output. low: precision of the error terms' products; None without error terms.
+    shape: heads N and width V of the output. low: precision of the error terms' products. Sums are of e^(s - shift),
+    and need no running maximum: float64 holds any shift within 600 of it, low precision a product within e^±87.
     """
     count = sum(len(request.positions) for request in requests)
     # [N, T, 1] bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request).
@@ -302,9 +277,8 @@ def _swept(
     # A GPU is asked at the end only, and given its work meanwhile.
     if not finite.is_cuda and not math.isfinite(finite):
         return None
-    state = empty_state(count, *shape, low is not None, device)
-    key_bytes, pair_bytes = TileKeys.bytes_of_key(requests[0], low), 8 if low is None else 8 + 3 * low.itemsize
-    blocks = plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
+    state, key_bytes = empty_state(count, *shape, device), TileKeys.bytes_of_key(requests[0], low)
+    blocks = plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
     # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
     panels = [
         Panel(request, heads, rows, counts[rows], blocks, scale, low)
@@ -312,28 +286,23 @@ def _swept(
         for rows in cuts(len(request.positions), blocks.panel)
         for heads in cuts(shape[0], blocks.heads)
     ]
-    # What the scores are taken relative to; None for 0.
-    is_shifted = bounds.is_cuda or bool(bounds.amax() > LARGEST_EXPONENT)
-    shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0) if is_shifted else None
-    shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
+    shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
     extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
-    in_lanes(device, [_filled(state, *work, low) for work in zip(panels, shifts, extremes[1:], strict=True)])
+    works = zip(panels, [shift[panel.heads, panel.at] for panel in panels], extremes[1:], strict=True)
+    in_lanes(device, [_filled(state, *work) for work in works])
     (bound, _), *found = extremes.tolist()
     if not math.isfinite(bound):
         return None
     for panel, (least, most) in zip(panels, found, strict=True):
         if not (least >= LEAST_SUM and math.isfinite(most)):
-            in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0], low)])
+            in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0])])
     return state
 
 
-def _filled(
-    state: AttentionState, panel: Panel, shift: Tensor | None, extremes: Tensor, low: torch.dtype | None
-) -> Iterator[None]:
+def _filled(state: AttentionState, panel: Panel, shift: Tensor, extremes: Tensor) -> Iterator[None]:
     """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
-    sums = panel.zeros(shift)
-    yield from panel.add_to(sums)
-    store(panel.own(sums), low, state.map(lambda x: x[panel.at, panel.heads]))
+    sums = yield from panel.summed(shift)
+    store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
     extremes.copy_(panel.extremes(sums))
 
 
@@ -350,11 +319,9 @@ def by_shape(
     query_start_loc: Sequence[int],
     key_start_loc: Sequence[int],
 ) -> AttentionState:
-    """What ``attend``, which is `attention` with all its other arguments, returns for a batch.
+    """What ``attend``, which is `attention` with all its other arguments, returns for a batch, to float64 rounding.
 
-    Requests of one shape are one request of as many times the heads: attention knows no other heads, and a batch of
-    thousands of small requests, one after the other, is slow everywhere, above all on a GPU that others use as well.
-    To float64 rounding; for a request unlike all others exactly. Raises ValueError as `attention` does.
+    Requests of one shape are one request of as many times the heads: thousands of small ones are slow everywhere.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8

@@ -1,4 +1,4 @@
-"""`weigh_with_products` as one kernel, for a GPU with Triton; the lines there say what it does."""
+"""`row_sums.weigh` as one kernel, for a GPU with Triton; the lines there say what it does."""
 
 import torch
 import triton
@@ -14,14 +14,14 @@ _ROWS = 64
 _KEYS = 64
 
 
-def weigh_on_gpu(tile: Tile, shift: Tensor | None, totals: Tensor, largest: Tensor, products: Tensor) -> Tensor:
+def weigh_on_gpu(tile: Tile, shift: Tensor, totals: Tensor, largest: Tensor, products: Tensor) -> Tensor:
     """Arguments and result as there, products with the magnitudes in the second place."""
     q, k, seen = tile.queries.wide, tile.keys.k, tile.seen
     heads, rows, width = q.shape
     keys = k.shape[1]
     weights = torch.empty(heads, rows, keys, dtype=torch.float64, device=q.device)
     whole = seen is None and rows % _ROWS == 0 and keys % _KEYS == 0
-    of_rows = [(x, *((0, 0) if x is None else x.stride()[:2])) for x in (totals, largest, shift)]
+    of_rows = [(x, *x.stride()[:2]) for x in (totals, largest, shift)]
     with torch.cuda.device(q.device):
         _weigh[triton.cdiv(rows, _ROWS), heads](
             *(q, q.stride(0), k, k.stride(0), tile.queries.factor, seen),
@@ -93,8 +93,7 @@ def _weigh(
             scores = tl.dot(a.to(tl.float64), b.to(tl.float64), scores, out_dtype=tl.float64)
         if factor is not None:
             scores *= tl.load(factor)
-        if shift is not None:
-            scores -= tl.load(shift + head * shift_head + row * shift_row, mask=inside, other=0.0)[:, None]
+        scores -= tl.load(shift + head * shift_head + row * shift_row, mask=inside, other=0.0)[:, None]
         if not WHOLE:
             scores = tl.where((start + key)[None, :] < limit[:, None], scores, float("-inf"))
         p = libdevice.exp(scores)

@@ -18,118 +18,90 @@ LEAST_SUM = math.exp(-30.0)
 """Sums below it may have lost low-precision products to underflow."""
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
-Kernel = Callable[[Tile, Tensor | None, Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[[Tile, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class RowSums:
     """Sums of weights p = e^(score - shift), heads first; the last three, float32, are what ErrorTerms are made of."""
 
+    shift: Tensor  # [h, r, 1] float64
     output: Tensor  # [h, r, V] float64, Σ p·v
-    totals: Tensor  # [h, r, 1] float64, Σ p; with error terms [h, r, 2], Σ p and Σ p·magnitude
-    shift: Tensor | None  # [h, r, 1] float64, or None for 0
-    products: Tensor | None = None  # [3h, r, V], magnitude, score and squares as in ErrorTerms; None without
-    absolute: Tensor | None = None  # [h, r, V], Σ |v| of the visible keys
-    largest: Tensor | None = None  # [h, r, 1], the largest weight
+    totals: Tensor  # [h, r, 2] float64, Σ p and Σ p·magnitude
+    products: Tensor  # [3h, r, V], magnitude, score and squares as in ErrorTerms
+    absolute: Tensor  # [h, r, V], Σ |v| of the visible keys
+    largest: Tensor  # [h, r, 1], the largest weight
 
     @staticmethod
-    def zeros(shape: torch.Size, shift: Tensor | None, with_terms: bool, device: torch.device) -> "RowSums":
-        """Nothing added yet; shape: (h, r, V)."""
-        heads, rows, width = shape
-        output = torch.zeros(shape, dtype=torch.float64, device=device)
-        totals = output.new_zeros(heads, rows, 1 + with_terms)
-        if not with_terms:
-            return RowSums(output, totals, shift)
+    def zeros(shift: Tensor, width: int) -> "RowSums":
+        """Nothing added yet, of values that are so wide."""
+        heads, rows, _ = shift.shape
         shapes = (3 * heads, rows, width), (heads, rows, width), (heads, rows, 1)
-        return RowSums(output, totals, shift, *(torch.zeros(x, device=device) for x in shapes))
+        terms = (torch.zeros(shape, device=shift.device) for shape in shapes)
+        return RowSums(shift, shift.new_zeros(heads, rows, width), shift.new_zeros(heads, rows, 2), *terms)
 
     def map(self, view: View) -> "RowSums":
-        others = (self.shift, self.products, self.absolute, self.largest)
-        return RowSums(view(self.output), view(self.totals), *(None if part is None else view(part) for part in others))
+        return RowSums(*map(view, vars(self).values()))
 
     def add(self, tile: Tile) -> None:
-        """Add a tile's keys."""
-        low_v = tile.keys.low_v
-        if self.products is None or self.largest is None or low_v is None:
-            weights = weigh(tile, self.shift, self.totals)
+        """Add a tile's keys, but for Σ |v|, which takes no weights."""
+        weights, tripled = weigh(tile, self.shift, self.totals, self.largest)
+        products, low_v = tripled.flatten(0, 1), tile.keys.low_v
+        if products.is_cuda:  # without rounding what is added to the operands' dtype
+            torch.baddbmm(self.products, products, low_v, out_dtype=self.products.dtype, out=self.products)
         else:
-            weights, tripled = weigh_with_products(tile, self.shift, self.totals, self.largest)
-            products = tripled.flatten(0, 1)
-            if products.is_cuda:  # without rounding what is added to the operands' dtype
-                torch.baddbmm(self.products, products, low_v, out_dtype=self.products.dtype, out=self.products)
-            else:
-                self.products.add_(products @ low_v)
+            self.products.add_(products @ low_v)
         self.output.baddbmm_(weights, tile.keys.v)
-
-    def set_absolute(self, absolute: Tensor) -> None:
-        """Set Σ |v| of the visible keys, which takes no weights."""
-        assert self.absolute is not None
-        self.absolute.copy_(absolute)
 
     def extremes(self) -> Tensor:
         """[2] float64: the least Σ p of a row, and the largest sum of the error terms, not finite beyond its range."""
-        largest = self.totals.amax() if self.products is None else self.products.amax().double()
-        return torch.stack((self.totals[..., 0].amin(), largest))
+        return torch.stack((self.totals[..., 0].amin(), self.products.amax().double()))
 
 
-def empty_state(rows: int, heads: int, width: int, with_terms: bool, device: torch.device) -> AttentionState:
+def empty_state(rows: int, heads: int, width: int, device: torch.device) -> AttentionState:
     """A state of T rows, N heads and V = ``width`` columns to store sums in; its error terms are float32."""
-    shapes = [(rows, heads, width)] * 4 + [(heads, rows)]
-    terms = ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes)) if with_terms else None
+    shapes = [(rows, heads, width)] * 4 + [(rows, heads)]
+    terms = ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
     output = torch.empty(shapes[0], dtype=torch.float64, device=device)
-    return AttentionState(output, output.new_empty(shapes[-1]), terms)
+    return AttentionState(output, output.new_empty(heads, rows), terms)
 
 
-def store(sums: RowSums, low: torch.dtype | None, state: AttentionState) -> None:
+def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
     """Write the state that the sums end in; low: the precision of the error terms' products; state: r rows, h heads."""
+    assert state.terms is not None
     # Terms must not be too small for the rounding of their products, six times by half an eps.
-    margin = 1.0 if low is None else 1.0 + 3 * torch.finfo(low).eps
+    margin = 1.0 + 3 * torch.finfo(low).eps
     total = sums.totals[..., :1]
     inverse = total.clamp(min=_NO_KEY).reciprocal_()
     torch.mul(sums.output, inverse, out=state.output.transpose(0, 1))
-    lse = total.log().squeeze(-1)
-    state.lse.copy_(lse if sums.shift is None else lse + sums.shift.squeeze(-1))
-    if state.terms is not None:
-        assert sums.products is not None and sums.absolute is not None and sums.largest is not None
-        factor = (inverse * margin).float()
-        magnitude, score, squares = sums.products.unflatten(0, (3, -1))
-        written = (
-            (magnitude, factor, state.terms.magnitude),
-            (score, factor, state.terms.score),
-            (squares, (inverse.square() * margin).float(), state.terms.squares),
-            (sums.absolute, sums.largest * factor, state.terms.peak),
-        )
-        for term, factor_of_row, target in written:
-            torch.mul(term, factor_of_row, out=target.transpose(0, 1))
-        state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
+    state.lse.copy_((total.log() + sums.shift).squeeze(-1))
+    factor = (inverse * margin).float()
+    magnitude, score, squares = sums.products.unflatten(0, (3, -1))
+    for term, factor_of_row, target in (
+        (magnitude, factor, state.terms.magnitude),
+        (score, factor, state.terms.score),
+        (squares, (inverse.square() * margin).float(), state.terms.squares),
+        (sums.absolute, sums.largest * factor, state.terms.peak),
+    ):
+        torch.mul(term, factor_of_row, out=target.transpose(0, 1))
+    state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1).mT)
 
 
-def weigh(tile: Tile, shift: Tensor | None, totals: Tensor) -> Tensor:
-    """[h, r, c] float64, the weights p = e^(score - shift) of a tile; adds Σ p to totals [h, r, 1].
+def weigh(tile: Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """[h, r, c] float64, the weights p of a tile; and products [3, h, r, c] in low precision: p, p·magnitude and p².
 
-    shift: [h, r, 1] float64, or None for 0.
-    """
-    scores = tile.scores()
-    weights = (scores if shift is None else scores.sub_(shift)).exp_()
-    totals.add_(weights.sum(-1, keepdim=True))
-    return weights
-
-
-def weigh_with_products(tile: Tile, shift: Tensor | None, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and products [3, h, r, c] in low precision: p, p·magnitude and p², for the magnitudes of the scores.
-
-    totals: [h, r, 2] float64, Σ p and Σ p·magnitude. largest: [h, r, 1] float32, the largest p so far.
-
-    As separate operations this moves 88 bytes an element of a GPU's memory, as one kernel 16. That one serves bfloat16
-    only, which large problems are given, since it takes seconds to compile.
+    Adds to the sums of `RowSums` that are named so. As separate operations this moves 88 bytes an element of a GPU's
+    memory, as one kernel 16. That one serves bfloat16 only, which large problems are given, since it takes seconds to
+    compile.
     """
     products, queries, k = tile.products(), tile.queries, tile.keys.k
-    if k.is_cuda and queries.low is not None and queries.low.dtype == torch.bfloat16:
+    if k.is_cuda and products.dtype == torch.bfloat16:
         kernel = _kernel(k.shape[2], queries.wide.dtype, k.dtype)
         if kernel is not None:
             return kernel(tile, shift, totals, largest, products), products
     low, weighted, squared = products
-    weights = weigh(tile, shift, totals[..., :1])
+    weights = tile.scores().sub_(shift).exp_()
+    totals[..., 0].add_(weights.sum(-1))
     low.copy_(weights)
     weighted.mul_(low)
     torch.square(low, out=squared)
@@ -150,8 +122,8 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
     try:
         # On a tile in the form that every large problem has along its edge.
         q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
-        queries = Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), None)
-        tile = Tile(queries, TileKeys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
+        queries = Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), q)
+        tile = Tile(queries, TileKeys(k, k, k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
         shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
         products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
         weigh_on_gpu(tile, shift, totals, shift.float(), products)

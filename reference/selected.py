@@ -84,11 +84,11 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
         sizes = (state.lse, sink.to(state.lse).unsqueeze(1))
-        size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
-        shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
+        size = sizes[0].masked_fill(sizes[0].isinf(), 0.0).abs() + sizes[1].masked_fill(sizes[1].isinf(), 0.0).abs()
+        shaken = shift * (terms.lse_score + size.mT + 1).unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
         scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
         if terms.key_spread is not None:
-            moved = shift * terms.lse_score.mT.unsqueeze(-1)
+            moved = shift * terms.lse_score.unsqueeze(-1)
             scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
         terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return AttentionState(state.output * share, state.lse, terms)
@@ -102,7 +102,7 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
 def _powers(name: str, share: Tensor) -> Tensor:
     """What a share of the output, [T, N, 1], makes of an error term: variances go with its square."""
     if name == "lse_score":
-        return torch.ones_like(share[..., 0]).mT
+        return torch.ones_like(share[..., 0])
     if name == "key_shared":
         return share[..., 0].square()
     return share.square() if name in ("squares", "key_spread") else share
@@ -222,7 +222,7 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
     q: [T, N, D], k: [S, D] and v: [S, V] of any float dtype. selected: [T, K], numbers of keys, anything below 0 for
     none. Returns error terms in float32; None where operands are not finite, or sums leave the range.
     """
-    state = empty_state(len(q), q.shape[1], v.shape[1], True, q.device)
+    state = empty_state(len(q), q.shape[1], v.shape[1], q.device)
     for part in state.parts():
         part.zero_()
     state.lse.fill_(-torch.inf)  # stays so for rows that name no key
@@ -240,7 +240,7 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
         bounds = abs(scale) * of_queries[rows].double() * of_keys[named].amax(dim=1).double()[:, None]
         shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
         sums = _list_sums(q[rows], k[named], v[named], shift, scale)
-        found = empty_state(q.shape[1], len(rows), v.shape[1], True, q.device)
+        found = empty_state(q.shape[1], len(rows), v.shape[1], q.device)
         store(sums, _LOW, found)
         for whole, part in zip(state.parts(), found.parts(), strict=True):
             whole[rows] = part.transpose(0, 1)
@@ -263,7 +263,7 @@ def _list_sums(q: Tensor, k: Tensor, v: Tensor, shift: Tensor, scale: float) -> 
     same.copy_(absolute.copy_(v).abs_())
     torch.square(absolute, out=squares)
     keys = TileKeys(wide_k, v.double(), magnitudes(k, _LOW), low_v)
-    sums = RowSums.zeros(torch.Size((*q.shape[:2], v.shape[2])), shift, True, q.device)
+    sums = RowSums.zeros(shift, v.shape[2])
     sums.add(Tile(queries, keys, None))
-    sums.set_absolute(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
+    sums.absolute.copy_(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
     return sums

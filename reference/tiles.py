@@ -1,7 +1,4 @@
-"""The rows of requests and the keys that they see, widened, and the pieces that are multiplied with each other.
-
-Of each request a row sees the first so many keys. Blocks keep the workspace bounded whatever the context's length.
-"""
+"""The rows of requests and the keys that they see, widened, and the pieces that are multiplied with each other."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -63,10 +60,7 @@ def requests_of(
     causal: bool,
     rows: Sequence[int] | None,
 ) -> Iterator[RequestRows]:
-    """The requests that own a row of ``rows`` (ascending query numbers of the batch; None is all of them).
-
-    Operands and start locations are those of `attention`; k and v are expanded to the query's heads.
-    """
+    """The requests that own a row of ``rows``; arguments as of `blockwise_attention`."""
     k, v = (x.expand(-1, q.shape[1], -1) for x in (k, v))
     done = 0
     for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
@@ -97,21 +91,21 @@ class Queries:
 
     wide: Tensor  # [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise
     factor: Tensor | None  # [] float64, the scale that their products are still to be multiplied with, or None
-    low: Tensor | None  # [h, r, D] their magnitudes, times the scale's, in low precision, or None
+    low: Tensor  # [h, r, D] their magnitudes, times the scale's, in low precision
 
     @staticmethod
-    def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
+    def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype) -> "Queries":
         """Rows of a request; the precision ``low`` is what error terms need."""
         q = heads_first(request.q[rows, heads])
         wide = q.to(_width(q, low))
         scaled = wide * scale
-        magnitude = None if low is None else magnitudes(scaled, low)
         if wide.dtype == torch.float64:
-            return Queries(scaled, None, magnitude)
-        return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitude)
+            return Queries(scaled, None, magnitudes(scaled, low))
+        factor = torch.full((), scale, dtype=torch.float64, device=q.device)
+        return Queries(wide, factor, magnitudes(scaled, low))
 
     def map(self, view: View) -> "Queries":
-        return Queries(view(self.wide), self.factor, None if self.low is None else view(self.low))
+        return Queries(view(self.wide), self.factor, view(self.low))
 
 
 @dataclass(frozen=True)
@@ -120,34 +114,29 @@ class TileKeys:
 
     k: Tensor  # [h, c, D], in float32 or float64 as queries are
     v: Tensor  # [h, c, V] float64
-    low_k: Tensor | None = None  # [h, c, D], |k| in low precision, or None without error terms
-    # [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None
-    low_v: Tensor | None = None
+    low_k: Tensor  # [h, c, D], |k| in low precision
+    low_v: Tensor  # [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²
 
     @staticmethod
-    def widened(request: RequestRows, heads: slice, keys: slice, low: torch.dtype | None) -> "TileKeys":
+    def widened(request: RequestRows, heads: slice, keys: slice, low: torch.dtype) -> "TileKeys":
         """Some keys of a request; the precision ``low`` is what error terms need."""
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
-        wide = k.to(_width(k, low)), v.double()
-        if low is None:
-            return TileKeys(*wide)
         absolute = magnitudes(v, low)
-        return TileKeys(*wide, magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
+        low_v = torch.cat((absolute, absolute, absolute.square()))
+        return TileKeys(k.to(_width(k, low)), v.double(), magnitudes(k, low), low_v)
 
     @staticmethod
-    def bytes_of_key(request: RequestRows, low: torch.dtype | None) -> int:
+    def bytes_of_key(request: RequestRows, low: torch.dtype) -> int:
         """Bytes of one key of one head of a request."""
         width, value_width = request.k.shape[2], request.v.shape[2]
-        wide = _width(request.k, low).itemsize * width + 8 * value_width
-        return wide if low is None else wide + low.itemsize * (width + 3 * value_width)
+        return _width(request.k, low).itemsize * width + 8 * value_width + low.itemsize * (width + 3 * value_width)
 
     def parts(self, width: int) -> list["TileKeys"]:
         """Consecutive pieces of ``width`` keys; the last may be shorter."""
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
 
     def map(self, view: View) -> "TileKeys":
-        low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
-        return TileKeys(view(self.k), view(self.v), low_k, low_v)
+        return TileKeys(*map(view, vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -171,7 +160,6 @@ class Tile:
     def products(self) -> Tensor:
         """[3, h, r, c] in low precision, with the magnitudes of the scores, which bound them, as the second."""
         low, keys = self.queries.low, self.keys.low_k
-        assert low is not None and keys is not None
         products = low.new_empty(3, *low.shape[:2], keys.shape[1])
         torch.bmm(low, keys.mT, out=products[1])
         return products
@@ -192,11 +180,8 @@ def magnitudes(x: Tensor, low: torch.dtype) -> Tensor:
     return x.abs() if x.dtype == low else x.to(low).abs_()
 
 
-def _width(x: Tensor, low: torch.dtype | None) -> torch.dtype:
-    """What scores are made from: float64, and on a large problem float32, where that holds the operand.
-
-    Large is what has its error terms in bfloat16; the kernel that serves such problems reads half as much then.
-    """
+def _width(x: Tensor, low: torch.dtype) -> torch.dtype:
+    """What scores are made from: float64, and on a large problem float32, where that holds the operand."""
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
@@ -225,8 +210,6 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
     """Blocks that fit the workspace.
 
     key_bytes: of a widened key of one head. pair_bytes: of a row's score against it, and of the products made of it.
-
-    Tall blocks have few products that wait for one another, small ones leave a GPU idle and a CPU in its dispatcher.
     """
     group, rows, step, lane = min(heads, 4), 128, 32, _CPU_BYTES
     if device.type == "cuda":

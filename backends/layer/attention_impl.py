@@ -1,7 +1,4 @@
-"""The parts of an attention layer, names as in vLLM's ``v1.attention.backend``: types, a batch, a builder, computation.
-
-They are vLLM's ``CommonAttentionMetadata``, ``AttentionMetadataBuilder``, ``AttentionImpl`` and ``MLAAttentionImpl``.
-"""
+"""The parts of an attention layer, names as in vLLM's ``v1.attention.backend``."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -19,12 +16,12 @@ from mla_conformance.backends.quant_key import QuantKey
 
 
 class AttentionType(StrEnum):
-    """Which tokens attend to which; a string, so that it can be compared with one."""
+    """Which tokens attend to which."""
 
-    DECODER = "decoder"  # causal attention among the tokens of a decoder
-    ENCODER = "encoder"  # attention among the encoder's tokens of an encoder-decoder model
-    ENCODER_ONLY = "encoder_only"  # attention among the tokens of a model without a decoder
-    ENCODER_DECODER = "encoder_decoder"  # the decoder's queries to the encoder's keys
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
 
 
 class AttentionMetadata:
@@ -47,13 +44,11 @@ class AttentionLayer(Protocol):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: AttentionMetadata
-    ) -> Tensor:
-        """Attention of ``query`` to the cache after ``key`` and ``value`` were written to it."""
-        ...
+    ) -> Tensor: ...
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
-    """Whether the cache holds codes rather than values of the model's dtype."""
+    """Whether the cache holds codes."""
     return layout_of(kv_cache_dtype) != "auto"
 
 
@@ -102,7 +97,7 @@ class CommonAttentionMetadata:
         return self._num_computed_tokens_cpu
 
     def host_seq_lens(self) -> Tensor:
-        """``seq_lens`` on the host, copied from the device if whoever made the batch left none; then it waits."""
+        """``seq_lens`` on the host, copied from the device if whoever made the batch left none."""
         if self._seq_lens_cpu is None:
             self._seq_lens_cpu = self.seq_lens.cpu()
         return self._seq_lens_cpu
@@ -114,7 +109,6 @@ class CommonAttentionMetadata:
         return self._num_computed_tokens_cache
 
     def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> "CommonAttentionMetadata":
-        """The batch's first requests and tokens alone; the tensors are views."""
         held = {name: getattr(self, name) for name in _BY_REQUEST}
         rows: dict[str, Any] = {name: x if x is None else x[:num_actual_reqs] for name, x in held.items()}
         return replace(
@@ -163,10 +157,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         supports_spec_as_decode: bool = False,
         supports_dcp_with_varlen: bool = False,
     ) -> None:
-        """Set the threshold, raised to a token and its speculative ones where the decode kernel takes several.
-
-        Under decode context parallelism it is 1, unless the kernel masks several query tokens on a part of the keys.
-        """
+        """Set the threshold: with speculative tokens where the kernel takes several, 1 on ranks where it does not."""
         threshold = reorder_batch_threshold
         speculative = self.vllm_config.speculative_config
         tokens = None if speculative is None else speculative.num_speculative_tokens
@@ -180,22 +171,15 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> M:
-        """The metadata of a batch, reordered if the builder asks for it.
-
-        That all sequences begin with ``common_prefix_len`` tokens is a hint; ``fast_build``: building fast is worth
-        more than computing fast, for metadata that is used little.
-        """
+        """The metadata of a batch; ``fast_build`` is for metadata that is used little."""
 
     def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
-        """What :meth:`build` returned for the same batch, over other pages [B, max blocks] and slots [T]."""
         raise NotImplementedError(f"{type(self).__name__} cannot update a block table; build the metadata anew")
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The metadata of a batch that a CUDA graph is captured with."""
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
-        """The metadata of a draft model's batch; which token of the drafted chain, or which level of the tree."""
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata, fast_build=True)
 
     def use_cascade_attention(
@@ -210,7 +194,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether the common prefix is to be attended to once for all requests."""
         return False
 
 
@@ -218,10 +201,7 @@ T = TypeVar("T", bound=AttentionMetadata)
 
 
 class AttentionImpl(ABC, Generic[T]):
-    """Attention of one layer; every instance knows its context-parallel ranks before its constructor runs.
-
-    As vLLM reads its process groups, an instance reads :func:`get_dcp_group`.
-    """
+    """Attention of one layer; every instance knows its context-parallel ranks before its constructor runs."""
 
     num_heads: int  # query heads on this rank
     head_size: int  # elements of a head
@@ -241,7 +221,6 @@ class AttentionImpl(ABC, Generic[T]):
     total_cp_rank: int  # this rank among all of them
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An instance of the present group, whatever its constructor does."""
         self = super().__new__(cls)
         self.dcp_group = get_dcp_group()
         self.dcp_world_size, self.dcp_rank = self.dcp_group.world_size, self.dcp_group.rank
@@ -281,7 +260,6 @@ class AttentionImpl(ABC, Generic[T]):
         """Write ``key`` and ``value`` to the cache and attend to it."""
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Whether ``forward`` can write its output quantised by ``quant_key``."""
         return False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -1,7 +1,4 @@
-"""The attention-layer interface: a backend names its classes and says what it supports (vLLM's ``AttentionBackend``).
-
-Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_impl``.
-"""
+"""The attention-layer interface, vLLM's ``AttentionBackend``: a backend names its classes and says what it supports."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
@@ -54,11 +51,7 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Order of the cache's dimensions in memory, outermost first, as a permutation of the logical ones.
-
-        A dimension of layers may be prepended to the logical shape; a result of the length without it means that the
-        memory has none. Raises NotImplementedError: the memory is laid out as the logical shape.
-        """
+        """Order of the cache's dimensions in memory, outermost first; NotImplementedError: as the logical shape."""
         raise NotImplementedError("the cache lies in memory as its logical shape says")
 
     @classmethod
@@ -81,16 +74,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Whether the cache may have this dtype; None stands for whatever the backend prefers."""
         supported = cls.supported_kv_cache_dtypes
         return kv_cache_dtype is None or not supported or layout_of(kv_cache_dtype) in supported
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether a configuration may have pages of ``block_size`` tokens.
-
-        A multiple of what the kernel reads is enough, even of a fixed size: the layer above can split its pages.
-        """
+        """A multiple of what the kernel reads is enough, even of a fixed size: the layer above can split its pages."""
         if block_size is None:
             return True
         bases = [size.base if isinstance(size, MultipleOf) else size for size in cls.get_supported_kernel_block_sizes()]
@@ -118,7 +107,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        """Whether the kernels run on such a device; None is a device without compute capability, such as a CPU."""
+        """None is a device without compute capability, such as a CPU."""
         return True
 
     @classmethod

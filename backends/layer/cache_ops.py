@@ -1,14 +1,7 @@
-"""The paged latent cache of a layer: how entries lie in it, and what is done to it (vLLM's ops).
+"""The paged latent cache of a layer, [blocks, page, entry], and what is done to it (vLLM's ops), rounded in float32.
 
-``auto`` stores the values themselves, in the model's dtype; ``fp8`` the e4m3 code of value / scale, one scale for the
-tensor; ``fp8_ds_mla`` 512 e4m3 codes of the latent, a float32 scale for each 128 of them, then 64 rotated values of 16
-bits. A kernel of vLLM rounds here in float32; so does this module. The golden side is ``reference.cache_layout``.
-
-A cache is [blocks, page, entry]; its stride between blocks may exceed a packed block. A slot is block · page + offset.
-Indices on a device that is capturing a graph are not looked at: reading them would wait for it.
+Layouts are those of ``reference.cache_layout``. Indices on a device that captures a graph are not looked at.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -143,17 +136,8 @@ def gather_cache(
     dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
 
 
-def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:
-    """Copy whole blocks within each layer's cache; all are read before the first is written. As `swap_blocks`."""
-    for cache in kv_caches:
-        swap_blocks(cache, cache, src_to_dst)
-
-
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
-    """Copy whole blocks, [copies, 2] integers, from one cache [blocks, page, entry] to another, on any devices.
-
-    ValueError for caches of different pages, a block outside of a cache, or one that is written twice.
-    """
+    """Copy whole blocks, [copies, 2] integers, from one cache to another or within one; all are read first."""
     if src.shape[1:] != dst.shape[1:] or src.dtype != dst.dtype:
         raise ValueError(
             f"expected caches of one page and dtype, got {list(src.shape)} of {src.dtype} and {list(dst.shape)} of "
@@ -179,7 +163,6 @@ def may_look_at(x: Tensor) -> bool:
 
 
 def _check_range(what: str, index: Tensor, low: int, high: int, remark: str) -> None:
-    """ValueError unless low <= index < high."""
     if not index.numel() or not may_look_at(index):
         return
     smallest, largest = torch.stack(index.aminmax()).tolist()

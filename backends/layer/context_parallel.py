@@ -1,7 +1,4 @@
-"""The ranks that share the tokens of each sequence: which of them stores what, and what passes between them.
-
-``get_dcp_group`` is vLLM's; :class:`Lockstep` is for whoever has no process for each rank.
-"""
+"""The ranks that share the tokens of each sequence: which of them stores what, and what passes between them."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -9,14 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
-
-from mla_conformance.reference.attention import merge
 
 
 class Sharding(NamedTuple):
@@ -104,24 +98,6 @@ def dcp_group(group: ContextParallelGroup) -> Iterator[None]:
         _GROUP.reset(token)
 
 
-def gather_heads(group: ContextParallelGroup, query: Tensor) -> Tensor:
-    """[T, W·N, D]: the heads of all ranks, from this rank's [T, N, D]."""
-    return group.all_gather(query).transpose(0, 1).flatten(1, 2)
-
-
-def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -> Tensor:
-    """Attention of this rank's heads to the keys of all ranks.
-
-    Each rank receives what the others computed for its heads. vLLM knows this way too (``dcp_a2a_lse_reduce``);
-    weighing before a reduce-scatter, its other one, sends as much, and would state the merge a second time. Output
-    [T, W·N, L] and LSE [W·N, T] of all heads over the keys of this rank give [T, N, L] of the dtype of ``output``.
-    """
-    outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
-    lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
-    merged, _ = reduce(lambda one, other: merge(*one, *other), zip(outputs, lses, strict=True))
-    return merged.to(output.dtype)
-
-
 class Lockstep:
     """Ranks as threads of which one runs at a time; one that waits for what others give lets them run."""
 
@@ -159,18 +135,17 @@ class Lockstep:
         number = len(self._given[rank])
         self._given[rank].append(x.clone())
         self._turn.notify_all()
-        self._turn.wait_for(
-            lambda: all(len(given) > number for given in self._given) or bool(self._ended_before(number))
-        )
-        if ended := self._ended_before(number):
+
+        def missing() -> list[int]:
+            return [other for other, given in enumerate(self._given) if len(given) <= number]
+
+        self._turn.wait_for(lambda: not missing() or bool(self._ended.intersection(missing())))
+        if ended := [other for other in missing() if other in self._ended]:
             raise RuntimeError(f"rank {rank} waits in exchange {number}, and rank {ended[0]} ended before it")
         every = [given[number] for given in self._given]
         if len({(part.shape, part.dtype) for part in every}) > 1:
             raise RuntimeError(f"expected tensors of one form from all ranks, got {[list(x.shape) for x in every]}")
         return every
-
-    def _ended_before(self, number: int) -> list[int]:
-        return [rank for rank in self._ended if len(self._given[rank]) <= number]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def set_current_config(config: LayerConfig) -> Iterator[None]:
 
 
 def get_current_config() -> LayerConfig:
-    """The configuration that a layer is made for; LookupError outside of :func:`set_current_config`."""
+    """The configuration that a layer is made for."""
     return _current.get()
 
 
@@ -94,8 +94,7 @@ class MLAAttentionSpec:
 def workspace_tokens(config: Any) -> int:
     """Tokens of the workspace: eight longest sequences or four pages a request, and no more than 128 Ki tokens.
 
-    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached. Of ``config``, as
-    :class:`LayerConfig`, only model, scheduler and cache are read. ValueError: less than a page for each request.
+    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached.
     """
     if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
         return 0

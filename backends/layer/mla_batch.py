@@ -1,14 +1,12 @@
-"""A batch of an MLA layer: its form and its requests, and what is refused on the way to its metadata.
-
-``common_metadata`` is the first half of the seed's builder: slots, block tables, padding for a captured graph.
-"""
+"""A batch of an MLA layer: its form and its requests, and what is refused on the way to its metadata."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
@@ -27,7 +25,7 @@ class BatchForm(NamedTuple):
 
 
 def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
-    """Refuse negative lengths [B], on the host, and queries longer than their sequences, by a ValueError."""
+    """Refuse negative lengths [B], on the host, and queries longer than their sequences."""
     # A sequence of 0 with a query of 1 is a row of padding.
     longer = (query_lens > seq_lens) & ~((seq_lens == 0) & (query_lens == 1))
     for name, wrong, expected in (
@@ -44,7 +42,7 @@ def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
 
 
 def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sharding) -> None:
-    """Refuse contradictory lengths, too few slots, or a block table that is too short, by a ValueError."""
+    """Refuse contradictory lengths, too few slots, or a block table that is too short."""
     query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
     seq_lens = common.host_seq_lens()[: common.num_reqs]
     if not common.num_reqs or len(query_lens) != common.num_reqs or len(seq_lens) != common.num_reqs:
@@ -88,7 +86,7 @@ class LayerRequest(NamedTuple):
     query_len: int  # new tokens
     context_len: int  # tokens computed before
     # physical blocks in the order of its tokens, on this rank; may be longer than needed
-    block_ids: Sequence[int] | np.ndarray
+    block_ids: Sequence[int]
     is_prompt: bool  # whether it prefills
 
 
@@ -98,63 +96,54 @@ def common_metadata(
     """The batch as every layer of a model sees it, padding behind the requests; refuses contradictory ones."""
     if not requests or padding < 0:
         raise ValueError(f"expected at least one request and no negative padding, got {len(requests)} and {padding}")
-    lengths = np.array([(r.query_len, r.context_len) for r in requests], dtype=np.int64)
-    query = np.concatenate((lengths[:, 0], np.ones(padding, dtype=np.int64)))
-    sequence = np.concatenate((lengths.sum(axis=1), np.zeros(padding, dtype=np.int64)))
-    if (lengths[:, 1] < 0).any():
-        request = int(lengths[:, 1].argmin())
-        raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {lengths[request, 1]}")
-    check_lengths(torch.from_numpy(query), torch.from_numpy(sequence))
-    local = local_seq_lens(torch.from_numpy(sequence), sharding)
-    table = _block_table([r.block_ids for r in requests], local.numpy(), block_size)
-    starts = torch.from_numpy(np.concatenate(([0], query.cumsum()))).int()
-    seq_lens, sharded = torch.from_numpy(sequence).int(), sharding.world_size > 1
+    new, context = torch.tensor([(r.query_len, r.context_len) for r in requests], dtype=torch.int64).unbind(1)
+    if bool((context < 0).any()):
+        request = int(context.argmin())
+        raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {context[request]}")
+    query, seq_lens = pad(new, (0, padding), value=1), pad(new + context, (0, padding))
+    check_lengths(query, seq_lens)
+    local, starts = local_seq_lens(seq_lens, sharding), pad(query.cumsum(dim=0), (1, 0)).int()
+    table = _block_table([r.block_ids for r in requests], local[: len(requests)], block_size)
+    sharded = sharding.world_size > 1
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=seq_lens.to(device),
+        seq_lens=seq_lens.int().to(device),
         num_reqs=len(query),
         num_actual_tokens=int(starts[-1]),
         max_query_len=int(query.max()),
-        max_seq_len=int(sequence.max()),
-        block_table_tensor=torch.from_numpy(table).to(device),
-        slot_mapping=torch.from_numpy(_slots(lengths, table, block_size, sharding, padding)).to(device),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=pad(table, (0, 0, 0, padding), value=-1).to(device),
+        slot_mapping=pad(_slots(new, context, table, block_size, sharding), (0, padding), value=-1).to(device),
         dcp_local_seq_lens=local.int().to(device) if sharded else None,
         dcp_local_seq_lens_cpu=local.int() if sharded else None,
-        _seq_lens_cpu=seq_lens,
+        _seq_lens_cpu=seq_lens.int(),
     )
 
 
-def _block_table(block_ids: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, block_size: int) -> np.ndarray:
-    """[B + padding, max blocks] int32: 0 behind a request's blocks, where a kernel may prefetch; -1 in padding."""
-    held = np.fromiter(map(len, block_ids), dtype=np.int64, count=len(block_ids))
-    needed = -(-seq_lens[: len(held)] // block_size)
-    short = needed > held
-    if short.any():
-        request = int(short.argmax())
+def _block_table(block_ids: Sequence[Sequence[int]], seq_lens: Tensor, block_size: int) -> Tensor:
+    """[B, max blocks] int32: 0 behind a request's blocks, where a kernel may prefetch."""
+    held, needed = torch.tensor([len(ids) for ids in block_ids]), -(-seq_lens // block_size)
+    if bool((needed > held).any()):
+        request = int((needed > held).int().argmax())
         raise ValueError(
             f"request {request}: the block table is too short: {seq_lens[request]} tokens need {needed[request]} "
             f"blocks of {block_size}, got {held[request]}; allocate blocks for the new tokens as well"
         )
-    table = np.zeros((len(seq_lens), max(1, int(held.max()))), dtype=np.int32)
-    table[len(held) :] = -1
-    columns = np.arange(table.shape[1])
-    table[: len(held)][columns < held[:, None]] = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in block_ids])
-    used = columns < needed[:, None]
-    if (table[: len(held)] < 0)[used].any():
-        request = int(((table[: len(held)] < 0) & used).any(axis=1).argmax())
+    table = pad_sequence([torch.as_tensor(ids, dtype=torch.int32) for ids in block_ids], batch_first=True)
+    table = pad(table, (0, not table.shape[1]))
+    wrong = ((table < 0) & (torch.arange(table.shape[1]) < needed[:, None])).any(dim=1)
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
         raise ValueError(f"request {request}: expected blocks >= 0, got {min(block_ids[request])}")
     return table
 
 
-def _slots(lengths: np.ndarray, table: np.ndarray, block_size: int, sharding: Sharding, padding: int) -> np.ndarray:
-    """[T] int64: where each new token is stored on this rank; -1 elsewhere and in padding."""
-    query, context = lengths[:, 0], lengths[:, 1]
-    request = np.arange(len(query)).repeat(query)
-    first = (context - (query.cumsum() - query)).repeat(query)
-    owner, token = local_token(torch.from_numpy(first + np.arange(len(request))), sharding)
-    page, offset = np.divmod(token.numpy(), block_size)
+def _slots(new: Tensor, context: Tensor, table: Tensor, block_size: int, sharding: Sharding) -> Tensor:
+    """[T] int64: where each new token is stored on this rank; -1 elsewhere."""
+    request = torch.arange(len(new)).repeat_interleave(new)
+    position = (context - (new.cumsum(dim=0) - new))[request] + torch.arange(len(request))
+    owner, token = local_token(position, sharding)
     # A token of another rank may lie behind this rank's last page; its slot is not used.
-    block = table[request, page.clip(max=table.shape[1] - 1)].astype(np.int64)
-    slots = np.where(owner.numpy() == sharding.rank, block * block_size + offset, -1)
-    return np.concatenate((slots, np.full(padding, -1, dtype=np.int64)))
+    block = table[request, (token // block_size).clamp(max=table.shape[1] - 1)].long()
+    return torch.where(owner == sharding.rank, block * block_size + token % block_size, -1)

@@ -19,13 +19,8 @@ from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuild
 from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group, local_seq_lens
 from mla_conformance.backends.layer.layer_config import workspace_tokens
 from mla_conformance.backends.layer.mla_batch import LayerRequest, check_common, common_metadata, count_decodes
-from mla_conformance.backends.layer.mla_metadata import (
-    ContextPlan,
-    MLACommonMetadata,
-    part,
-    plan_context,
-    share_context,
-)
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata, part, share_context
+from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
@@ -77,11 +72,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLACommonMetadata:
-        """The metadata of a batch whose decodes come first; the workspace is the builder's own.
-
-        Neither a common prefix nor ``fast_build`` has an influence: nothing here trades one speed for another. Raises
-        ValueError: a batch that contradicts itself; UnsupportedConfiguration: attention that is not causal.
-        """
+        """The metadata of a batch whose decodes come first; neither a prefix nor ``fast_build`` has an influence."""
         common = common_attn_metadata
         if not common.causal:
             raise UnsupportedConfiguration("an MLA layer attends causally, got causal=False")
@@ -90,15 +81,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         uniform = decode is not None and not decode.supports_nonuniform_queries
         decodes = count_decodes(query_lens, self.reorder_batch_threshold, uniform)
         metadata = self._assemble(common, common.num_reqs - decodes, prefills_first=False, use_cuda_graph=False)
-        if metadata.context_plan is not None:
+        if metadata.context_plan:
             metadata.bind_workspace(self.workspace)
         return metadata
 
     def build_from_requests(self, requests: Sequence[LayerRequest], cuda_graph_pad_size: int = -1) -> MLACommonMetadata:
         """The metadata of a batch whose prefills come first; ``MLACommonState.begin_forward`` binds the workspace.
 
-        So many rows of padding stand behind it, -1 where no graph is used. Raises ValueError: a batch that contradicts
-        itself, prefills behind decodes, or a block table that is too short.
+        So many rows of padding stand behind it, -1 where no graph is used.
         """
         prompts = [request.is_prompt for request in requests]
         prefills = sum(prompts)
@@ -148,7 +138,6 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def _assemble(
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
     ) -> MLACommonMetadata:
-        """The metadata of ``common``, its lengths checked; tensors are views of the batch's where they can be."""
         sharding, requests, decodes = self._sharding(), common.num_reqs, common.num_reqs - prefills
         prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
         query_lens = common.query_start_loc_cpu[: requests + 1].diff()
@@ -188,23 +177,19 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             dcp_local_seq_lens=local,
             dcp_local_seq_lens_cpu=local_cpu,
         )
-        plan = metadata.context_plan = self._plan((seq_lens_cpu - query_lens)[prefilling])
-        metadata.context_shares = None if plan is None else share_context(plan, sharding, self.device)
+        metadata.context_plan = plan = self._plan((seq_lens_cpu - query_lens)[prefilling])
+        if plan and sharding.world_size > 1:
+            metadata.context_shares = share_context(plan, sharding, self.device)
         return metadata
 
-    def _plan(self, context_lens: Tensor) -> ContextPlan | None:
-        if not bool((context_lens > 0).any()):
-            return None
-        if not self.context_chunk_workspace_size:
+    def _plan(self, context_lens: Tensor) -> Sequence[ContextChunk]:
+        if bool((context_lens > 0).any()) and not self.context_chunk_workspace_size:
             raise ValueError(
                 f"prefills with up to {int(context_lens.max())} tokens of context need chunked prefill or prefix "
                 "caching, got neither; enable one in the configuration"
             )
-        return plan_context(
-            context_lens,
-            workspace_tokens=self.context_chunk_workspace_size,
-            page_size=self.page_size,
-            device=self.device,
+        return plan_context_chunks(
+            context_lens.tolist(), workspace_tokens=self.context_chunk_workspace_size, page_size=self.page_size
         )
 
 

@@ -1,8 +1,6 @@
-"""The computation of an MLA layer (vLLM's ``MLACommonImpl``): cache write, chunked prefill, absorbed decode.
+"""The computation of an MLA layer (vLLM's ``MLACommonImpl``): cache write, chunked prefill, absorbed decode."""
 
-Each step is a method that a subclass may replace.
-"""
-
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +11,10 @@ from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionType, MLAAttentionImpl
 from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, entry_width, gather_cache
-from mla_conformance.backends.layer.context_parallel import gather_heads, merge_over_ranks
 from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommonMetadata
 from mla_conformance.reference.attention import merge
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
-
-
 State = tuple[Tensor, Tensor]
 """Output [T, N, V] and LSE [N, T]."""
 
@@ -27,9 +22,8 @@ State = tuple[Tensor, Tensor]
 class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     """Prefills multiply latents out to keys and values; decodes attend to the latents with an absorbed query.
 
-    Symbols: T tokens, N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
-
-    Where ranks share the tokens of each sequence, each computes the whole attention of its own heads: of a prefill to
+    Symbols: T tokens, N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims. A subclass
+    may replace any step. Where ranks share tokens, each computes the whole attention of its own heads: of a prefill to
     latents that it gathers from all ranks, of a decode from what each of them makes of its own latents for all heads.
     """
 
@@ -102,13 +96,10 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
-
-        One with quantised weights is asked for the image of the identity, without its bias.
-        """
+        """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``."""
         linear = self.kv_b_proj
         weight = stored_weight(linear)
-        if not is_dense(weight):
+        if not is_dense(weight):  # then it is asked for the image of the identity
             identity = torch.eye(self.kv_lora_rank, dtype=act_dtype, device=weight.device)
             if hasattr(linear, "quant_method"):
                 weight = linear.quant_method.apply(linear, identity, bias=None).mT
@@ -130,11 +121,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.W_UV = w_uv.transpose(1, 2)
 
     def prepare(self, attn_metadata: MLACommonMetadata) -> None:
-        """Hand the batch to the kernels.
-
-        ``forward`` does so for a batch it has not seen; before a captured graph is replayed with new contents of the
-        same buffers, whoever replays it does.
-        """
+        """Hand the batch to the kernels: before a graph is replayed with other contents of its buffers."""
         parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
         if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
             raise ValueError(
@@ -161,11 +148,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         output_scale: Tensor | None = None,  # not supported
         output_block_scale: Tensor | None = None,  # not supported
     ) -> Tensor:
-        """Attention of a batch, its new latents written to the cache first.
-
-        Returns [T, N·V] of the query's dtype, 0 in the rows that the metadata does not count. Raises
-        UnsupportedConfiguration: a quantised output; ValueError: operands that do not fit the metadata or the cache.
-        """
+        """[T, N·V] of the query's dtype, new latents written first; 0 in rows that the metadata does not count."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedConfiguration("quantised output not supported; quantise the result of forward")
         shape = (q.shape[0], self.num_heads * self.v_head_dim)
@@ -219,7 +202,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     ) -> Tensor:
         """[T, N·V]: causal attention to the new tokens, merged with the context's."""
         k, v = self._up_project(kv_c_normed, k_pe)
-        if attn_metadata.context_plan is None:
+        if not attn_metadata.context_plan:
             return self.prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=False).flatten(1)
         new = self.prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
         context = self._compute_prefill_context(q, kv_cache, attn_metadata, k_scale)
@@ -245,16 +228,10 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         metadata, shares = attn_metadata.prefill_metadata, attn_metadata.context_shares
         assert metadata is not None and metadata.chunked_context is not None
         chunks = metadata.chunked_context
-        held = chunks if shares is None else shares
+        held = shares or chunks
         gather_cache(
-            kv_cache,
-            chunks.workspace,
-            metadata.block_table,
-            held.cu_seq_lens[index],
-            attn_metadata.num_prefills,
-            held.starts[index],
-            self.kv_cache_dtype,
-            k_scale,
+            *(kv_cache, chunks.workspace, metadata.block_table, held.cu_seq_lens[index], attn_metadata.num_prefills),
+            *(held.starts[index], self.kv_cache_dtype, k_scale),
         )
         if shares is not None:
             every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
@@ -295,15 +272,18 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         query = (self._absorb(q_nope), q_pe)
         if self.dcp_world_size == 1:
             return self._v_up_proj(output_of(self._forward_decode(*query, kv_cache, attn_metadata, k_scale)))
-        ql_nope, q_pe = gather_heads(self.dcp_group, torch.cat(query, dim=-1)).split(
-            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
-        )
+        every = self.dcp_group.all_gather(torch.cat(query, dim=-1)).transpose(0, 1).flatten(1, 2)
+        ql_nope, q_pe = every.tensor_split([self.kv_lora_rank], dim=-1)
         state = self._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, k_scale)
         return self._v_up_proj(self._merge_over_ranks(*state))
 
     def _merge_over_ranks(self, output: Tensor, lse: Tensor) -> Tensor:
         """[T, N, L] of this rank's heads, from output [T, W·N, L] and LSE [W·N, T] of all heads over its own keys."""
-        return merge_over_ranks(self.dcp_group, output, lse)
+        group = self.dcp_group
+        outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
+        lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
+        merged, _ = reduce(lambda one, other: merge(*one, *other), zip(outputs, lses, strict=True))
+        return merged.to(output.dtype)
 
     def _up_project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [S, L] and [S, R] to k [S, N, P + R] and v [S, N, V], a view of the projection."""

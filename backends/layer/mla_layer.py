@@ -40,12 +40,10 @@ class MLACommonBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[MLACommonImpl]:
-        """``impl_class``, bound to this backend's kernels."""
         return _bound(cls.impl_class, cls)
 
     @classmethod
     def get_builder_cls(cls) -> type[MLACommonMetadataBuilder]:
-        """``builder_class``, bound to this backend's kernels."""
         return _bound(cls.builder_class, cls)
 
     @staticmethod
@@ -54,7 +52,6 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def get_state_cls() -> type[MLACommonState]:
-        """The class that holds the workspace and the graphs' buffers."""
         return MLACommonState
 
     @staticmethod
@@ -74,13 +71,13 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-        """Copy blocks [copies, 2] from one cache to another; see :func:`cache_ops.swap_blocks`."""
         cache_ops.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copy blocks [copies, 2] within each layer's cache; see :func:`cache_ops.copy_blocks_mla`."""
-        cache_ops.copy_blocks_mla(kv_caches, src_to_dists)
+        """Copy blocks [copies, 2] within each layer's cache."""
+        for each in kv_caches:
+            cache_ops.swap_blocks(each, each, src_to_dists)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -129,7 +126,7 @@ def mla_backend(
     decode: type[MLADecodeBackend] | None,  # computes decodes; None for a layer that only prefills
     base: type[MLACommonBackend] = MLACommonBackend,  # the layer's class, such as one with another ``impl_class``
 ) -> type[MLACommonBackend]:
-    """The MLA layer of two kernels. Raises ValueError: no kernel at all."""
+    """The MLA layer of two kernels."""
     kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
     if not kernels:
         raise ValueError("expected a prefill or a decode backend, got neither")

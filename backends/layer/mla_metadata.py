@@ -1,5 +1,6 @@
 """What an MLA layer is told of a batch (vLLM's ``MLACommonMetadata``), and the chunks of its prefills' context."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,72 +11,26 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.layer.attention_impl import AttentionMetadata
 from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
-from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-
-
-class ContextPlan(NamedTuple):
-    """C chunks of the contexts of B prefills; chunk i holds the i-th share of every context."""
-
-    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which gathered rows are whose
-    starts: Tensor  # [C, B] int32, on the device; first token of each request in the chunk
-    seq_tot: list[int]  # tokens of each chunk
-    max_seq_lens: list[int]  # longest request of each chunk, in tokens
-    seq_lens: Tensor  # [C, B] int32, on the host
-
-
-def plan_context(
-    context_lens: Tensor, *, workspace_tokens: int, page_size: int, device: torch.device
-) -> ContextPlan | None:
-    """Cut contexts [B] into chunks that fit the workspace and start at pages; None if no request has context.
-
-    The plan of ``reference.chunking``, without a loop. Raises ValueError: a workspace below a page for each context.
-    """
-    with_context = int((context_lens > 0).sum())
-    if not with_context:
-        return None
-    share = workspace_tokens // with_context // page_size * page_size
-    if share < 1:
-        raise ValueError(
-            f"expected a workspace of at least {with_context * page_size} tokens, a page of {page_size} for each of "
-            f"{with_context} contexts, got {workspace_tokens}; enlarge it or prefill fewer requests at once"
-        )
-    first = torch.arange(0, int(context_lens.max()), share, dtype=torch.int64).unsqueeze(1)
-    lengths = (context_lens.long() - first).clamp(min=0, max=share)
-    bounds = torch.nn.functional.pad(lengths.cumsum(dim=1), (1, 0))
-    return ContextPlan(
-        cu_seq_lens=bounds.to(device, torch.int32),
-        starts=first.expand_as(lengths).to(device, torch.int32),
-        seq_tot=bounds[:, -1].tolist(),
-        max_seq_lens=lengths.amax(dim=1).tolist(),
-        seq_lens=lengths.to(torch.int32),
-    )
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata
+from mla_conformance.reference.chunking import ContextChunk
 
 
 class ContextShares(NamedTuple):
-    """The shares of W ranks in the C chunks of the contexts of B prefills.
+    """The shares of W ranks in the C chunks of the contexts of B prefills: of a rank its own tokens, without gaps.
 
-    A rank's part of a chunk are its own tokens, requests end to end, without gaps between them: it reads nothing
-    through the block table but what it holds. Parts are sent as long as the longest; what the others hold behind their
-    last token is not looked at.
+    Parts are sent as long as the longest; what stands behind a part's last token is not looked at.
     """
 
     cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
     starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
     rows: list[int]  # length of the longest part of each chunk
-    # of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all ranks, requests
-    # end to end and each in the order of its positions
+    # of each chunk [tokens] int64, on the device; where its tokens, in order, lie among the parts of all ranks
     order: list[Tensor]
 
 
-def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -> ContextShares | None:
-    """The shares in the chunks of ``plan``, which is that of one rank; None where no ranks share.
-
-    Chunks start at pages of whole sequences. A share may start anywhere: vLLM cuts chunks at common multiples of pages
-    and turns instead, so that its parts are padded less, and leaves the tokens of a request in the order of the ranks.
-    """
-    if sharding.world_size == 1:
-        return None
-    lengths = plan.seq_lens.long()
+def share_context(plan: Sequence[ContextChunk], sharding: Sharding, device: torch.device) -> ContextShares:
+    """The shares in the chunks of ``plan``, which start at pages of whole sequences; a share may start anywhere."""
+    lengths = torch.tensor([chunk.seq_lens for chunk in plan])
     first = lengths.cumsum(dim=0) - lengths
     ranks = [sharding._replace(rank=rank) for rank in range(sharding.world_size)]
     starts = torch.stack([local_seq_lens(first, one) for one in ranks])
@@ -97,8 +52,8 @@ def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -
 class MLACommonMetadata(AttentionMetadata):
     """A batch of B requests, its prefills and its decodes each together; T tokens, requests end to end.
 
-    Of a request, ``context_len`` tokens were computed before, ``query_len`` are new, ``seq_len`` is their sum. A row of
-    padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
+    ``seq_len`` counts the new tokens of a request and those computed before. A row of padding is a decode of one token
+    with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
     """
 
     num_prefills: int = 0  # requests that prefill
@@ -122,7 +77,7 @@ class MLACommonMetadata(AttentionMetadata):
     use_cuda_graph: bool = False  # whether the batch is padded to run in a captured graph
     head_dim: int | None = None  # L + R
     is_profile_run: bool = False  # whether only the memory that a batch would take is of interest
-    context_plan: ContextPlan | None = None  # the chunks of the prefills' context; None without any
+    context_plan: Sequence[ContextChunk] = ()  # the chunks of the prefills' context
     context_shares: ContextShares | None = None  # what of these chunks each rank holds; None on one rank
     context_chunk_workspace: Tensor | None = None  # [workspace tokens, L + R], bound late
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
@@ -155,13 +110,14 @@ class MLACommonMetadata(AttentionMetadata):
         if self._cached_prefill_metadata is None and self.num_prefills:
             part, context = self.prefill_requests, None
             lengths = self.query_lens_cpu[part]
-            if self.context_plan is not None:
+            if self.context_plan:
                 if self.context_chunk_workspace is None:
                     raise ValueError(
                         "prefills with context need a workspace, got none; call MLACommonState.begin_forward first"
                     )
-                plan = self.context_plan._asdict()
-                context = ChunkedContextMetadata(**plan, workspace=self.context_chunk_workspace)
+                context = chunked_context_metadata(
+                    self.context_plan, self.context_chunk_workspace, self.block_tables.device
+                )
             self._cached_prefill_metadata = MLACommonPrefillMetadata(
                 block_table=self.block_tables[part],
                 query_start_loc=self._starts(part),
@@ -210,25 +166,25 @@ class MLACommonMetadata(AttentionMetadata):
     ) -> None:
         """Become the next decode step's metadata, in place: every request has one new token, its sampled one.
 
-        Where nothing but decodes of one token precedes, all tensors keep their storage. Raises ValueError: a batch that
-        is no such step, or a block table without a page for a next token.
+        After decodes of one token all tensors keep their storage.
         """
-        if self.num_prefills and not turn_prefills_into_decodes:
-            raise ValueError(
-                f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes"
-            )
-        if self.max_decode_query_len != 1:
-            raise ValueError(
-                f"expected decodes of one token, got up to {self.max_decode_query_len}; build the next step's metadata"
-            )
         requests = len(self.seq_lens)
-        if num_seqs != requests or not 0 <= num_queries <= num_seqs:
-            raise ValueError(
-                f"expected num_seqs {requests}, the batch's requests, and at most as many queries, got {num_seqs} and "
-                f"{num_queries}"
-            )
-        if self.dcp_world_size > 1:
-            raise ValueError(f"cannot advance on {self.dcp_world_size} context-parallel ranks; build the metadata anew")
+        refused = {
+            f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes": (
+                self.num_prefills and not turn_prefills_into_decodes
+            ),
+            f"expected decodes of one token, got up to {self.max_decode_query_len}; build the next step's metadata": (
+                self.max_decode_query_len != 1
+            ),
+            f"expected num_seqs {requests}, the batch's requests, and at most as many queries, got {num_seqs} and "
+            f"{num_queries}": num_seqs != requests or not 0 <= num_queries <= num_seqs,
+            f"cannot advance on {self.dcp_world_size} context-parallel ranks; build the metadata anew": (
+                self.dcp_world_size > 1
+            ),
+        }
+        for reason, holds in refused.items():
+            if holds:
+                raise ValueError(reason)
         if num_queries:  # rows of padding stay as they are
             position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
             if may_look_at(position) and int(position.max()) // block_size >= columns:
@@ -250,7 +206,7 @@ class MLACommonMetadata(AttentionMetadata):
         self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
         self.num_decodes = self.num_decode_tokens = requests
         self.max_query_len = 1
-        self.context_plan = self.context_shares = None
+        self.context_plan, self.context_shares = (), None
         self.seq_lens[:num_queries] = [length + 1 for length in self.seq_lens[:num_queries]]
         self.max_decode_seq_len = max(self.seq_lens)
         self.context_lens_tensor[:num_queries] = self.seq_lens_tensor[:num_queries] - 1
@@ -258,7 +214,6 @@ class MLACommonMetadata(AttentionMetadata):
         self._cached_prefill_metadata = self._cached_decode_metadata = None
 
     def _starts(self, part: slice) -> Tensor:
-        """Where the requests of ``part`` start among its tokens; a view if they are the batch's first."""
         starts = self.query_start_loc[part.start : part.stop + 1]
         return starts - starts[0] if part.start else starts
 

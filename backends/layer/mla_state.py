@@ -10,15 +10,11 @@ from torch import Tensor
 from mla_conformance.backends.layer.layer_config import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
-PAD_SLOT_ID = -1
-"""The slot of a token that is not stored."""
-
 
 class MLACommonState:
     """The workspace for cached context, and buffers that keep their storage from a graph's capture to its replays.
 
-    Of the runner it reads the configurations of model, scheduler and cache, ``device``, ``graph_block_tables``
-    ([most requests, most blocks] numpy) and ``max_seq_len_to_capture``.
+    The runner's ``graph_block_tables`` are [most requests, most blocks] numpy.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -32,9 +28,8 @@ class MLACommonState:
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
-        """Hold buffers for graphs of up to ``max_batch_size`` requests while they are captured."""
         device = self.runner.device
-        self._graph_slot_mapping = torch.full((max_batch_size,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self._graph_slot_mapping = torch.full((max_batch_size,), -1, dtype=torch.int64, device=device)
         self._graph_seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
         self._graph_starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
         self._graph_block_tables = torch.tensor(self.runner.graph_block_tables, dtype=torch.int32, device=device)
@@ -46,14 +41,13 @@ class MLACommonState:
             del self._graph_slot_mapping, self._graph_seq_lens, self._graph_starts, self._graph_block_tables
 
     def graph_clone(self, batch_size: int) -> Self:
-        """A state of its own for one captured graph. Raises ValueError: outside of :meth:`graph_capture`."""
         self._require_capture()
         return type(self)(self.runner)
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> MLACommonMetadata:
-        """Metadata over the buffers, inside of :meth:`graph_capture`: decodes of one token, the first cached one."""
+        """Metadata over the buffers: decodes of one token, the first cached one."""
         _require_decoder_only(is_encoder_decoder_model)
         self._require_capture()
         held = min(len(self._graph_slot_mapping), len(self._graph_block_tables))

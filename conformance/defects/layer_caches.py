@@ -61,7 +61,7 @@ class _TablesByToken(MLACommonMetadata):
 class _MixedBatch(MLACommonMetadataBuilder):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
-        return super()._plan(context_lens) if self.chunked_prefill_enabled else None
+        return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
 
     def decode_prefill_split_tokens_vs_requests__behind_assemble(self, metadata):
         """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""

@@ -188,7 +188,6 @@ def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands
         key_start_loc=keys,
         scale=scale,
         causal=operands.causal,
-        with_terms=True,
         with_key_terms=operands.dequantised,
         rows=rows.numbers,
     )

@@ -176,7 +176,7 @@ def test_context_needs_a_workspace(world: Any, batch: Any) -> None:
     with pytest.raises(ValueError, match="up to 5 tokens of context need chunked prefill or prefix caching, got neit"):
         one.world.builder().build_from_requests(one.requests)
     few = batch(world(max_seqs=1, max_model_len=1), [(1, 2, True)] * 5)
-    with pytest.raises(ValueError, match="at least 20 tokens, a page of 4 for each of 5 contexts, got 16; enlarge it"):
+    with pytest.raises(ValueError, match=r"at least 20 \(5 contexts of one page of 4 tokens\), got 16; enlarge"):
         few.world.builder().build_from_requests(few.requests)
 
 

@@ -13,7 +13,6 @@ from mla_conformance.backends.layer.attention_impl import AttentionType
 from mla_conformance.backends.layer.cache_ops import (
     cache_dtype,
     concat_and_cache_mla,
-    copy_blocks_mla,
     encode,
     gather_cache,
     swap_blocks,
@@ -191,7 +190,7 @@ def read(table: list[list[int]], length: int) -> Any:
 
 
 def copy(*pairs: list[int]) -> Any:
-    return lambda cache: copy_blocks_mla([cache], torch.tensor(pairs))
+    return lambda cache: MLACommonBackend.copy_blocks([cache], torch.tensor(pairs))
 
 
 @pytest.mark.parametrize(

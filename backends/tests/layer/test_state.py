@@ -1,14 +1,13 @@
 """What lives longer than a batch: the next step, graph buffers, the workspace; and ranks that share the tokens."""
 
 import random
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mla_conformance.backends.layer.context_parallel import Lockstep, gather_heads, merge_over_ranks
+from mla_conformance.backends.layer.context_parallel import Lockstep
 from mla_conformance.backends.layer.layer_config import SchedulerConfig
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 
@@ -134,17 +133,6 @@ def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
     state = w.backend.get_state_cls()(runner)
     state.begin_forward(SimpleNamespace())
     assert state.context_chunk_workspace is None and state.context_chunk_workspace_size == 0
-
-
-def test_heads_are_gathered_in_the_order_of_ranks_and_each_rank_gets_its_own_back() -> None:
-    """Rank 1 alone sees keys; what the others return has no weight."""
-    lockstep, normal = Lockstep(3), torch.randn(3, 5, 2, 4, generator=torch.Generator().manual_seed(1))
-    every = lockstep.run([partial(gather_heads, g, normal[g.rank]) for g in lockstep.groups])
-    assert all(x.equal(normal.transpose(0, 1).flatten(1, 2)) for x in every)
-    lse, outputs = torch.full((3, 6, 5), -torch.inf), torch.zeros(3, 5, 6, 4)
-    lse[1], outputs[1] = 0.5, every[0]
-    merged = lockstep.run([partial(merge_over_ranks, g, outputs[g.rank], lse[g.rank]) for g in lockstep.groups])
-    assert all(x.equal(normal[rank]) for rank, x in enumerate(merged))
 
 
 def test_a_rank_that_is_awaited_in_vain_ends_the_others() -> None:
