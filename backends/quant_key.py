@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from mla_conformance.reference.quantization import require_float8
-
 
 class GroupShape(NamedTuple):
     """Extent of one scale in rows and columns; -1 means the whole axis."""
@@ -37,9 +35,5 @@ class QuantKey:
 
 
 def fp8_static_tensor_sym() -> QuantKey:
-    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor.
-
-    A function, because a torch without float8, of which it raises ValueError, must be able to import this module.
-    """
-    require_float8()
+    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor."""
     return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))

@@ -1,9 +1,6 @@
-"""Splitting the cached context of a batch of prefills into chunks that fit one workspace.
+"""Splitting the cached context of a batch of prefills into chunks that fit one workspace, by vLLM's two plans.
 
-The two plans that vLLM's MLA metadata builders have made. The older one shares the workspace equally among the
-prefills that have a context: a share is rounded down to whole cache pages, and chunk i holds the i-th share of every
-context, so that a context which has ended leaves an empty row. The present one packs contexts greedily in the order of
-the requests: no row is empty, but a chunk may begin with what the chunk before it left of a context. Torch-free.
+Torch-free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +14,7 @@ MAX_WORKSPACE_TOKENS = 128 * 1024
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """One slice of every request's context, in tokens; both tuples have B entries.
-
-    Raises ValueError when the tuples differ in length or hold a negative number.
-    """
+    """One slice of every request's context, in tokens; both tuples have B entries."""
 
     starts: tuple[int, ...]  # first context token of the slice
     seq_lens: tuple[int, ...]  # its length, 0 where the request's context has ended
@@ -48,11 +42,9 @@ class ContextChunk:
 def plan_context_chunks(
     context_lens: Sequence[int], *, workspace_tokens: int, page_size: int
 ) -> tuple[ContextChunk, ...]:
-    """Plan the chunks of contexts of `context_lens` tokens, one entry a prefill, in order: equal shares.
+    """Plan the chunks of contexts, one entry a prefill: chunk i holds the i-th of equal shares of whole pages of each.
 
-    workspace_tokens: tokens that a chunk may hold over all requests. page_size: tokens in a cache page; every start
-    is a multiple of it. Without any context the plan is empty.
-    Raises ValueError for a negative length, a page size below 1, or a workspace below a page for each context.
+    So a context which has ended leaves an empty row. `workspace_tokens` is what a chunk may hold over all requests.
     """
     _require_lengths(context_lens, page_size)
     with_context = sum(length > 0 for length in context_lens)
@@ -80,8 +72,6 @@ def pack_context_chunks(
 
     One that does not fit is split at the last page boundary that does, which ends the chunk, as does a request without
     context. So the requests of a chunk stand side by side, and only the first may have begun in an earlier chunk.
-    Arguments as in `plan_context_chunks`.
-    Raises ValueError for a negative length, a page size below 1, or a workspace below one page.
     """
     _require_lengths(context_lens, page_size)
     if any(context_lens) and workspace_tokens < page_size:

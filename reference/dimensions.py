@@ -1,7 +1,4 @@
-"""The sizes of an MLA layer, and those of the published models.
-
-Torch-free: a test case or a selector handles dimensions without loading a tensor library.
-"""
+"""The sizes of an MLA layer, and those of the published models. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +6,6 @@ from types import MappingProxyType
 
 
 def _require_positive(owner: object, *names: str) -> None:
-    """Raise ValueError for the first of the fields `names` of `owner` that is not a positive int."""
     for name in names:
         value = getattr(owner, name)
         if type(value) is not int or value < 1:
@@ -18,10 +14,7 @@ def _require_positive(owner: object, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MLADimensions:
-    """Sizes of one attention head, in elements.
-
-    Raises ValueError for anything but ints of those ranges.
-    """
+    """Sizes of one attention head, in elements."""
 
     qk_nope_head_dim: int  # P, the part of query and key that carries no position
     qk_rope_head_dim: int  # R, the part that RoPE rotates; 0 for a model without it (NoPE), otherwise even
@@ -43,10 +36,7 @@ class MLADimensions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
-    """Sizes of one MLA layer: H, N, Lq, L and those of a head.
-
-    Raises ValueError unless all others are positive ints.
-    """
+    """Sizes of one MLA layer: H, N, Lq, L and those of a head."""
 
     hidden_size: int
     num_heads: int
@@ -71,8 +61,4 @@ _SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_ra
 PRESETS: Mapping[str, ModelDimensions] = MappingProxyType(
     {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
 )
-"""Layers by short name, before any split over ranks.
-
-`v2`, `v3`, `r1`: DeepSeek-V2, -V3 and -R1 (R1 has V3's layers). `glm`: GLM-5. Numbers from the `config.json` that
-each model is published with. `small`: no model, a layer that a CPU test can afford.
-"""
+"""Layers by short name, before any split over ranks: of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests."""

@@ -1,11 +1,4 @@
-"""The forms of a cache entry that holds codes in tiles, each tile with a scale of its own. No torch.
-
-An entry is the key of one token, whose first L columns are its value; an indexer's key has no value. Its first
-``coded`` columns are stored as codes, the others, if any, as plain values of 16 bits. Sources: vLLM's
-``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; for NVFP4
-vllm-project/FlashMLA#18 and flashinfer-ai/flashinfer#4955; SGLang's ``fused_store_index_cache`` for an indexer's, and
-for shuffled ones vLLM's ``indexer_k_quant_and_cache_triton``, as AITER reads them.
-"""
+"""The forms of a cache entry that holds codes in tiles, each tile with a scale of its own. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -104,6 +97,9 @@ _INDEX = replace(  # an indexer's key, a token a tile
     least_scale=_LEAST_KEY / 448,
 )
 _FOUR_BITS: dict[str, Any] = {"codes": "e2m1", "tile": 16, "scales": "e4m3", "cache": "stored"}
+# Sources: vLLM's ``concat_and_cache_ds_mla``; FlashMLA's README and tests, for V3.2, V4 and V4.1; for NVFP4
+# vllm-project/FlashMLA#18 and flashinfer-ai/flashinfer#4955; SGLang's ``fused_store_index_cache`` for an indexer's,
+# and for shuffled ones vLLM's ``indexer_k_quant_and_cache_triton``, as AITER reads them.
 _FORMATS = (
     _V32,
     _V4,

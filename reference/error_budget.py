@@ -1,8 +1,4 @@
-"""The error budget: how far a faithful low-precision kernel may be from the golden result, element by element.
-
-First order, from the terms that the golden pass returns: a kernel multiplies in the model's dtype, accumulates in
-float32, rounds P to its declared dtype and rounds the output once. Nothing here is a constant of the test data.
-"""
+"""The error budget: how far a faithful low-precision kernel may be from the golden result, to first order."""
 
 from dataclasses import dataclass
 

@@ -1,12 +1,6 @@
-"""The golden definition of the lightning indexer of DeepSeek-V3.2 and GLM-5, a score for each token, and of top-k.
+"""The golden definition of the lightning indexer of DeepSeek-V3.2 and GLM-5, and of top-k of given logits.
 
-score(t, s) = Σ_h w[t, h] · relu(q[t, h] · k[s]) over the indexer's heads, for every token s of the row's request up to
-its own. One key serves all heads; whatever scales queries and heads stands in the weights. Sources: vLLM's
-``sparse_attn_indexer``, DeepGEMM's ``fp8_mqa_logits``.
-
-Top-k of given logits is in the same form, row by row: the columns of a row's window, from its start on, as many as its
-length says; which of them hold the largest logits is exact, and which of equal ones are taken is free. Sources: vLLM's
-``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang's ``fast_topk_v2``, FlashInfer's ``top_k``.
+score(t, s) = Σ_h w[t, h] · relu(q[t, h] · k[s]), for every token s of the row's request up to its own.
 """
 
 from collections.abc import Sequence
@@ -42,11 +36,7 @@ class IndexScores:
         return self.bounds.clamp(max=columns)
 
     def budget(self, roundoffs: Roundoffs) -> Tensor:
-        """[n, W] largest error of a faithful kernel, first order.
-
-        Products of codes and of 16-bit values are exact in float32; what is left are the sums over columns and heads,
-        which relu does not enlarge, and where a kernel has them the roundings of dequantised keys and truncated sums.
-        """
+        """[n, W] largest error of a faithful kernel: products are exact in float32, sums are not."""
         relative = _SUMS * roundoffs.accumulation * FLOAT32_ROUNDOFF + roundoffs.keys + roundoffs.scores
         return relative * self.magnitude
 
@@ -60,10 +50,7 @@ def index_scores(
     key_start_loc: Sequence[int],  # first key of each request, and the end; a request without keys sees none
     rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> IndexScores:
-    """Scores of each query token for the tokens of its request up to its own, which is the last of as many.
-
-    Raises ValueError for shapes that do not fit together.
-    """
+    """Scores of each query token for the tokens of its request up to its own, which is the last of as many."""
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
         shapes = f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(k.shape)}"
         raise ValueError(f"expected q [T, H, D], weights [T, H] and k [S, D], got {shapes}")
@@ -112,11 +99,9 @@ class WindowScores(IndexScores):
 
 
 def window_scores(logits: Tensor, lengths: Tensor, row_starts: Tensor | None = None) -> WindowScores:
-    """The logits of each row's window, as scores.
+    """The logits [n, C] of each row's window as scores, by lengths [n] and first columns [n], None for 0.
 
-    logits: [n, C] of any float dtype; subnormals count as 0, since processors flush them. lengths: [n] integers.
-    row_starts: [n] integers, the first column of each window; None for 0. Raises ValueError for a window that is not
-    within the columns.
+    Subnormals count as 0, since processors flush them.
     """
     bounds, rows, columns = lengths.long(), *logits.shape
     starts = torch.zeros_like(bounds) if row_starts is None else row_starts.long()

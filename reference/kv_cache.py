@@ -1,13 +1,7 @@
-"""The paged cache: what MLA stores of the context, one entry a token, and which of several ranks holds it.
+"""The paged cache [num_blocks, page_size, width]: what MLA stores of the context, and which of several ranks holds it.
 
-Layout as in vLLM: a tensor [num_blocks, page_size, L+R], the latent kv_c first, then the rotated shared key k_pe.
-A slot is block · page_size + offset; a block table lists, for each request, its blocks in the order of its tokens.
-A format of entries may lay the parts of a page's entries apart from one another.
-
-Decode context parallelism deals the tokens of a sequence out to ranks that each attend to their own share. Token t
-belongs to rank (t // I) % W, for W ranks and an interleave of I tokens: I = 1 deals single tokens, I = page size deals
-pages, and an I of at least length / W gives each rank one block. A rank stores its tokens in the order of their
-positions, without gaps. Source: ``cp_kv_cache_interleave_size`` of vLLM.
+A slot is block · page_size + offset. Of W ranks and an interleave of I tokens, rank (t // I) % W holds token t, and
+stores its own in order, without gaps.
 """
 
 from collections.abc import Iterator
@@ -22,33 +16,21 @@ from mla_conformance.reference.entry_formats import SHUFFLE, TILED_FORMATS, Tile
 
 @dataclass(frozen=True)
 class PagedContext:
-    """The context of a batch: where its latents lie, and how much of it may be expanded at a time.
+    """The context of a batch: where its latents lie, and how much of it may be expanded at a time."""
 
-    cache [num_blocks, page_size, L+R]; block_table [B, max_blocks] integers; context_lens B lengths in tokens;
-    workspace_tokens as in `plan_context_chunks`.
-    """
-
-    cache: Tensor
-    block_table: Tensor
-    context_lens: tuple[int, ...]
-    workspace_tokens: int
+    cache: Tensor  # [num_blocks, page_size, L+R]
+    block_table: Tensor  # [B, max_blocks] integers
+    context_lens: tuple[int, ...]  # B lengths in tokens
+    workspace_tokens: int  # as in `plan_context_chunks`
 
 
 def write_latents(cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
-    """Write T tokens into their slots, in place, converted to the cache's dtype.
-
-    kv_c [T, L]; k_pe [T, R]; otherwise as :func:`write_rows`.
-    """
+    """Write kv_c [T, L] and k_pe [T, R] into their slots, in place, converted to the cache's dtype."""
     write_rows(cache, torch.cat((kv_c, k_pe), dim=-1).to(cache.dtype), slot_mapping)
 
 
 def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
-    """Write the entries of T tokens into their slots, in place.
-
-    cache [num_blocks, page_size, width]; rows [T, width] of the cache's dtype; slot_mapping [T] integers, -1 writes
-    nothing. Raises ValueError when the shapes do not fit together or a slot lies outside the cache; then nothing is
-    written.
-    """
+    """Write entries [T, width] of the cache's dtype into their slots [T], in place; -1 writes nothing."""
     page_size, num_slots = cache.shape[1], cache.shape[0] * cache.shape[1]
     if slot_mapping.shape != rows.shape[:1] or rows.shape[1:] != cache.shape[2:] or rows.dtype != cache.dtype:
         raise ValueError(
@@ -71,11 +53,7 @@ def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
 
 
 def write_entries(cache: Tensor, rows: Tensor, slots: Tensor, layout: str) -> None:
-    """Write T entries into their slots, in place.
-
-    cache: [blocks, page, width], each block packed. rows: [T, width] of its dtype. slots: [T] integers, block · page +
-    offset; -1 writes nothing. Raises ValueError as `write_rows` does.
-    """
+    """Write T entries as `write_rows` does, each where its layout has it; blocks are packed."""
     form, start = TILED_FORMATS.get(layout), 0
     if form is not None and form.shuffled:
         stored = slots >= 0
@@ -123,12 +101,7 @@ def page_parts(cache: Tensor, layout: str) -> Iterator[Tensor]:
 def gather_latents(
     cache: Tensor, block_table: Tensor, chunk: ContextChunk, *, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Collect one chunk of every request's context, requests one after another.
-
-    cache [num_blocks, page_size, width]; block_table [B, max_blocks] integers; kv_lora_rank is L.
-    Returns (kv_c [S, L], k_pe [S, width - L]) of the cache's dtype with S = chunk.num_tokens; no other slot is read.
-    Raises ValueError when the table is too short for the chunk or names a block that the cache lacks.
-    """
+    """(kv_c [S, L], k_pe [S, width - L]) of a chunk of every request's context, requests one after another."""
     if block_table.shape[0] != len(chunk.starts):
         raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
     page_size, num_blocks = cache.shape[1], cache.shape[0]
@@ -154,7 +127,7 @@ def gather_latents(
 
 
 def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:
-    """How many of the first ``length`` tokens ``rank`` holds. ValueError for numbers out of range."""
+    """How many of the first ``length`` tokens ``rank`` holds."""
     if length < 0 or not 0 <= rank < world_size or interleave < 1:
         raise ValueError(
             "expected a length >= 0, a rank in 0..world_size-1 and an interleave >= 1, got "
@@ -166,6 +139,6 @@ def local_length(length: int, *, rank: int, world_size: int, interleave: int) ->
 
 
 def local_positions(length: int, *, rank: int, world_size: int, interleave: int) -> tuple[int, ...]:
-    """The positions, ascending, of those of the first ``length`` tokens that ``rank`` holds. ValueError as above."""
+    """The positions, ascending, of those of the first ``length`` tokens that ``rank`` holds."""
     count = local_length(length, rank=rank, world_size=world_size, interleave=interleave)
     return tuple((index // interleave * world_size + rank) * interleave + index % interleave for index in range(count))

@@ -1,7 +1,4 @@
-"""A whole MLA layer, from hidden states to hidden states: what models do around the attention, by any of its routes.
-
-What the layers of released models have beyond their matrices is one value, which is checked where it is made.
-"""
+"""A whole MLA layer, from hidden states to hidden states: what models do around the attention, by any of its routes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +28,7 @@ GateInput = Literal["hidden", "query_latent"]
 
 @dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
-    """Queries that grow with their position p: times 1 + beta · ln(1 + ⌊p / period⌋), as Llama 4 and Mistral 4 do.
-
-    Raises ValueError for a beta or a period, in tokens, that is not above 0.
-    """
+    """Queries that grow with their position p: times 1 + beta · ln(1 + ⌊p / period⌋), as Llama 4 and Mistral 4 do."""
 
     beta: float
     period: int
@@ -50,10 +44,7 @@ class QueryGrowth:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One MLA layer of a model, but for its weights.
-
-    Raises ValueError for what does not fit together.
-    """
+    """One MLA layer of a model, but for its weights."""
 
     model: str  # name of the model; errors begin with it
     dims: ModelDimensions  # sizes
@@ -152,8 +143,7 @@ def mla_layer(
 ) -> Tensor:
     """The whole layer, from hidden states [T, H] and positions [T] (tokens) to hidden states [T, H] float64.
 
-    The context is what `latents` gave of it; it is read and not written. Rows past query_start_loc[-1] are not in the
-    result. Raises ValueError for another path, weights that are not those of the spec, and lists where it has none.
+    The context is what `latents` gave of it; it is read and not written.
     """
     if path not in get_args(Path):
         raise ValueError(f"expected a path of {', '.join(get_args(Path))}, got {path!r}")
@@ -189,10 +179,7 @@ def mla_layer(
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-    """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64.
-
-    Raises ValueError for weights that are not those of the spec.
-    """
+    """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64."""
     spec.check(weights)
     w, h = weights.widened(), hidden.to(torch.float64)
     kv_c = _normed(h @ w.W_DKV, w.kv_norm, spec.kv_norm)

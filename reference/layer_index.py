@@ -14,17 +14,13 @@ from mla_conformance.reference.rope import Rotation
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """The weights of one indexer, one float dtype and device.
+    """The weights of one indexer, one float dtype and device."""
 
-    wq_b [Lq, H, D] latent query to the queries of H heads; wk [hidden, D]; k_norm and k_norm_bias [D], of the keys'
-    LayerNorm; weights_proj [hidden, H].
-    """
-
-    wq_b: Tensor
-    wk: Tensor
-    k_norm: Tensor
-    k_norm_bias: Tensor
-    weights_proj: Tensor
+    wq_b: Tensor  # [Lq, H, D], latent query to the queries of H heads
+    wk: Tensor  # [hidden, D]
+    k_norm: Tensor  # [D], of the keys' LayerNorm
+    k_norm_bias: Tensor  # [D]
+    weights_proj: Tensor  # [hidden, H]
 
 
 @dataclass(frozen=True, kw_only=True)

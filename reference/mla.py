@@ -1,14 +1,7 @@
-"""The routes of MLA: three ways to compute one result, each golden.
+"""The routes of MLA (arXiv:2405.04434): three ways to compute one result in float64, each golden.
 
-Compute-friendly: expand the latents to keys and values, then multi-head attention of widths P+R and V. Data-movement
-friendly: absorb W_UK into the query, attend to the latents themselves as one shared head of widths L+R and L, then
-apply W_UV. Chunked prefill: compute-friendly over the new tokens and over one chunk of the cached context at a time,
-merged by LSE. Source: the MLA documentation of vLLM and arXiv:2405.04434; its listing puts the new tokens
-before the cached ones, which a bottom-right causal mask forbids, so here the context comes first.
-
-Shared arguments: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b
-[L, N, P+V] as `kv_b_proj` builds it; start locations and `scale` as in `attention`; `selected` [T, K] the rows of kv_c
-that each query attends to, -1 for none, instead of those that the mask shows. Any float dtype; results float64.
+Arguments: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b [L, N, P+V];
+`selected` [T, K] the rows of kv_c that each query attends to, -1 for none, instead of those that the mask shows.
 """
 
 from collections.abc import Sequence
@@ -49,7 +42,7 @@ def compute_friendly(
     causal: bool = True,
     selected: Tensor | None = None,
 ) -> AttentionState:
-    """Multi-head attention over the expanded keys and values. Output [T, N, V]."""
+    """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
     k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
     operands = _concat_query(q_nope, q_pe), expand_key(k_nope, k_pe.to(torch.float64)), v
     if selected is not None:
@@ -71,10 +64,7 @@ def data_movement_friendly(
     causal: bool = True,
     selected: Tensor | None = None,
 ) -> AttentionState:
-    """Multi-query attention over the latents, then W_UV. Output [T, N, V].
-
-    A kernel of this route returns [T, N, L]; its golden state with terms is `attention` over the absorbed query.
-    """
+    """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
     w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     latents = kv_c.to(torch.float64)
     query, key = _concat_query(absorb_query(q_nope, w_uk), q_pe), torch.cat((latents, k_pe.to(torch.float64)), dim=-1)
@@ -99,10 +89,9 @@ def chunked_prefill(
     scale: float,
     lists: RowLists | None = None,
 ) -> AttentionState:
-    """Causal attention to the T new tokens (kv_c, k_pe), merged with each chunk of the paged context, unmasked.
+    """Causal attention to the T new tokens, merged with that to each chunk of the paged context, unmasked.
 
-    With lists, attention to what they name of each. Output [T, N, V]. Raises ValueError as `plan_context_chunks` and
-    `gather_latents` do.
+    With lists, attention to what they name of each.
     """
     batch: dict[str, Any] = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
     attend: Any = partial(compute_friendly, q_nope, q_pe, **batch)
@@ -122,10 +111,7 @@ def chunked_prefill(
 def prepend_context(
     kv_c: Tensor, k_pe: Tensor, query_start_loc: Sequence[int], context: PagedContext
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Put each request's whole context before its new tokens: (kv_c [S, L], k_pe [S, R], key_start_loc), float64.
-
-    The unchunked routes take these as their keys. Raises ValueError as `gather_latents` does.
-    """
+    """Put each request's whole context before its new tokens: (kv_c [S, L], k_pe [S, R], key_start_loc), float64."""
     whole = ContextChunk(starts=(0,) * len(context.context_lens), seq_lens=context.context_lens)
     cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=kv_c.shape[-1]), dim=-1)
     new = torch.cat((kv_c, k_pe), dim=-1)[: query_start_loc[-1]]

@@ -1,19 +1,7 @@
-"""Index queries and keys behind their projections: norm, rotation, Hadamard transform, and what rounding does to them.
+"""Steps of index queries, of index keys and of compressed keys, and by how much a faithful kernel may be off.
 
-A key passes through LayerNorm; queries and keys are rotated in R of their D columns and transformed by the orthonormal
-Hadamard matrix, before they are stored in e4m3 with a scale for each block of columns. Sources: the ``Indexer`` of
-DeepSeek-V3.2-Exp's inference code (``k_norm``, ``rotate_activation``, ``act_quant``) and vLLM's
-``fused_indexer_q_rope_quant``.
-
-Every step also says, to first order, by how much a faithful kernel may be off: in units of a float32 accumulation, and
-of one rounding of what stands between the steps.
-
-And compressed keys: what m tokens of a sequence become. Each token has a key state and a gate score in every column. An
-entry is the mean of its group's states, weighted in each column by the softmax of the scores with a learned number for
-each place in the group; it is normalised, and its last columns are rotated by the position of the group's first token.
-With overlap a group also takes the tokens of the one before, and each token has twice the columns: the first half for
-the group behind its own, the second for its own. Sources: vLLM's ``DeepseekCompressor``, the compressors of
-transformers' ``deepseek_v4``, and the pools of its ``glm5_next``, which are neither normalised nor rotated.
+Sources: the ``Indexer`` of DeepSeek-V3.2-Exp's inference code and vLLM's ``fused_indexer_q_rope_quant``; vLLM's
+``DeepseekCompressor``, the compressors of transformers' ``deepseek_v4`` and the pools of its ``glm5_next``.
 """
 
 from dataclasses import dataclass
@@ -42,20 +30,15 @@ class Prepared:
 
     @staticmethod
     def of(x: Tensor) -> "Prepared":
-        """Values as they are handed over, exact."""
         values = x.to(torch.float64)
         least = float(torch.finfo(x.dtype).smallest_normal)
         return Prepared(values, torch.zeros_like(values), torch.zeros_like(values), least)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The magnitudes that a rounding of these intermediate results is relative to."""
         return values.abs().clamp(min=self.least)
 
     def error(self, accumulation: float, intermediates: float) -> Tensor:
-        """[..., D] the largest error of a faithful kernel.
-
-        accumulation: rounding steps of a float32 accumulation. intermediates: unit roundoff of what is between steps.
-        """
+        """[..., D], by roundings of a float32 accumulation, and the unit roundoff of what is between steps."""
         float32 = accumulation * FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
         return float32 + intermediates * self.stored
 
@@ -77,11 +60,7 @@ def layer_norm(x: Prepared, weight: Tensor, bias: Tensor, eps: float) -> Prepare
 
 
 def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prepared:
-    """Rotate R columns from ``first`` on of every row.
-
-    x: [T, ..., D]. cos_sin: [T, R], the cosines of the pairs, then the sines. interleaved: pairs are neighbours, not
-    R/2 apart.
-    """
+    """Rotate R columns from ``first`` on of every row; cos_sin: [T, R], the cosines of the pairs, then the sines."""
     width = cos_sin.shape[1]
     turn = cos_sin.to(torch.float64).reshape(len(cos_sin), *[1] * (x.values.dim() - 2), width)
     cos, sin = turn.tensor_split(2, dim=-1)
@@ -113,10 +92,7 @@ def hadamard(x: Prepared) -> Prepared:
 
 
 def sylvester(size: int, device: torch.device) -> Tensor:
-    """[n, n] float64, the orthonormal Hadamard matrix of a power of two in Sylvester's order.
-
-    Raises ValueError for another size.
-    """
+    """[n, n] float64, the orthonormal Hadamard matrix of a power of two in Sylvester's order."""
     if size < 1 or size & (size - 1):
         raise ValueError(f"expected a power of two, got {size}")
     matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
@@ -126,10 +102,7 @@ def sylvester(size: int, device: torch.device) -> Tensor:
 
 
 def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
-    """The least and the greatest scale that blocks may have, by their largest magnitudes, each of which may be off.
-
-    The scale is the largest magnitude over 448, or the next power of two.
-    """
+    """The least and the greatest scale of blocks: their largest magnitude, which may be off, over 448, or a power."""
     slack = _SCALE_STEPS * FLOAT32_ROUNDOFF
     low = (largest - error).clamp(min=0) / E4M3_MAX * (1 - slack)
     high = (largest + error).clamp(min=LARGEST_FLOOR) / E4M3_MAX * (1 + slack)

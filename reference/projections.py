@@ -1,11 +1,7 @@
-"""The matrices of an MLA layer and the products with them.
+"""The matrices of an MLA layer (arXiv:2405.04434), the products with them in float64, and what projecting rounds.
 
-The names are those of the DeepSeek-V2 paper (arXiv:2405.04434) as vLLM's MLA documentation spells them. The golden
-products widen their inputs to float64 and never round; `expand_key` and the two `kv_b_proj` functions only copy.
-
-What projecting rounds has terms of its own, where the weights of ``kv_b_proj`` are dense. A faithful layer multiplies
-latents out to keys and values, or absorbs W_UK into the query and applies W_UV to what it attended; either way each
-product is accumulated in float32 and rounded once to the model's dtype.
+A faithful layer multiplies latents out to keys and values, or absorbs W_UK into the query and applies W_UV to what it
+attended; either way each product is accumulated in float32 and rounded once to the model's dtype.
 """
 
 from collections.abc import Sequence
@@ -20,31 +16,21 @@ from mla_conformance.reference.attention import ProjectedTerms, key_terms, weigh
 
 @dataclass(frozen=True)
 class MLAWeights:
-    """The weights of one layer, one float dtype and device.
+    """The weights of one layer, one float dtype and device, of the shapes that `layer.LayerSpec` says."""
 
-    W_DQ [H, Lq] hidden to latent query, None where queries are projected from the hidden state, so that Lq is H;
-    W_UQ [Lq, N, P] and W_QR [Lq, N, R] latent query to the two query parts; W_DKV [H, L] hidden to the cached latent;
-    W_KR [H, R] hidden to the shared rotary key; W_UK [L, N, P] and W_UV [L, N, V] latent to key and value;
-    W_O [N*V, H] heads to hidden.
-
-    Where a model has them: q_norm [Lq], kv_norm [L] and k_pe_norm [R], the weights of RMSNorms of the two latents and
-    of the rotary key; W_G [H or Lq, N, V or 1] to a gate of each value, or of each head; sink [N], logits.
-    `layer.LayerSpec` says which, and of what shape.
-    """
-
-    W_DQ: Tensor | None
-    W_UQ: Tensor
+    W_DQ: Tensor | None  # hidden to latent query; None where queries are projected from the hidden state
+    W_UQ: Tensor  # latent query to the two query parts
     W_QR: Tensor
-    W_DKV: Tensor
-    W_UK: Tensor
-    W_KR: Tensor
-    W_UV: Tensor
-    W_O: Tensor
-    q_norm: Tensor | None = None
+    W_DKV: Tensor  # hidden to the cached latent
+    W_UK: Tensor  # latent to key
+    W_KR: Tensor  # hidden to the shared rotary key
+    W_UV: Tensor  # latent to value
+    W_O: Tensor  # heads to hidden
+    q_norm: Tensor | None = None  # of the RMSNorms of the two latents and of the rotary key
     kv_norm: Tensor | None = None
     k_pe_norm: Tensor | None = None
-    W_G: Tensor | None = None
-    sink: Tensor | None = None
+    W_G: Tensor | None = None  # to a gate of each value, or of each head
+    sink: Tensor | None = None  # [N], logits
 
     def present(self) -> dict[str, Tensor]:
         """The weights that the layer has, by name."""
@@ -60,10 +46,7 @@ def kv_b_proj(w_uk: Tensor, w_uv: Tensor) -> Tensor:
 
 
 def split_kv_b_proj(weight: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `kv_b_proj`: [L, N, P+V] gives views (W_UK [L, N, P], W_UV [L, N, V]).
-
-    Raises ValueError when no column is left for V.
-    """
+    """The inverse of `kv_b_proj`: [L, N, P+V] gives views (W_UK [L, N, P], W_UV [L, N, V])."""
     if not 0 < qk_nope_head_dim < weight.shape[-1]:
         raise ValueError(
             f"qk_nope_head_dim must leave columns for W_UK and W_UV: expected 1..{weight.shape[-1] - 1}, "
@@ -84,10 +67,7 @@ def expand_key(k_nope: Tensor, k_pe: Tensor) -> Tensor:
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """Move W_UK from the keys into the query: q_nope [T, N, P], w_uk [L, N, P] give [T, N, L] float64.
-
-    q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
-    """
+    """Move W_UK from the keys into the query: q_nope [T, N, P], w_uk [L, N, P] give [T, N, L] float64."""
     return torch.einsum("tnp,lnp->tnl", q_nope.to(torch.float64), w_uk.to(torch.float64))
 
 

@@ -1,10 +1,4 @@
-"""Quantisation to float8 e4m3fn, static and per tensor, and to 4-bit e2m1, correctly rounded.
-
-e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, largest value 448, smallest 2^-9, no infinity, NaN at 0x7f and
-0xff. Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
-e2m1: 1 sign, 2 exponent (bias 1) and 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, neither infinity nor NaN. Source:
-OCP Microscaling Formats (MX) Specification 1.0, 2023.
-"""
+"""Quantisation to float8 e4m3fn (arXiv:2209.05433) and to 4-bit e2m1 (OCP MX 1.0, 2023), correctly rounded."""
 
 import math
 
@@ -31,21 +25,8 @@ _HALF = 1 << (_FLOAT64_BITS - 1)
 _NAN_MAGNITUDE = 0x7F
 
 
-def require_float8() -> None:
-    """Raise ValueError when this torch build has no float8_e4m3fn."""
-    if not hasattr(torch, "float8_e4m3fn"):
-        raise ValueError(
-            f"expected a torch with float8_e4m3fn, got torch {torch.__version__} without it; install torch >= 2.9"
-        )
-
-
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
-    """The e4m3 code of x / scale: the quotient in float64, rounded once to nearest-even, saturated to ±448.
-
-    x: any shape and float dtype. scale: positive and finite, the value that code 1.0 stands for.
-    Returns float8_e4m3fn of x's shape; an infinity saturates, a NaN stays NaN. Raises ValueError for a bad scale.
-    """
-    require_float8()
+    """The e4m3 codes of x / scale: the quotient in float64, rounded once to nearest-even, saturated; NaN stays NaN."""
     _require_scale(scale)
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     size = BLOCK_ELEMENTS[x.device.type]
@@ -69,20 +50,14 @@ def _rounded(quotient: Tensor) -> Tensor:
 
 
 def dequantize_e4m3(code: Tensor, scale: float) -> Tensor:
-    """The value that a code stands for, code · scale: float8_e4m3fn of any shape to float64.
-
-    Raises ValueError for another dtype or a scale that is not positive and finite.
-    """
+    """The value that a code stands for, code · scale: float8_e4m3fn of any shape to float64."""
     _require_e4m3(code)
     _require_scale(scale)
     return code.to(torch.float64).mul_(scale)
 
 
 def e4m3_ordinal(code: Tensor) -> Tensor:
-    """Number the codes in the order of their values, neighbours one apart and both zeros 0: float8 to int16.
-
-    Raises ValueError for another dtype, or for a NaN, which has no place in the order.
-    """
+    """Number the codes in the order of their values, neighbours one apart and both zeros 0: float8 to int16."""
     _require_e4m3(code)
     bits = code.view(torch.uint8).to(torch.int16)
     magnitude = bits & 0x7F
@@ -114,13 +89,10 @@ def next_exponent(x: Tensor) -> Tensor:
 
 
 def _require_scale(scale: float) -> None:
-    """Raise ValueError unless `scale` is positive and finite."""
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"expected a positive finite scale, got {scale}")
 
 
 def _require_e4m3(code: Tensor) -> None:
-    """Raise ValueError unless `code` holds float8_e4m3fn."""
-    require_float8()
     if code.dtype != torch.float8_e4m3fn:
         raise ValueError(f"expected codes of dtype float8_e4m3fn, got {code.dtype}; quantise with quantize_e4m3")

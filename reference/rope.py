@@ -1,8 +1,4 @@
-"""Rotary position embedding (RoPE), in float64 and in both layouts of the pairs.
-
-Source: Su et al., RoFormer, arXiv:2104.09864. How fast pairs turn is a value: `Rotation.plain` has RoFormer's powers of
-a base, `Rotation.extended` those of YaRN, and a model with others writes them down.
-"""
+"""Rotary position embedding (RoPE, arXiv:2104.09864), in float64 and in both layouts of the pairs."""
 
 from dataclasses import dataclass
 
@@ -14,10 +10,7 @@ from mla_conformance.reference.yarn import Yarn, is_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """How the pairs of a rotary part turn with the position.
-
-    Raises ValueError for frequencies or a magnitude that are not finite numbers above 0.
-    """
+    """How the pairs of a rotary part turn with the position."""
 
     frequencies: tuple[float, ...]  # radians a token, one for each of the R/2 pairs
     interleaved: bool  # True pairs elements (2i, 2i+1), as DeepSeek does; False pairs (i, i + R/2), the NeoX style
@@ -30,12 +23,12 @@ class Rotation:
 
     @staticmethod
     def plain(dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
-        """Pair i of the R = ``dim`` elements turns by base^(-2i/R) radians a token; ValueError for an odd ``dim``."""
+        """Pair i of the R = ``dim`` elements turns by base^(-2i/R) radians a token."""
         return Rotation(frequencies=plain_frequencies(dim, base), interleaved=interleaved)
 
     @staticmethod
     def extended(yarn: Yarn, dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
-        """The same for a context that YaRN extends; ValueError for a ``base`` up to 1 as well."""
+        """The same for a context that YaRN extends."""
         slowed = yarn.slowed(plain_frequencies(dim, base), base)
         return Rotation(frequencies=slowed, interleaved=interleaved, magnitude=yarn.magnitude)
 
@@ -52,7 +45,7 @@ class Rotation:
 
 
 def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
-    """base^(-2i/dim) for each of the dim/2 pairs i, radians a token; ValueError for an odd ``dim`` or a base <= 0."""
+    """base^(-2i/dim) for each of the dim/2 pairs i, radians a token."""
     if dim < 0 or dim % 2 or not (is_finite(base) and base > 0):
         raise ValueError(
             f"RoPE rotates pairs: expected an even number of elements and a base > 0, got {dim} and {base}"
@@ -62,11 +55,7 @@ def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
 
 
 def rope(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate pair i of every row t by the angle positions[t] * frequencies[i].
-
-    x: [T, ..., R], any float dtype; an R of 0 is legal. positions: [T], integers, in tokens.
-    Returns [T, ..., R] float64. Raises ValueError for another R than the rotation's, or positions that do not match x.
-    """
+    """[T, ..., R] float64: pair i of every row t of x turned by the angle positions[t] * frequencies[i]."""
     if x.shape[-1] != rotation.dim:
         raise ValueError(f"expected a last dimension of {rotation.dim}, two for each frequency, got {tuple(x.shape)}")
     if positions.shape != x.shape[:1]:

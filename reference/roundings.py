@@ -1,12 +1,7 @@
-"""What weights share that are rounded alike: the roundings of P are independent only where its values differ.
+"""What weights share that are rounded alike, and what storing partial states and their merges rounds.
 
-A kernel rounds P relative to the largest weight that it has seen, to 2u apart at most. Equal keys have equal logits in
-every kernel, and their weights one rounding; so have weights that are closer than that. Over these errors add up
-instead of averaging out. Between weights that are spread evenly over 2u roundings have either sign, and their sum is 0.
-
-And what storing partial states and their merges rounds, each rounding by the share that it has in the result. A part
-that holds a share w of a row's weights is off by a roundoff of w·o, o its output; so is what several parts were merged
-to before the others came. Which come first is free: from either end, the larger of both counts.
+Equal keys have equal logits in every kernel, and their weights one rounding; so have weights that are closer than 2u.
+Over these errors add up instead of averaging out. Between weights that are spread evenly over 2u their sum is 0.
 """
 
 from collections.abc import Sequence
@@ -44,11 +39,8 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     """[T, N, 3] float64, what independent roundings of P leave out, averaged over the columns, by `P_ROUNDOFFS`.
 
     Σ_c |Σ p·v|² over cells c of logits u/2 wide, less a quarter of the same over 2u and less what Σ p²·v² counts, at
-    least 0; estimated from random combinations of the columns. 0 for all, where some rows show that few logits are
-    as close as that.
-
-    q: [T, N, D]. k: [S, N or 1, D]. v: [S, N or 1, V]. visible: the keys of each row. ends: the last row of each
-    request. scale: factor of the logits.
+    least 0; estimated from random combinations of the columns. 0 for all, where the longest rows, among the last of
+    each request, ``ends``, show that few logits are as close as that.
     """
     found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
     longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
@@ -68,10 +60,7 @@ def running_sums(q: Tensor, k: Tensor, visible: Visible, wanted: Tensor, scale: 
     Each addition is off by u of a sum that grows evenly, by u/2 of its end on average. Weights that are as close as the
     sum's last place share one rounding, so that its errors add up; those of others are independent and uniform. With
     n_c weights in cell c that is u·√(Σ n_c² / 3) / (2·`THREADS`) in standard deviation, of which so many count, and
-    never more than if all were alike: u·S / (2·`THREADS`).
-
-    q: [T, N, D]. k: [S, N or 1, D]. visible: the keys of each row. wanted: [N, T] bool; the others are 0. scale: factor
-    of the logits.
+    never more than if all were alike: u·S / (2·`THREADS`). Rows that are not ``wanted``, [N, T] bool, are 0.
     """
     found = torch.zeros(wanted.shape, dtype=torch.float64, device=q.device)
     for row in wanted.any(dim=0).nonzero()[:, 0].tolist():
@@ -127,10 +116,7 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _combined(v: Tensor) -> Tensor:
-    """[S, N or 1, C] random combinations of the columns [S, N or 1, V].
-
-    Squares of sums of them, added up, are on average those of sums of the columns, averaged.
-    """
+    """[S, N or 1, C] random combinations of columns, whose squared sums are on average those of the columns."""
     width = v.shape[-1]
     if width <= _COMBINATIONS:
         return v * width**-0.5
@@ -139,7 +125,6 @@ def _combined(v: Tensor) -> Tensor:
 
 
 def _bins(keys: int) -> int:
-    """Cells that are told apart; what is further off falls among them, evenly."""
     return max(256, 1 << keys.bit_length())
 
 
@@ -161,7 +146,11 @@ def _pairs(logits: Tensor, weighted: Tensor, roundoffs: Sequence[float]) -> Tens
 
 @dataclass(frozen=True)
 class MergeTerms:
-    """Sums over the roundings of each element [T, N, V], in units of the roundoff: of sizes, and of squares."""
+    """Sums over the roundings of each element [T, N, V], in units of the roundoff: of sizes, and of squares.
+
+    A part that holds a share w of a row's weights is off by a roundoff of w·o, o its output; so is what several parts
+    were merged to before the others came. Which come first is free: from either end, the larger of both counts.
+    """
 
     total: Tensor
     squares: Tensor

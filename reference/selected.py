@@ -1,8 +1,6 @@
 """The golden definition of sparse attention: every row attends to the keys that its own list names.
 
-A list names keys by number; -1 names none, wherever it stands, and a key that is named twice counts twice. A sink is
-a logit without a value: it takes its share of the weights, so the output shrinks, and the LSE stays that of the keys.
-Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
+A key that is named twice counts twice. A sink is a logit without a value: the LSE stays that of the keys.
 """
 
 import math
@@ -39,12 +37,9 @@ def selected_attention(
     with_key_terms: bool = False,
     rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> AttentionState:
-    """Attention of each query to the keys of its list.
+    """Attention of each of the given rows to the keys of its list; those that it does not name may be NaN.
 
-    Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a row's list does not name
-    have no influence on it, NaN included. Terms are as `blockwise_attention`'s: of large problems on a GPU up to 5 %
-    larger. Raises ValueError for shapes that do not fit together, no rows, or a list that names a key which is not
-    there.
+    Terms are as `blockwise_attention`'s: of large problems on a GPU up to 5 % larger.
     """
     _check(q, k, v, selected, sink)
     if k.shape[1] > 1:  # each head has keys of its own
@@ -75,9 +70,8 @@ def selected_attention(
 def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     """A state whose output shares its weights with a sink [N]: output · e^lse / (e^lse + e^sink), the LSE as it was.
 
-    A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE or of the sink does to the share joins
-    the term of the scores' accumulation, and so does a share that is too small for float32. What rounded keys do to it,
-    by the LSE, joins the spread of their roundings.
+    What an error of the LSE or of the sink does to the share joins the term of the scores' accumulation, and so does a
+    share that is too small for float32. What rounded keys do to it, by the LSE, joins the spread of their roundings.
     """
     share = sink_share(state.lse, sink)
     terms = state.terms
@@ -109,10 +103,7 @@ def _powers(name: str, share: Tensor) -> Tensor:
 
 
 def _alike(selected: Tensor, heads: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of rows [n] that name equally many keys, and these [n, count].
-
-    So many at a time that scores and keys fit their workspaces.
-    """
+    """Numbers of rows [n] that name equally many keys, and these [n, count]; as many as fit the workspaces."""
     counts = (selected != NO_KEY).sum(dim=1)
     for count in counts.unique().tolist():
         scores = definition.workspace_elements(selected.device) // max(1, heads * count)
@@ -166,10 +157,7 @@ class RowLists:
         context_lens: Sequence[int],
         device: torch.device,
     ) -> "RowLists | None":
-        """What a window shows of a selection [T, K], or of all; None where neither is given.
-
-        Raises ValueError for lists of another number of rows, not of integers, or with a token behind the row's own.
-        """
+        """What a window shows of a selection [T, K], or of all; None where neither is given."""
         batch = zip(segments(query_start_loc), context_lens, strict=True)
         places = [torch.arange(rows.stop - rows.start) + context for rows, context in batch]
         own = torch.cat(places).unsqueeze(1).to(device)  # [T, 1], the token that each row is
@@ -212,15 +200,8 @@ _KEYS_OF_A_LANE = 2**17
 def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> AttentionState | None:
     """The state of rows and the lists of keys that they name, for a GPU: the same values, near the machine's speed.
 
-    Rows that name equally many keys are a batch of products, in which a row's heads are its queries. The sums, their
-    kernel and the precision of their error terms are those of `blockwise`. The floor, for each pair of a head's query
-    and a key that its row names, of D = P + R and V columns:
-      float64   2D + 2V operations, 2,176 of latents: 36 ps on an H200 (59.7 TFLOP/s in float64);
-      terms     2D + 6V operations in bfloat16, 4,224: 5 ps;
-      memory    what is gathered for a row serves all of its heads, 50 bytes a column and more: 40 ps for 128 heads.
-
-    q: [T, N, D], k: [S, D] and v: [S, V] of any float dtype. selected: [T, K], numbers of keys, anything below 0 for
-    none. Returns error terms in float32; None where operands are not finite, or sums leave the range.
+    Rows that name equally many keys are a batch of products, in which a row's heads are its queries. q: [T, N, D], k:
+    [S, D] and v: [S, V] of any float dtype. None where operands are not finite, or sums leave the range.
     """
     state = empty_state(len(q), q.shape[1], v.shape[1], q.device)
     for part in state.parts():

@@ -1,10 +1,4 @@
-"""YaRN: the frequencies of RoPE, and the temperature of the softmax, for a context that was extended after training.
-
-Pairs that turn often over the original context keep their frequency, pairs that turn less than once are slowed down by
-the factor of the extension, and in between the share goes up with the number of the pair. Sources: Peng et al., YaRN,
-arXiv:2309.00071, and the form that DeepSeek-V2 gave it, whose ramp runs over numbers of pairs, rounded outwards, and
-whose temperature is in part a softmax scale. Torch-free.
-"""
+"""YaRN (arXiv:2309.00071, as DeepSeek-V2 has it): frequencies and temperature of an extended context. Torch-free."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +36,7 @@ class Yarn:
             raise ValueError(f"expected 0 < beta_slow <= beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}")
 
     def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:
-        """What becomes of the frequencies of all pairs, powers of ``base``; ValueError for a base up to 1."""
+        """What becomes of the frequencies of all pairs, powers of ``base``: those that turn often keep theirs."""
         if not (is_finite(base) and base > 1):
             raise ValueError(f"expected a base of RoPE above 1, got {base!r}")
         dim = 2 * len(frequencies)

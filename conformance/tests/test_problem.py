@@ -13,7 +13,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import operands
 from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.problems.memory import Guarded, out_of_memory, poison, storage_bytes
-from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, fill_normal, stored
+from mla_conformance.problems.operands import fill_normal, stored
 from mla_conformance.reference.attention import merge_states
 from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.sparse.problem import SparseCall
@@ -59,12 +59,6 @@ def test_requests_have_data_regimes_in_turn(text: str, first: str, second: str) 
         torch.testing.assert_close(both.q[rows], expected, rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(alone[0].q.nan_to_num(), alone[1].q.nan_to_num())
     assert Case.parse(f"{text};data={first}+{second}").regimes == (second, first)  # the second request is the longest
-
-
-def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TORCH_DTYPES, "e4m3", None)
-    with pytest.raises(ProblemError, match="dtype e4m3 needs a torch with float8, this is "):
-        built("fp8_operands:dtype=e4m3;q=[1]")
 
 
 def test_operands_in_e4m3_saturate_whatever_a_cast_makes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,6 @@ class Subject:
         if missing := self.missing_role(case.role):
             return missing
         dtype = TORCH_DTYPES[case.dtype]
-        if dtype is None:
-            return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
         needs = find_capability(case.capability).needs
         if needs and not getattr(self.declarations[case.role], needs):
             return [f"not declared {needs}"]

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from mla_conformance.reference.cache_layout import decode_rows, decode_tiles, encode, encode_tiles, entry_width, steady
+from mla_conformance.reference.cache_layout import decode_rows, encode, entry_width, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
 from mla_conformance.reference.quantization import dequantize_e2m1, quantize_e2m1
 
 BF16 = torch.bfloat16
+NO_ROPE = torch.zeros(1, 0, dtype=BF16)
 
 
 def key(**columns: float) -> torch.Tensor:
@@ -31,7 +32,7 @@ def test_widths_are_those_of_the_published_formats() -> None:
 
 
 def test_an_entry_of_v4_by_hand() -> None:
-    row = encode_tiles(key(c0=448.0, c1=-3.5, c64=896.0, c447=1.0, c448=-2.0, c511=7.0), TILED_FORMATS["fp8_v4"])[0]
+    row = encode(key(c0=448.0, c1=-3.5, c64=896.0, c447=1.0, c448=-2.0, c511=7.0), NO_ROPE, "fp8_v4", 1.0)[0]
     # Exponents of the least powers of two that are 1, 2 and 1/448, of tiles of zeros 2^-13; the last byte is unused.
     assert row[576:].tolist() == [127, 128, 114, 114, 114, 114, 127 - 8, 0]
     codes = row[:448].view(torch.float8_e4m3fn).float()
@@ -40,13 +41,13 @@ def test_an_entry_of_v4_by_hand() -> None:
 
 
 def test_an_entry_of_v41_by_hand() -> None:
-    row = encode_tiles(key(c31=448.0, c32=-450.0, c511=224.0), TILED_FORMATS["fp8_v41"])[0]
+    row = encode(key(c31=448.0, c32=-450.0, c511=224.0), NO_ROPE, "fp8_v41", 1.0)[0]
     assert row[512:].tolist() == [127, 128, *[114] * 13, 126]
     assert row[:512].view(torch.float8_e4m3fn).float()[[31, 32, 511]].tolist() == [448.0, -224.0, 448.0]
 
 
 def test_an_entry_of_four_bits_by_hand() -> None:
-    row = encode_tiles(key(c0=6.0, c1=-1.5, c2=0.5, c16=12.0, c17=-2.6), TILED_FORMATS["fp4_v41"])[0]
+    row = encode(key(c0=6.0, c1=-1.5, c2=0.5, c16=12.0, c17=-2.6), NO_ROPE, "fp4_v41", 1.0)[0]
     # Column 0 in the low half: 6 is code 7, -1.5 code 8 + 3; the next byte has 0.5.
     assert row[:2].tolist() == [7 | 11 << 4, 1]
     assert row[8].item() == 7 | (8 + 3) << 4  # -2.6 / 2 rounds to -1.5
@@ -66,7 +67,7 @@ def test_an_entry_of_nvfp4_by_hand() -> None:
 
 
 def test_an_entry_of_v4_in_four_bits_by_hand() -> None:
-    row = encode_tiles(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), TILED_FORMATS["nvfp4_v4"])[0]
+    row = encode(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), NO_ROPE, "nvfp4_v4", 1.0)[0]
     assert (row[0].item(), row[223].item()) == (7 | 11 << 4, 7 << 4)
     assert row[224:352].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
     assert row[352:380].view(torch.float8_e4m3fn).float()[[0, 1, 27]].tolist() == [1.0, 2.0**-9, 2.0]
@@ -110,7 +111,7 @@ def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
     row = torch.zeros(1, 528, dtype=torch.uint8)
     row[0, 0], row[0, 33] = 0x38, 0xB8  # 1.0 and -1.0
     row[0, 512:515] = torch.tensor([130, 0, 255], dtype=torch.uint8)
-    keys = decode_tiles(row, TILED_FORMATS["fp8_v41"], BF16)[0]
+    keys = decode_rows(row, "fp8_v41", 1.0, 512, 0)[0][0]
     assert (keys[0].item(), keys[33].item()) == (8.0, -(2.0**-127)) and bool(keys[64:96].isnan().all())
 
 
@@ -143,6 +144,4 @@ def test_keys_that_a_form_has_no_room_for_are_refused() -> None:
     with pytest.raises(ValueError, match="fp8_v4 holds latents and rope keys of 512 and 0, got 512 and 64"):
         entry_width("fp8_v4", 512, 64)
     with pytest.raises(ValueError, match="fp8_v4 holds plain values of bfloat16 or float16, got"):
-        encode_tiles(torch.zeros(1, 512), TILED_FORMATS["fp8_v4"])
-    with pytest.raises(ValueError, match="fp8_v41 holds 512 to 512 columns of a key, got 576"):
-        encode_tiles(torch.zeros(1, 576, dtype=BF16), TILED_FORMATS["fp8_v41"])
+        encode(torch.zeros(1, 512), torch.zeros(1, 0), "fp8_v4", 1.0)
