@@ -69,7 +69,7 @@ class Panel:
 
     def summed(self, shift: Tensor) -> Generator[None, None, RowSums]:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
-        every = RowSums.zeros(padded(self._padded_length)(shift), self.request.v.shape[2])
+        every = RowSums.zeros(padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
         sums = every.map(cut(slice(self._length)))
         sums.absolute.copy_(self._absolute(self.low))
         for rows, tile in self._pieces():

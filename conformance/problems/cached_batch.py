@@ -1,7 +1,4 @@
-"""The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds.
-
-Entries stand in the shuffled blocks of pages, and poison in every byte that no request owns.
-"""
+"""The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,19 +42,14 @@ class PageForm:
 
 
 class CachedBatch(Draw[AnyCached]):
-    """The batch before its tokens are dealt out to ranks.
-
-    Attributes:
-        query_lens: query tokens of each request, rows of padding last.
-        query_start_loc: the first of each, and the end.
-        totals: cached tokens of each request on all ranks, its new ones included; none of a row of padding.
-    """
+    """The batch before its tokens are dealt out to ranks."""
 
     def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
         super().__init__(case, device, salt)
         padding = case.pad * getattr(case, "padding_counts", True)  # a layer may not be told of these rows
         self.query_lens = case.q + (1,) * padding
         self.query_start_loc = start_loc(self.query_lens)
+        # Cached tokens of each request on all ranks, its new ones included; none of a row of padding.
         self.totals = tuple(q + kv for q, kv in zip(case.q, case.kv, strict=True)) + (0,) * padding
         self.k_scale = torch.tensor(case.cache_scale, dtype=torch.float32, device=device)
 
@@ -72,7 +64,7 @@ class CachedBatch(Draw[AnyCached]):
         return self.meaning(self.entries, self.case.cache)
 
     def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
-        """[tokens, width] entries of a layout, so many of each request as its regime makes keys, on the CPU."""
+        """[tokens, width] entries of a layout, so many of each request, on the CPU."""
         case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
         width = rank + case.dimensions.qk_rope_head_dim
         drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
@@ -138,8 +130,7 @@ def sparse_metadata(
 def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
     """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
 
-    Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
-    A request without tokens pads a graph's batch, if the case has such rows, or has no key on this rank.
+    That is the null block of engines; it is poisoned like every entry past a request's last token.
     """
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // form.tokens)
@@ -155,10 +146,7 @@ def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, le
 def gather_entries(
     case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device, guards: int = 0
 ) -> Pages:
-    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts.
-
-    So many ``guards`` of poison stand before and behind all of them.
-    """
+    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts."""
     counts = torch.tensor(lengths)
     firsts = counts.cumsum(0) - counts
     starts = firsts + case.spare * torch.arange(1, len(lengths) + 1)

@@ -42,10 +42,7 @@ AnyMetadata = TypeVar("AnyMetadata")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall(ABC):
-    """One call: what it is about, and how a backend is asked. The table of its entry says what its arguments are.
-
-    Arguments are attributes as well, unless a field has their name.
-    """
+    """One call: what it is about, and how a backend is asked; arguments are attributes, too, where no field is."""
 
     q: torch.Tensor  # [T, N, D]
     k: torch.Tensor  # [S, N, D], or [S, 1, D] shared by all heads
@@ -101,11 +98,8 @@ class KernelCall(ABC):
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors that a backend may read and must not write, those of the metadata among them, by name."""
         named = {**self.given, **self.named, **(vars(self.metadata) if self.metadata is not None else {})}
-        return {
-            f"{self.called.get(name, name)} of {self.name}": x
-            for name, x in named.items()
-            if isinstance(x, torch.Tensor)
-        }
+        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        return {f"{self.called.get(name, name)} of {self.name}": x for name, x in tensors.items()}
 
     @property
     def reached(self) -> Iterable[torch.Tensor]:
@@ -124,11 +118,9 @@ class KernelCall(ABC):
 
     def query_operands(self) -> tuple[torch.Tensor, ...]:
         """The queries as they are handed over, tokens first: of what has a row for each of them, all that is values."""
-        rows = (
-            name for name, form in self.forms.items() if form.has("T") and form.dtype not in (torch.int32, torch.int64)
-        )
-        arguments = {**self.given, **self.named}
-        return tuple(arguments[name] for name in rows) or (self.q,)
+        arguments, integers = {**self.given, **self.named}, (torch.int32, torch.int64)
+        rows = (arguments[name] for name, form in self.forms.items() if form.has("T") and form.dtype not in integers)
+        return tuple(rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """The given requests in the given order; what is stored, such as a cache, stays as it is.
@@ -181,10 +173,8 @@ class KernelCall(ABC):
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
         """Make the call, on memory as it was before; what the backend returns."""
-        written = {}
-        for name, image in self.written.items():
-            image.reset()
-            written[name] = image.cache
+        self.reset()
+        written = {name: image.cache for name, image in self.written.items()}
         named = {name: x for name, x in self.named.items() if x is not None}
         return getattr(backend, self.entry)(*self.given.values(), **written, **named)
 
@@ -229,8 +219,7 @@ class AttentionCall(KernelCall):
 
     @property
     @abstractmethod
-    def returns_lse(self) -> bool:
-        """Whether the backend is asked for the LSE."""
+    def returns_lse(self) -> bool: ...
 
     @abstractmethod
     def operands(self) -> AttentionOperands:

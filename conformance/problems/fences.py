@@ -1,10 +1,6 @@
-"""Calls whose operands are moved: to where memory begins or ends, or to where those of earlier calls were.
-
-A storage is moved as a whole: what lies inside of it, such as the unused pages of a cache, may be read.
-"""
+"""Calls whose operands are moved, storage by storage: to where memory begins or ends, or to where earlier ones were."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -12,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.copies import over
-from mla_conformance.problems.memory import Guarded, storage_bytes
+from mla_conformance.problems.memory import Guarded, Original, over, storage_bytes
 from mla_conformance.problems.rooms import CpuRoom, CudaRoom, touched_rooms
 
 ALIGNMENT = 16
@@ -35,9 +30,9 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Fence:
-    """Where operands are put."""
+    """Operands with one side at a page that faults."""
 
-    side: Side  # what of them touches a page that faults
+    side: Side
     only: str = ""  # the name of the operand that is moved; every one if it is empty
 
     def holds(self, name: str) -> bool:
@@ -48,11 +43,8 @@ class Fence:
         size = source.numel()
         room = _room(name, source, size)
         start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if self.side is Side.END else 0
-        around = [
-            room.part(at, count) for at, count in ((0, start), (start + size, room.capacity - start - size)) if count
-        ]
-        for each in around:
-            each.fill_(_POISON)
+        parts = ((0, start), (start + size, room.capacity - start - size))
+        around = [room.part(at, count).fill_(_POISON) for at, count in parts if count]
         return _Placed(source, room.part(start, size).copy_(source), tuple(around))
 
 
@@ -91,16 +83,14 @@ class MovedCall:
     def __init__(self, place: Fence | Buffers, call: KernelCall, out: Guarded | None) -> None:
         self._placed: dict[str, _Placed] = {}
         moved: dict[int, torch.UntypedStorage] = {}
-        # What operands mean is no backend's to see, and stays where it is.
-        memo: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
         for name, tensor in operands(call).items():
             storage, source = tensor.untyped_storage(), storage_bytes(tensor)
             if place.holds(name) and source.numel() and storage._cdata not in moved:
                 self._placed[name] = place.place(name, source)
                 moved[storage._cdata] = self._placed[name].data.untyped_storage()
-            if storage._cdata in moved:  # as a deep copy would be, which takes ten times as long over a tensor
-                memo.setdefault(id(tensor), over(moved[storage._cdata], tensor))
-        self.call = deepcopy(call, memo | {"torch": moved})
+        # What operands mean is no backend's to see, and stays where it is.
+        original = Original(call, [getattr(call, name) for name in call.means])
+        self.call = original.over(moved)
         self.out = out
         if out is not None and place.holds(OUT) and out.view.numel():
             placed = self._placed[OUT] = place.place(OUT, out.view.view(-1).view(torch.uint8))
@@ -108,7 +98,7 @@ class MovedCall:
             self.out = Guarded(view, storage_bytes(view), 0)
 
     def settle(self) -> Iterator[str]:
-        """Write back what the call has written; what it has touched beside operands, in words."""
+        """Write back what the call has written; what it has touched beside operands."""
         for room in touched_rooms():  # an operand of an earlier call may lie in it
             before, behind = room.zones
             data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
@@ -138,9 +128,8 @@ class MovedCall:
                 continue
             if part.untyped_storage()._cdata == moved.untyped_storage()._cdata:
                 # The moved storage begins where the view does in the caller's own.
-                first = view.storage_offset() * view.element_size() // part.element_size() + part.storage_offset()
-                empty = torch.empty(0, dtype=part.dtype, device=part.device)
-                settled[number] = empty.set_(view.untyped_storage(), first, part.shape, part.stride())
+                before = view.storage_offset() * view.element_size() // part.element_size()
+                settled[number] = over(view.untyped_storage(), part, before)
         return type(value)(settled) if isinstance(value, tuple | list) else settled[0]
 
 

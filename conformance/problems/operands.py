@@ -1,9 +1,4 @@
-"""What the inputs of every call are made from: a case's random numbers, data regimes, edges, lengths, memory layouts.
-
-A data regime reveals what N(0,1) hides: a named transform of one call's queries, keys or values. Keys and values are
-transformed as the backend receives them, whatever produced them, so the same regime serves direct calls and keys that
-were up-projected from a paged cache. A dominant key is made by aligning a head's queries with it.
-"""
+"""What the inputs of every call are made from: a case's random numbers, data regimes, edges, memory layouts."""
 
 import hashlib
 import math
@@ -46,9 +41,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Regime:
-    """A named way to make inputs."""
+    """A named way to make inputs that reveals what N(0,1) hides; keys and values are as the backend receives them."""
 
-    sentence: str  # what the regime reveals
+    sentence: str  # what it reveals
     queries: Callable[[Site], torch.Tensor] = lambda site: site.q  # new queries of a request
     keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k  # new keys [S, N, D]
     values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v  # new values [S, N, V]
@@ -77,9 +72,6 @@ _CHANNEL = 400.0
 """Size of the constant channel of a shifted request; its square moves raw scores by 1.6e5, exact in bf16 and fp16."""
 
 
-_RAMP = 16.0
-
-
 def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
     """The last channel holds one value."""
     return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
@@ -92,7 +84,7 @@ def _ramp(k: torch.Tensor) -> torch.Tensor:
 
 
 def _along_ramp(site: Site) -> torch.Tensor:
-    return _with_last(_RAMP / site.scale, site.q)
+    return _with_last(16.0 / site.scale, site.q)
 
 
 def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
@@ -180,11 +172,7 @@ class ProblemError(ValueError):
 class Draw(Generic[AnyCase]):
     """The random numbers of a case: the same for every device, memory layout, chunking and dtype of the same shapes.
 
-    Attributes:
-        salt: what they are drawn with beside the case, so that nobody who has the case can know them; empty for none.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
+    They are drawn with a salt beside the case, so that nobody who has the case can know them; empty for none.
     """
 
     whole: Any = None  # attention to the keys of all calls at once, where it is known before they are divided
@@ -205,10 +193,7 @@ class Draw(Generic[AnyCase]):
         return torch.cat([kinds[self.case.data_of(request)](x[rows]) for request, rows in numbered])
 
     def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
-        """[T, N, D] queries, which may be written over, as each request's data regime makes them over its keys.
-
-        ``sites``, of some rows of one request each, are asked for where keys or other rows matter.
-        """
+        """[T, N, D] queries, which may be written over, as each request's regime makes them over its keys."""
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:
             return first.queries(Site(q, q[:0], self.case.softmax_scale, ()))
@@ -226,14 +211,10 @@ class Draw(Generic[AnyCase]):
         return torch.cat([x.view(torch.uint8) for x in (rows, behind)]).view(rows.dtype).to(self.device)
 
     def drawing(self, *drawn: object) -> torch.Generator:
-        """A generator that is seeded by these, a number alone by itself; by the salt as well, if there is one.
-
-        Beside that of the batch it is for what is the same in batches of other shapes.
-        """
+        """A generator for what is the same in batches of other shapes: seeded by these and the salt."""
         drawn = (*drawn, self.salt) if self.salt else drawn
-        seed: Any = drawn[0]
-        if len(drawn) > 1:
-            seed = int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")
+        digest = int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")
+        seed: Any = digest if len(drawn) > 1 else drawn[0]
         return torch.Generator().manual_seed(seed)
 
 

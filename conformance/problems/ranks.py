@@ -43,7 +43,6 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
 
     @property
     def returns_lse(self) -> bool:
-        """A layer returns none."""
         return False
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -57,12 +56,10 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
     def overwritten(self, other: Self) -> Self:
-        """The other batch, at the addresses of this one."""
         pairs = zip(self.parts, other.parts, strict=True)
         return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
 
     def prepare(self, backend: Any) -> None:
-        """Weights and metadata of every rank."""
         backend.prepare(self.parts)
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
@@ -73,7 +70,6 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         """The result [T, N, V] of all heads, from that of each rank."""
 
     def wrong_writes(self) -> str:
-        """What one of the ranks wrote wrongly into its caches; empty if there is nothing."""
         wrong = ((part.rank, part.wrong_writes()) for part in self.parts)
         return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
 

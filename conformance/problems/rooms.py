@@ -1,8 +1,6 @@
-"""Memory between two zones that nobody may touch, and on a CPU what a fault there tells: by whom, where, and how.
+"""Memory between two zones that nobody may touch, and on a CPU what a fault there tells: where, and how.
 
-The fault is noted, the zone is opened, first to be read and then to be written, and the instruction runs again. On a
-GPU the zones are addresses that are reserved and not mapped, by the driver's virtual memory calls. Source: CUDA driver
-API, "Virtual Memory Management"; structures as ``cuda.h`` declares them.
+On a GPU the zones are addresses that are reserved and not mapped (CUDA driver API, "Virtual Memory Management").
 """
 
 import ctypes
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -32,12 +31,11 @@ class Zone:
     at: int = 0  # the address that was
 
     def protect(self, allowed: int = 0) -> None:
-        """Let it be read or written, or neither."""
         if _libc.mprotect(ctypes.c_void_p(self.first), ctypes.c_size_t(ZONE), allowed):
             raise OSError(ctypes.get_errno(), "mprotect")
 
     def note(self, address: int) -> None:
-        """Who reads may go on reading; who comes back to the same zone wants to write."""
+        """Open the zone, first to be read and then to be written; the instruction that faulted runs again."""
         self.access, self.at = ("writes", self.at) if self.access else ("reads", address)
         self.protect(mmap.PROT_READ | mmap.PROT_WRITE if self.access == "writes" else mmap.PROT_READ)
 
@@ -50,7 +48,6 @@ class CpuRoom(mmap.mmap):
     zones: tuple[Zone, Zone]  # before and behind them
 
     def __new__(cls, name: str, size: int) -> "CpuRoom":
-        """A room that is mapped for as long as a tensor in it lives."""
         whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         room = super().__new__(cls, -1, whole + 2 * ZONE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room.name, room.capacity = name, whole
@@ -66,26 +63,21 @@ class CpuRoom(mmap.mmap):
         return torch.frombuffer(self, dtype=torch.uint8, count=length, offset=ZONE + offset)
 
 
-class _Info(ctypes.Structure):
-    """``siginfo_t`` of a fault."""
+def _structure(**fields: Any) -> Any:
+    """A class for a C structure of these fields."""
+    return type("_Structure", (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
-    _fields_ = (("number", ctypes.c_int), ("errno", ctypes.c_int), ("code", ctypes.c_int), ("address", ctypes.c_void_p))
 
-
+# ``siginfo_t`` of a fault and ``struct sigaction`` of Linux's C libraries; of ``cuda.h`` ``CUmemLocation``,
+# ``CUmemAllocationProp`` and ``CUmemAccessDesc``.
+_Info = _structure(number=ctypes.c_int, errno=ctypes.c_int, code=ctypes.c_int, address=ctypes.c_void_p)
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_void_p)
-
-
-class _Action(ctypes.Structure):
-    """``struct sigaction`` of Linux's C libraries."""
-
-    _fields_ = (
-        ("handler", _Handler),
-        ("mask", ctypes.c_ubyte * _MASK_BYTES),
-        ("flags", ctypes.c_int),
-        ("restorer", ctypes.c_void_p),
-    )
-
-
+_Action = _structure(handler=_Handler, mask=ctypes.c_ubyte * _MASK_BYTES, flags=ctypes.c_int, restorer=ctypes.c_void_p)
+_Location = _structure(type=ctypes.c_int, id=ctypes.c_int)
+_Properties = _structure(
+    type=ctypes.c_int, handle_types=ctypes.c_int, location=_Location, win32=ctypes.c_void_p, flags=ctypes.c_ubyte * 8
+)
+_Access = _structure(location=_Location, flags=ctypes.c_int)
 _libc = ctypes.CDLL(None, use_errno=True)
 _rooms = WeakSet[CpuRoom]()
 
@@ -124,34 +116,10 @@ _PINNED, _ON_DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
 _OUT_OF_MEMORY = 2
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Properties(ctypes.Structure):
-    """``CUmemAllocationProp``."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):
-    """``CUmemAccessDesc``."""
-
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
 class CudaRoom:
-    """At least ``size`` bytes of the current GPU, whole granules with an unmapped one on either side.
+    """At least ``size`` bytes of the current GPU, whole granules with an unmapped one on either side."""
 
-    Attributes:
-        capacity: bytes of it.
-    """
+    capacity: int  # bytes of it
 
     def __init__(self, size: int) -> None:
         location = _Location(_ON_DEVICE, torch.cuda.current_device())
@@ -173,20 +141,9 @@ class CudaRoom:
 
     def part(self, offset: int, length: int) -> torch.Tensor:
         """The bytes from an offset on, so many, as a uint8 tensor with a storage of its own."""
-        return torch.as_tensor(_Bytes(self, offset, length), device="cuda")
-
-
-class _Bytes:
-    """Some of them, as torch takes memory that is not its own; it keeps this object for as long as the tensor lives."""
-
-    def __init__(self, room: CudaRoom, offset: int, length: int) -> None:
-        self._room = room
-        self.__cuda_array_interface__ = {
-            "shape": (length,),
-            "typestr": "|u1",
-            "data": (room.address + offset, False),
-            "version": 3,
-        }
+        interface = {"shape": (length,), "typestr": "|u1", "data": (self.address + offset, False), "version": 3}
+        # What torch takes memory from that is not its own; it keeps this object for as long as the tensor lives.
+        return torch.as_tensor(SimpleNamespace(room=self, __cuda_array_interface__=interface), device="cuda")
 
 
 def _give_back(inside: Any, held: Any, handle: Any, reserved: Any, whole: Any) -> None:

@@ -1,7 +1,4 @@
-"""Memory of the caller that calls write: what was there, what must be there afterwards, and what differs.
-
-A paged cache by its bytes, rows that a call fills, and entries of a cache between which values they must be.
-"""
+"""Memory of the caller that calls write: what was there, what must be there afterwards, and what differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +10,7 @@ import torch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
-from mla_conformance.problems.memory import Guarded, Written, differing, poison, storage_bytes
+from mla_conformance.problems.memory import Guarded, Written, differing, over, poison, storage_bytes
 from mla_conformance.reference.cache_layout import decode_rows
 from mla_conformance.reference.kv_cache import read_entries, write_entries
 
@@ -57,7 +54,7 @@ class CacheImage(Written):
         return self._wrong_entries(slots)
 
     def _wrong_entries(self, slots: torch.Tensor) -> str:
-        """Whether the entries that differ in their bytes also differ in what they mean."""
+        """Of entries that differ in their bytes, whether they differ in what they mean."""
         if not self.case.holds_codes:
             return f"the entry of slot {int(slots[0])} of the cache is not the new token's"
         codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.latents[0].dtype)
@@ -80,14 +77,11 @@ class CacheImage(Written):
         return ""
 
     def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[n, width] entries of these slots in bytes laid out as the cache is."""
         return read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
         """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
-        cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
-        cache.set_(storage.untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride())
-        return cache.view(torch.uint8)
+        return over(storage.untyped_storage(), self.cache).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -102,10 +96,10 @@ class ExpectedCache:
     @cached_property
     def block_ids(self) -> list[list[int]]:
         """Blocks of each request, and what the table holds behind them."""
-        return [[int(block) for block in row] for row in self.pages.block_table.tolist()]
+        return self.pages.block_table.tolist()  # type: ignore[no-any-return]
 
     def image(self) -> CacheImage:
-        """The cache without its new tokens, in whose place is poison, and with them."""
+        """The cache with poison in place of its new tokens, and with them."""
         cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
         rows = self.new.nonzero().flatten()
         slots = self.pages.slots[rows].to(cache.device)

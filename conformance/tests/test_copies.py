@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.problems.copies import Original
-from mla_conformance.problems.memory import Snapshot, same_bytes, storage_bytes
+from mla_conformance.problems.memory import Original, Snapshot, same_bytes, storage_bytes
 from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")

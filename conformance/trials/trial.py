@@ -22,8 +22,7 @@ from mla_conformance.driving.driver import Observation, Returned, parts_of, run_
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.copies import Original
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.memory import Original, storage_bytes
 from mla_conformance.roles.table import build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability

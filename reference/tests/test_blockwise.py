@@ -21,7 +21,7 @@ Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 24, 25), "key_start_loc": (0, 7, 9, 48, 48), "scale": 0.4}
 SIZES = [
     Blocks(heads=1, panel=12, queries=4, step=1, keys=5, span=10),
-    Blocks(heads=3, panel=32, queries=16, step=8, keys=7, span=14),
+    Blocks(heads=3, panel=40, queries=20, step=10, keys=7, span=14),
     Blocks(heads=4, panel=64, queries=64, step=16, keys=128, span=128),
 ]
 
