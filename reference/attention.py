@@ -36,7 +36,7 @@ class ErrorTerms:
     # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what is
     # tiny beside it rounds to a subnormal or to 0
     peak: Tensor
-    lse_score: Tensor  # [T, N] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
     # [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent
     key_spread: Tensor | None = None
     # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
@@ -88,12 +88,15 @@ class AttentionState:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
-        terms = self.terms and ErrorTerms(**{name: change(x) for name, x in self.terms.by_name().items()})
+        terms = self.terms and ErrorTerms(
+            **{name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.terms.by_name().items()}
+        )
         return AttentionState(change(self.output), change(self.lse.mT).mT, terms)
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
-        yield from (self.output, self.lse.mT, *(self.terms.by_name().values() if self.terms else ()))
+        terms = self.terms.by_name() if self.terms else {}
+        yield from (self.output, self.lse.mT, *(x.mT if name == "lse_score" else x for name, x in terms.items()))
 
 
 def attention(
@@ -182,7 +185,7 @@ def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, sca
         score=(weighted @ absolute).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
         peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
-        lse_score=weighted.sum(dim=-1).mT,
+        lse_score=weighted.sum(dim=-1),
     )
 
 
@@ -198,7 +201,8 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
     terms = [block.terms.by_name() for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
-    joined = {name: torch.cat([each[name] for each in terms], dim=int(heads)) for name in terms[0]}
+    dims = {name: int((name == "lse_score") != heads) for name in terms[0]}
+    joined = {name: torch.cat([each[name] for each in terms], dim=dim) for name, dim in dims.items()}
     return AttentionState(output, lse, ErrorTerms(**joined))
 
 

@@ -60,10 +60,10 @@ class RowSums:
 
 def empty_state(rows: int, heads: int, width: int, device: torch.device) -> AttentionState:
     """A state of T rows, N heads and V = ``width`` columns to store sums in; its error terms are float32."""
-    shapes = [(rows, heads, width)] * 4 + [(rows, heads)]
+    shapes = [(rows, heads, width)] * 4 + [(heads, rows)]
     terms = ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
     output = torch.empty(shapes[0], dtype=torch.float64, device=device)
-    return AttentionState(output, output.new_empty(heads, rows), terms)
+    return AttentionState(output, output.new_empty(shapes[-1]), terms)
 
 
 def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
@@ -84,7 +84,7 @@ def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
         (sums.absolute, sums.largest * factor, state.terms.peak),
     ):
         torch.mul(term, factor_of_row, out=target.transpose(0, 1))
-    state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1).mT)
+    state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
 
 
 def weigh(tile: Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,11 +78,11 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
         sizes = (state.lse, sink.to(state.lse).unsqueeze(1))
-        size = sizes[0].masked_fill(sizes[0].isinf(), 0.0).abs() + sizes[1].masked_fill(sizes[1].isinf(), 0.0).abs()
-        shaken = shift * (terms.lse_score + size.mT + 1).unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
+        size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
+        shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
         scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
         if terms.key_spread is not None:
-            moved = shift * terms.lse_score.unsqueeze(-1)
+            moved = shift * terms.lse_score.mT.unsqueeze(-1)
             scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
         terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return AttentionState(state.output * share, state.lse, terms)
@@ -96,7 +96,7 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
 def _powers(name: str, share: Tensor) -> Tensor:
     """What a share of the output, [T, N, 1], makes of an error term: variances go with its square."""
     if name == "lse_score":
-        return torch.ones_like(share[..., 0])
+        return torch.ones_like(share[..., 0]).mT
     if name == "key_shared":
         return share[..., 0].square()
     return share.square() if name in ("squares", "key_spread") else share

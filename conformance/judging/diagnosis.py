@@ -1,7 +1,4 @@
-"""Where numbers are wrong, and what they give away, in closed form.
-
-A finding is told only where nothing else fits.
-"""
+"""Where numbers are wrong, and what they give away; a finding is told only where nothing else fits."""
 
 import math
 from bisect import bisect_right
@@ -96,10 +93,7 @@ _LSE_FACTORS = {
 
 
 def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
-    """A finding for a wrong LSE [N, T] of rows of which some see several keys; empty if none fits.
-
-    A row that sees one key has its score as LSE, so that a wrong softmax scale would pass for a wrong base.
-    """
+    """A finding for a wrong LSE [N, T] of rows of which some see several keys; empty if none fits."""
     finite = golden.isfinite()
     want, got = golden[finite], lse[finite]
     # The golden values vary enough to tell a factor.

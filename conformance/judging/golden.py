@@ -72,10 +72,7 @@ class GoldenAttention(Golden):
     _budgets: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
 
     def budget(self, golden: AttentionState, allowed: Roundoffs, row_deviations: float) -> Budget:
-        """How far a kernel that rounds as ``allowed`` says may be from one of these states.
-
-        By ``row_deviations`` the RMS of independent errors may exceed its expectation.
-        """
+        """How far a kernel that rounds as ``allowed`` says may be from one of these states."""
         key = (id(golden), allowed, row_deviations)  # of a state that outlives this: no other has its id meanwhile
         if key not in self._budgets:
             if len(self._budgets) >= _MOST_KEPT:
@@ -131,11 +128,7 @@ def _operands(problem: Problem, call: int | None) -> AttentionOperands:
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
-    """A golden state, of a call or of all merged, with what roundings that the weights of a row share add to its error.
-
-    That takes several times as long as the state itself, so it is computed where an error exceeds what independent
-    roundings explain, and nowhere else.
-    """
+    """A golden state, of a call or of all merged, with `shared_roundings`, which take several times as long."""
     if problem.output_dtype is torch.float32:
         return state
     operands = _operands(problem, call)
@@ -170,39 +163,21 @@ def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | lis
 
 def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
     qkv, scale = (operands.q, operands.k, operands.v), problem.case.softmax_scale
+    asked: dict[str, Any] = {"with_key_terms": operands.dequantised, "rows": rows.numbers, "scale": scale}
     if operands.selected is not None:
-        state = selected_attention(
-            *qkv,
-            operands.selected,
-            scale=scale,
-            sink=operands.sink,
-            with_terms=True,
-            with_key_terms=operands.dequantised,
-            rows=rows.numbers,
-        )
+        state = selected_attention(*qkv, operands.selected, sink=operands.sink, with_terms=True, **asked)
         return replace(state, value_weights=operands.value_weights)
-    queries, keys = operands.query_start_loc, operands.key_start_loc
-    state = blockwise_attention(
-        *qkv,
-        query_start_loc=queries,
-        key_start_loc=keys,
-        scale=scale,
-        causal=operands.causal,
-        with_key_terms=operands.dequantised,
-        rows=rows.numbers,
-    )
+    starts = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
+    state = blockwise_attention(*qkv, **starts, causal=operands.causal, **asked)
     if operands.projection is not None:
-        terms = projected_terms(*qkv, operands.projection, query_start_loc=queries, key_start_loc=keys, scale=scale)
+        terms = projected_terms(*qkv, operands.projection, **starts, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
     if operands.plans:
-        picked, judged, seen = rows.pick(operands.q), list(segments(rows.start_loc)), list(segments(keys))
-        merging = partial(
-            merged_chunks,
-            *(picked, operands.k, operands.v, state.output, state.lse),
-            rows=judged,
-            keys=seen,
-            scale=scale,
-        )
-        plans = [merging(ends=ends) for ends in dict.fromkeys(operands.plans)]
+        picked, judged = rows.pick(operands.q), segments(rows.start_loc)
+        merging = partial(merged_chunks, picked, operands.k, operands.v, state.output, state.lse, scale=scale)
+        plans = [
+            merging(rows=judged, keys=segments(operands.key_start_loc), ends=ends)
+            for ends in dict.fromkeys(operands.plans)
+        ]
         state = replace(state, merging=reduce(MergeTerms.larger, plans))
     return replace(state, value_weights=operands.value_weights)

@@ -1,12 +1,8 @@
-"""The judge of attention: masks → LSE → output, within the steps that every result is judged by (SPEC 4.1).
-
-Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
-"""
+"""The judge of attention: masks → LSE → output, within the steps that every result is judged by (SPEC 4.1)."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -41,19 +37,6 @@ class _Part:
     budget: Budget  # how far it may be from the golden state
 
 
-class _Largest(NamedTuple):
-    """The largest value of each tensor of a comparison; 0 of none, and of bools whether one is true."""
-
-    infinite: float
-    written: float
-    unmasked: float
-    beyond: float
-    lse: float
-    element: float
-    row: float
-    inconclusive: float  # how many rows
-
-
 @dataclass(frozen=True)
 class _Compared:
     """A result beside its golden one. What there is nothing to compare of is empty."""
@@ -67,7 +50,7 @@ class _Compared:
     rms: torch.Tensor  # [T, N] RMS errors of rows
     element: torch.Tensor  # [T, N, V] errors of the output in units of what is allowed
     row: torch.Tensor  # [T, N] RMS errors in units of what is allowed
-    largest: _Largest  # what decides
+    largest: dict[str, float]  # what decides, of each tensor; 0 of none, and of bools whether one is true
 
 
 class AttentionJudge(Steps):
@@ -91,7 +74,7 @@ class AttentionJudge(Steps):
                 yield self._lse(part, found)
             if wrong := self._output(part, found):
                 yield wrong if part.lse is None else wrong.with_more("the LSE is right")
-            self.inconclusive += int(found.largest.inconclusive)
+            self.inconclusive += int(found.largest["inconclusive"])
         if observation.merge_error:  # then nothing is merged
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
 
@@ -153,16 +136,16 @@ class AttentionJudge(Steps):
             element = share_of(error, budget.element * self.numbers.element_limit)
             row = self._worst_rms(share_of(rms, budget.row_rms), part)
         # In one transfer: a GPU that is shared takes longer to answer than to compute all of it.
-        zero, tensors = output.new_zeros(()), (infinite, written, unmasked, beyond, lse, element, row)
-        numbers = [*(x.max().double() if x.numel() else zero for x in tensors), budget.inconclusive.sum().double()]
-        largest = torch.stack(numbers).tolist()
-        return _Compared(
-            *(written, unmasked, lse_error, lse_limit, beyond, lse, rms, element, row), largest=_Largest(*largest)
-        )
+        decisive = {"infinite": infinite, "written": written, "unmasked": unmasked, "beyond": beyond}
+        decisive |= {"lse": lse, "element": element, "row": row, "inconclusive": budget.inconclusive.sum()}
+        zero = output.new_zeros(())
+        numbers = torch.stack([x.max().double() if x.numel() else zero for x in decisive.values()]).tolist()
+        largest = dict(zip(decisive, numbers, strict=True))
+        return _Compared(written, unmasked, lse_error, lse_limit, beyond, lse, rms, element, row, largest)
 
     def _mask(self, part: _Part, found: _Compared) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""
-        if found.largest.infinite:
+        if found.largest["infinite"]:
             output = part.whole.double()
             every = JudgedRows(self.rows.query_start_loc)
             place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
@@ -172,13 +155,13 @@ class AttentionJudge(Steps):
             if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
                 hint += _ONLY_NAN
             return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
-        if found.largest.written:
+        if found.largest["written"]:
             place = Position.of(self.rows, found.written.nonzero()[0].tolist())
             row = part.output[place.row, place.head].double()
             value = row[row.abs().argmax()].item()
             detail = f"output is {value:.5g} where no key is visible, expected 0, at {place}"
             return failed(Check.MASK, f"{part.name}: {detail}", place.to_json())
-        if part.lse is not None and found.largest.unmasked:
+        if part.lse is not None and found.largest["unmasked"]:
             head, token = found.unmasked.nonzero()[0].tolist()
             place = Position.of(self.rows, [token, head])
             want = "finite" if part.budget.visible[head, token] else "-inf, no key is visible"
@@ -188,8 +171,8 @@ class AttentionJudge(Steps):
 
     def _lse(self, part: _Part, found: _Compared) -> Verdict | None:
         assert part.lse is not None
-        share, largest = found.lse, found.largest.lse
-        if found.largest.beyond:
+        share, largest = found.lse, found.largest["lse"]
+        if found.largest["beyond"]:
             error, limit = found.lse_error, found.lse_limit
             # A kernel that adds weights one by one may be off by more, where that is all that could be wrong: it takes
             # long to tell.
@@ -216,7 +199,8 @@ class AttentionJudge(Steps):
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         if self.problem.output_scale is not None:
             return self._codes(part)
-        element, row, largest, largest_rms = found.element, found.row, found.largest.element, found.largest.row
+        element, row = found.element, found.row
+        largest, largest_rms = found.largest["element"], found.largest["row"]
         if largest <= 1 < largest_rms:
             state = with_shared(self.problem, self.rows, part.golden, part.call)
             row = self._worst_rms(share_of(found.rms, expected_row_rms(state, part.allowed)), part, alike=True)
@@ -243,13 +227,12 @@ class AttentionJudge(Steps):
     def _worst_rms(self, ratio: torch.Tensor, part: _Part, alike: bool = False) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
 
-        Rows that share keys share the roundings of those, so they are no samples of their own. Where each head projects
-        keys of its own, the heads are. Nor are rows that are ``alike``, which is looked for where it could matter.
+        Rows that are ``alike``, which is looked for where it could matter, are no samples of their own.
         """
         share = ratio / rms_limit(1, self.numbers.row_deviations)
-        if part.allowed.keys:
+        if part.allowed.keys:  # whose roundings rows share
             return share
-        if part.allowed.projections:
+        if part.allowed.projections:  # of keys of its own for each head
             limit = rms_limit(ratio.shape[1], self.numbers.row_deviations)
             return torch.maximum(share, ratio.square().mean(dim=1, keepdim=True).sqrt() / limit)
         # Not checked, and told the number of rows: a GPU would be waited for.
@@ -288,7 +271,7 @@ class AttentionJudge(Steps):
         )
 
     def _allowed_codes(self, part: _Part) -> tuple[torch.Tensor, ...]:
-        """Places of the least allowed code, of the golden one and of the largest, in the order of codes."""
+        """Places of the least allowed code, of the golden one and of the largest."""
         assert self.problem.output_scale is not None
         golden, scale = part.golden.output, float(self.problem.output_scale)
         ends = (golden - part.budget.element, golden, golden + part.budget.element)

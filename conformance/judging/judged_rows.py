@@ -1,10 +1,4 @@
-"""Which rows of a batch are judged: every one, or where that is too much work, telling ones and drawn ones.
-
-And what judging a case takes, so that one that does not fit is unavailable with the need stated.
-
-A row is one query with all its heads. Rows are chosen by the problem alone, so every backend and every machine with
-the same limit judges the same.
-"""
+"""Which rows of a batch, queries with all heads, are judged, by the problem alone; and what judging a case takes."""
 
 import hashlib
 import random
@@ -98,7 +92,7 @@ class Reach:
 
 
 def needed_bytes(case: Case) -> int:
-    """Device memory that the operands and the output of a far case take, with a margin for the kernel's own."""
+    """Device memory that a far case takes, with a margin for the kernel's own."""
     reach = Reach.of(case)
     if reach.operand != "rows":
         each = _FAR_ITEM_BYTES if case.role in _FAR_KERNELS else _FAR_BYTES

@@ -1,7 +1,4 @@
-"""The record: one (backend, case) with its verdict, as plain data that journals and reports hold; and its backend.
-
-What the harness saw run stands beside what a backend tells of itself. No torch: it travels.
-"""
+"""The record: one (backend, case) with its verdict, as plain data that journals and reports hold; and its backend."""
 
 import dataclasses
 import math
@@ -189,16 +186,10 @@ _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel",
 
 
 class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ran when a backend was called under a profiler.
+    """What ran when a backend was called under a profiler."""
 
-    Attributes:
-        kernels: names of the kernels of one call, by capability.
-        libraries: shared libraries that the backend brought into the process: what they are called on every machine,
-            and SHA-256.
-    """
-
-    kernels: dict[str, tuple[str, ...]] = {}
-    libraries: dict[str, str] = {}
+    kernels: dict[str, tuple[str, ...]] = {}  # names of the kernels of one call, by capability
+    libraries: dict[str, str] = {}  # shared libraries that the backend brought into the process, and SHA-256
 
     @property
     def distinct(self) -> tuple[str, ...]:

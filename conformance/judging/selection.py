@@ -1,9 +1,4 @@
-"""Judging what was selected: each number names a token that its row sees, once, and none better was left out (SPEC 8).
-
-An indexer knows each score up to its budget, so it may leave out a token with a larger score than one that it selects,
-as long as the two could have changed places; which of equals it takes is its own affair. Where the scores are given
-there is no budget.
-"""
+"""Judging what was selected: each number names a token that its row sees, once, and none better is left out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +7,7 @@ import torch
 
 from mla_conformance.judging.diagnosis import Position, extent
 from mla_conformance.judging.steps import Measured, Steps, share_of, worst_of
-from mla_conformance.judging.verdict import Check, Verdict, failed
+from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.reference.index_scores import IndexScores
 
 NOTHING = -2  # the position of what is no token of the row
@@ -23,7 +18,7 @@ class SelectionSteps(Steps):
         self, name: str, numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor
     ) -> Iterator[Verdict | None]:
         """What the numbers [n, K] name, at these positions, then whether better tokens were left out."""
-        for reason, wrong in wrong_tokens(numbers, positions, golden):
+        for reason, wrong in _wrong_tokens(numbers, positions, golden):
             yield self._misnamed(name, reason, wrong)
         yield self._margin(name, positions, golden, budget)
 
@@ -32,12 +27,11 @@ class SelectionSteps(Steps):
         if not bool(wrong.any()):
             return None
         row = int(wrong.nonzero()[0])
-        place = Position.of(self.rows, [row, 0])
-        message = f"{name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong)}"
-        return failed(Check.SELECTION, message, {"request": place.request, "query": place.position})
+        verdict = self._wrong(f"{name}: {reason(row)}, at {self._at(row)}", wrong, Check.SELECTION)
+        return replace(verdict, used=BudgetUse())
 
     def _margin(self, name: str, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
-        """No token that was left out may be better than one that was selected by more than both their budgets."""
+        """No token that was left out may be better than a selected one, unless the two could have changed places."""
         if not golden.scores.numel():
             return None
         chosen = torch.zeros_like(golden.visible)
@@ -60,25 +54,19 @@ class SelectionSteps(Steps):
             share > 1,
         )
 
-    def _wrong(self, message: str, wrong: torch.Tensor) -> Verdict:
+    def _wrong(self, message: str, wrong: torch.Tensor, check: Check = Check.SCORE) -> Verdict:
         place = Position.of(self.rows, [int(wrong.nonzero()[0]), 0])
         where = {"request": place.request, "query": place.position}
-        return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
+        return failed(check, f"{message}, {extent(self.rows, wrong)}", where, self.used)
 
     def _at(self, row: int) -> str:
         return Position.of(self.rows, [row, 0]).row_name
 
 
-def wrong_tokens(
+def _wrong_tokens(
     numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores
 ) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
-    """What may be wrong, as a clause about a row and the rows [n] bool of which it is true.
-
-    Args:
-        numbers: [n, K] as they were selected.
-        positions: [n, K] what they stand for.
-        golden: of the rows, whose bounds count the tokens that each sees.
-    """
+    """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
     foreign, bounds = positions == NOTHING, golden.bounds
     yield lambda row: f"{_first(numbers, foreign, row)} is no token of the request", foreign.any(dim=1)
     late = positions >= bounds.unsqueeze(1)
@@ -100,10 +88,7 @@ def wrong_tokens(
 def selected(positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Measured:
     """How often each row selected each token [n, W], then anything else; expected are the best by their golden scores.
 
-    Args:
-        positions: [n, K] what was selected.
-        golden: of the rows.
-        budget: [n, W] errors of the scores; what may change places with the last of the best may be selected or not.
+    What may change places with the last of the best, by the scores' budget [n, W], may be selected or not.
     """
     width = golden.scores.shape[1]
     counted = positions.where((positions >= 0) & (positions < width), width)

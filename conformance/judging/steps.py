@@ -22,7 +22,7 @@ Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result
 
 @dataclass(frozen=True)
 class Measured:
-    """The output or the LSE of one part: of a call, or of all calls merged."""
+    """The output or the LSE of a call, or of all calls merged."""
 
     got: torch.Tensor  # what was returned, float64; e4m3 codes by their place in the order of codes
     golden: torch.Tensor  # what is expected, in the same form; -inf where the LSE of a row without keys is

@@ -66,50 +66,32 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
-    """The unit roundoff of a precision, and the floor of a value that is stored in it; 0 where it does not round.
-
-    The floor is the absolute error of values below the smallest normal: half the smallest subnormal. What float32 holds
-    as a subnormal may be 0, since processors flush those, and approximate exponentials end there.
-    """
-    if precision is Precision.E4M3:
-        return _E4M3_ROUNDOFF, _E4M3_FLOOR
-    if precision is Precision.SCALED_E4M3:
-        return _E4M3_ROUNDOFF, _E4M3_FLOOR / SCALED_P
+    """The unit roundoff of a precision, and the floor of a value that is stored in it; 0 where it does not round."""
+    if precision in (Precision.E4M3, Precision.SCALED_E4M3):
+        return _E4M3_ROUNDOFF, _E4M3_FLOOR / (SCALED_P if precision is Precision.SCALED_E4M3 else 1.0)
     dtypes = {
         Precision.FLOAT16: (torch.float16,),
         Precision.MODEL: (model,),
         Precision.MODEL_OR_FLOAT16: (model, torch.float16),
     }.get(precision, ())
+    # Half the smallest subnormal; what float32 holds as a subnormal may be 0, since processors flush those.
     floors = (max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED) for dtype in dtypes)
     return max(map(unit_roundoff, dtypes), default=0.0), max(floors, default=0.0)
 
 
 def roundoffs(
-    model: torch.dtype,
+    model: torch.dtype,  # of the output, and of q, k and v unless these are e4m3
     declared: Rounding,
     numbers: Tolerance,
-    parts: int = 0,
-    keys: int = 0,
+    parts: int = 0,  # roundings of an output on its way into the result: one for each merge, or for what is merged
+    keys: int = 0,  # the most keys that a row sums over
     *,
-    exact: bool = False,
-    dequantised: bool = False,
-    projected: bool = False,
-    weighed: bool = False,
+    exact: bool = False,  # whether the result was merged exactly, and is not rounded
+    dequantised: bool = False,  # whether the keys were stored as codes
+    projected: bool = False,  # whether projecting latents rounds
+    weighed: bool = False,  # whether roundings of parts and merges count by their shares in the result
 ) -> Roundoffs:
-    """Unit roundoffs of a kernel.
-
-    Args:
-        model: dtype of the output, and of q, k and v unless these are e4m3.
-        declared: the classes that the adapter declares.
-        numbers: the tolerance table.
-        parts: roundings of an output on its way into the result, whose own is not counted: one for each merge, or
-            for what is merged.
-        keys: the most keys that a row sums over.
-        exact: whether the result was merged exactly, and is not rounded.
-        dequantised: whether the keys were stored as codes.
-        projected: whether projecting latents rounds.
-        weighed: whether roundings of parts and merges count by their shares in the result.
-    """
+    """Unit roundoffs of a kernel, by the classes that its adapter declares."""
     rounding = Rounding() if model is torch.float32 else declared
     (unit, floor), (p, p_floor) = _errors(Precision.MODEL, model), _errors(rounding.p, model)
     partials, partials_floor = _errors(rounding.partial_outputs, model)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 
 class Question(StrEnum):
-    """What is asked of the bits of a row's result."""
+    """What is asked of the bits of a row's result: are they the same ..."""
 
     REPEATS = "repeats"
     ALONE = "alone"
@@ -38,55 +38,34 @@ ASKED = {
     Question.PHASE: "in prefill and in decode",
     Question.RANKS: "on two ranks and on one",
 }
-"""In words: are the bits the same ..."""
 
 
 class Answer(StrEnum):
-    """What is said to a question."""
-
     YES = "yes"
     NO = "no"
     NOT_APPLICABLE = "not applicable"
 
 
 class BitwiseAnswer(Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to a question, of the kernels of one role.
-
-    Attributes:
-        question: which.
-        role: which.
-        answer: yes, no, or not applicable.
-        compared: variants that were compared with what they are variants of; none where it is not applicable.
-        why: the smallest case that differs and what was changed; or why it is not applicable.
-    """
+    """The answer to a question, of the kernels of one role."""
 
     question: Question
     role: str
     answer: Answer
-    compared: Annotated[int, Meta(ge=0)] = 0
-    why: str = ""
+    compared: Annotated[int, Meta(ge=0)] = 0  # variants that were compared with what they are variants of
+    why: str = ""  # the smallest case that differs and what was changed; or why it is not applicable
 
 
 class ErrorSpread(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the errors of one role's output elements are spread, over cases of one dtype and one data regime.
-
-    Attributes:
-        role: which.
-        dtype: of the operands.
-        data: the regime.
-        cases: how many.
-        elements: how many.
-        budget: median, 99th percentile and worst error in units of the budget of its element.
-        ulp: the same in units of the last place of the expected value in the output's dtype.
-    """
+    """How the errors of one role's output elements are spread, over cases of one dtype and one data regime."""
 
     role: str
-    dtype: str
+    dtype: str  # of the operands
     data: str
     cases: Annotated[int, Meta(ge=1)]
     elements: Annotated[int, Meta(ge=1)]
-    budget: tuple[float, float, float]
-    ulp: tuple[float, float, float]
+    budget: tuple[float, float, float]  # median, 99th percentile and worst error in units of its element's budget
+    ulp: tuple[float, float, float]  # the same in units of the last place of the expected value in the output's dtype
 
 
 class Traits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,27 +91,16 @@ def summed_up(answers: Iterable[BitwiseAnswer]) -> Answer:
 
 
 class Repeated(Struct, frozen=True, forbid_unknown_fields=True):
-    """What many calls of one case showed.
-
-    Attributes:
-        calls: how many, the first among them.
-        seconds: they took together.
-        differing: calls whose bits are not those of the first.
-        first: number of the first of these, counted from 1; 0 without one.
-        what: how its result differs.
-        wrong: what is wrong with it; empty if it is right, or none differs.
-        failed: why nothing could be compared: the case does not hold as it is, or is not supported.
-        deterministic: whether the kernel declares equal bits.
-    """
+    """What many calls of one case showed."""
 
     calls: int = 0
-    seconds: float = 0.0
-    differing: int = 0
-    first: int = 0
-    what: str = ""
-    wrong: str = ""
-    failed: str = ""
-    deterministic: bool = True
+    seconds: float = 0.0  # they took together
+    differing: int = 0  # calls whose bits are not those of the first
+    first: int = 0  # number of the first of these, counted from 1; 0 without one
+    what: str = ""  # how its result differs
+    wrong: str = ""  # what is wrong with it; empty if it is right, or none differs
+    failed: str = ""  # why nothing could be compared: the case does not hold as it is, or is not supported
+    deterministic: bool = True  # whether the kernel declares equal bits
 
     @property
     def breaks(self) -> bool:

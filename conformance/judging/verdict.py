@@ -109,7 +109,7 @@ class Verdict:
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:
-    """A failure with its clause appended to the sentence."""
+    """A failure, its clause behind the sentence."""
     return Verdict(Status.FAIL, f"{message} (SPEC {CLAUSES[check]})", check, where or {}, used or BudgetUse())
 
 
