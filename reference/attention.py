@@ -14,8 +14,7 @@ from mla_conformance.reference.roundings import MergeTerms
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
-_ON_GPU = 8
-"""Times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size."""
+_ON_GPU = 8  # times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size
 _COMBINATIONS = 4
 
 
@@ -217,13 +216,6 @@ def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> t
     l = ln(e^l1 + e^l2) and o = e^(l1-l)·o1 + e^(l2-l)·o2. A row that saw no key, of LSE -inf, carries no information:
     whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf.
     """
-    rows = output_a.shape[1::-1]
-    if output_a.dim() != 3 or output_a.shape != output_b.shape or lse_a.shape != rows or lse_b.shape != rows:
-        raise ValueError(
-            "expected two outputs [T, N, V] and two LSEs [N, T] of the same T and N, got outputs "
-            f"{tuple(output_a.shape)} and {tuple(output_b.shape)}, LSEs {tuple(lse_a.shape)} and "
-            f"{tuple(lse_b.shape)}; both partial results must come from the same queries"
-        )
     lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
     lse = torch.logaddexp(lse_a, lse_b)
 

@@ -22,8 +22,7 @@ from mla_conformance.reference.quantization import (
     quantize_e4m3,
 )
 
-CACHE_LAYOUTS = ("auto", "fp8", *TILED_FORMATS)
-"""Layouts by the name that a configuration gives them."""
+CACHE_LAYOUTS = ("auto", "fp8", *TILED_FORMATS)  # layouts by the name that a configuration gives them
 _LEAST_E4M3 = 2.0**-9
 _EXPONENT_BIAS, _NOT_A_NUMBER = 127, 255
 _LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX}
@@ -102,8 +101,6 @@ def decode_rows(
 
 def copy_blocks(caches: list[Tensor], src_to_dst: Tensor) -> None:
     """Copy whole blocks, [n, 2] numbers, within each cache [blocks, page, width]; all are read first."""
-    for cache in caches:
-        _require_blocks(src_to_dst, cache.shape[0], cache.shape[0])
     for cache in caches:  # as bytes: not every dtype can be indexed on every device
         data, pairs = cache.view(torch.uint8), src_to_dst.long().to(cache.device)
         data[pairs[:, 1]] = data[pairs[:, 0]]
@@ -111,18 +108,9 @@ def copy_blocks(caches: list[Tensor], src_to_dst: Tensor) -> None:
 
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     """Copy blocks of ``src`` into ``dst``, both [blocks, page, width] of one dtype, on any devices."""
-    _require_blocks(src_to_dst, src.shape[0], dst.shape[0])
     pairs = src_to_dst.long().cpu()
     source, target = src.view(torch.uint8), dst.view(torch.uint8)
     target[pairs[:, 1].to(dst.device)] = source[pairs[:, 0].to(src.device)].to(dst.device)
-
-
-def _require_blocks(pairs: Tensor, sources: int, destinations: int) -> None:
-    if pairs.dim() != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"expected pairs of blocks [n, 2], got {list(pairs.shape)}")
-    for blocks, count in ((pairs[:, 0], sources), (pairs[:, 1], destinations)):
-        if bool(((blocks < 0) | (blocks >= count)).any()):
-            raise ValueError(f"expected blocks in 0..{count - 1}, got {blocks.min().item()}..{blocks.max().item()}")
 
 
 def _tiles_of(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:

@@ -19,15 +19,6 @@ class ContextChunk:
     starts: tuple[int, ...]  # first context token of the slice
     seq_lens: tuple[int, ...]  # its length, 0 where the request's context has ended
 
-    def __post_init__(self) -> None:
-        if len(self.starts) != len(self.seq_lens):
-            raise ValueError(
-                f"expected one start and one length a request, got {len(self.starts)} starts and "
-                f"{len(self.seq_lens)} lengths"
-            )
-        if any(number < 0 for number in (*self.starts, *self.seq_lens)):
-            raise ValueError(f"starts and lengths must be >= 0, got {self.starts} and {self.seq_lens}")
-
     @property
     def key_start_loc(self) -> tuple[int, ...]:
         """Where each request's keys begin in the gathered chunk: B + 1 cumulative lengths, the first 0."""
@@ -46,7 +37,6 @@ def plan_context_chunks(
 
     So a context which has ended leaves an empty row. `workspace_tokens` is what a chunk may hold over all requests.
     """
-    _require_lengths(context_lens, page_size)
     with_context = sum(length > 0 for length in context_lens)
     if with_context == 0:
         return ()
@@ -73,7 +63,6 @@ def pack_context_chunks(
     One that does not fit is split at the last page boundary that does, which ends the chunk, as does a request without
     context. So the requests of a chunk stand side by side, and only the first may have begun in an earlier chunk.
     """
-    _require_lengths(context_lens, page_size)
     if any(context_lens) and workspace_tokens < page_size:
         raise ValueError(f"workspace_tokens must be at least {page_size} (one page), got {workspace_tokens}")
     chunks: list[ContextChunk] = []
@@ -100,13 +89,6 @@ def pack_context_chunks(
     if taken:
         end()
     return tuple(chunks)
-
-
-def _require_lengths(context_lens: Sequence[int], page_size: int) -> None:
-    if page_size < 1:
-        raise ValueError(f"page_size must be >= 1 token, got {page_size}")
-    if any(length < 0 for length in context_lens):
-        raise ValueError(f"context lengths must be >= 0, got {tuple(context_lens)}")
 
 
 PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = MappingProxyType(

@@ -12,10 +12,8 @@ TILE_SCALES = ("float32", "pow2")
 two, as vLLM and FlashMLA do since 2026."""
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
 _SIXTEEN_BITS = 2
-_LEAST_KEY = 1e-4
-"""Magnitude below which an indexer's key takes the scale of this one."""
-SHUFFLE = 16
-"""Tokens, and columns, of a tile of shuffled codes."""
+_LEAST_KEY = 1e-4  # magnitude below which an indexer's key takes the scale of this one
+SHUFFLE = 16  # tokens, and columns, of a tile of shuffled codes
 
 
 @dataclass(frozen=True)

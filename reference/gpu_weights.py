@@ -8,8 +8,7 @@ from triton.language.extra import libdevice
 
 from mla_conformance.reference.tiles import Tile
 
-STEP = 32
-"""Columns of queries and keys that are multiplied at a time; their number is a multiple of it."""
+STEP = 32  # columns of queries and keys that are multiplied at a time; their number is a multiple of it
 _ROWS = 64
 _KEYS = 64
 

@@ -102,8 +102,6 @@ def gather_latents(
     cache: Tensor, block_table: Tensor, chunk: ContextChunk, *, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
     """(kv_c [S, L], k_pe [S, width - L]) of a chunk of every request's context, requests one after another."""
-    if block_table.shape[0] != len(chunk.starts):
-        raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
     page_size, num_blocks = cache.shape[1], cache.shape[0]
     # [S] int64 on the CPU, of each token of the chunk: the number of its request, and its position there.
     starts, lengths = torch.tensor(chunk.starts, dtype=torch.long), torch.tensor(chunk.seq_lens, dtype=torch.long)
@@ -128,11 +126,6 @@ def gather_latents(
 
 def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:
     """How many of the first ``length`` tokens ``rank`` holds."""
-    if length < 0 or not 0 <= rank < world_size or interleave < 1:
-        raise ValueError(
-            "expected a length >= 0, a rank in 0..world_size-1 and an interleave >= 1, got "
-            f"{length}, rank {rank} of {world_size} and {interleave}"
-        )
     cycle = interleave * world_size
     rest = length % cycle - rank * interleave
     return length // cycle * interleave + min(max(rest, 0), interleave)

@@ -1,7 +1,7 @@
 """The routes of MLA (arXiv:2405.04434): three ways to compute one result in float64, each golden.
 
-Arguments: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b [L, N, P+V];
-`selected` [T, K] the rows of kv_c that each query attends to, -1 for none, instead of those that the mask shows.
+Arguments: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b [L, N, P+V]; a
+batch as of `attention`, or with `selected` [T, K], the rows of kv_c that each query attends to, -1 for none.
 """
 
 from collections.abc import Sequence
@@ -30,51 +30,32 @@ Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
 
 
 def compute_friendly(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    weight_kv_b: Tensor,
-    *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
-    scale: float,
-    causal: bool = True,
-    selected: Tensor | None = None,
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
     k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    operands = _concat_query(q_nope, q_pe), expand_key(k_nope, k_pe.to(torch.float64)), v
-    if selected is not None:
-        return selected_attention(*operands, selected, scale=scale)
-    starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-    return attention(*operands, **starts, scale=scale, causal=causal)
+    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), expand_key(k_nope, k_pe.double())
+    return _attended(query, key, v, **batch)
 
 
 def data_movement_friendly(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    weight_kv_b: Tensor,
-    *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
-    scale: float,
-    causal: bool = True,
-    selected: Tensor | None = None,
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
     w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
-    latents = kv_c.to(torch.float64)
-    query, key = _concat_query(absorb_query(q_nope, w_uk), q_pe), torch.cat((latents, k_pe.to(torch.float64)), dim=-1)
-    operands = query, key.unsqueeze(1), latents.unsqueeze(1)
-    if selected is not None:
-        state = selected_attention(*operands, selected, scale=scale)
-    else:
-        starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-        state = attention(*operands, **starts, scale=scale, causal=causal)
+    query = torch.cat((absorb_query(q_nope, w_uk), q_pe.double()), dim=-1)
+    key = torch.cat((kv_c.double(), k_pe.double()), dim=-1).unsqueeze(1)
+    state = _attended(query, key, kv_c.double().unsqueeze(1), **batch)
     return AttentionState(up_project_output(state.output, w_uv), state.lse)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, *, selected: Tensor | None = None, causal: bool = True, scale: float, **starts: Any
+) -> AttentionState:
+    """To what rows select, or what the mask shows."""
+    if selected is not None:
+        return selected_attention(q, k, v, selected, scale=scale)
+    return attention(q, k, v, **starts, scale=scale, causal=causal)
 
 
 def chunked_prefill(
@@ -120,11 +101,6 @@ def prepend_context(
     lengths = map(add, whole.seq_lens, _lengths(query_start_loc))
     kv_c, k_pe = latents.tensor_split([kv_c.shape[-1]], dim=-1)
     return kv_c, k_pe, tuple(accumulate(lengths, initial=0))
-
-
-def _concat_query(nope: Tensor, pe: Tensor) -> Tensor:
-    """[T, N, P or L] and [T, N, R] to one query, float64."""
-    return torch.cat((nope.to(torch.float64), pe.to(torch.float64)), dim=-1)
 
 
 def _lengths(start_loc: Sequence[int]) -> tuple[int, ...]:

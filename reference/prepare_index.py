@@ -13,10 +13,8 @@ from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.reference.quantization import E4M3_MAX, next_exponent
 from mla_conformance.reference.rope import join_pairs, split_pairs
 
-LARGEST_FLOOR = 1e-4
-"""A kernel may take the largest magnitude of a block for this where it is less, as DeepSeek's does."""
-_SCALE_STEPS = 8
-"""Roundings of a scale, and of a weight times its factors."""
+LARGEST_FLOOR = 1e-4  # a kernel may take the largest magnitude of a block for this where it is less, as DeepSeek's does
+_SCALE_STEPS = 8  # roundings of a scale, and of a weight times its factors
 
 
 @dataclass(frozen=True)

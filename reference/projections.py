@@ -47,11 +47,6 @@ def kv_b_proj(w_uk: Tensor, w_uv: Tensor) -> Tensor:
 
 def split_kv_b_proj(weight: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
     """The inverse of `kv_b_proj`: [L, N, P+V] gives views (W_UK [L, N, P], W_UV [L, N, V])."""
-    if not 0 < qk_nope_head_dim < weight.shape[-1]:
-        raise ValueError(
-            f"qk_nope_head_dim must leave columns for W_UK and W_UV: expected 1..{weight.shape[-1] - 1}, "
-            f"got {qk_nope_head_dim} for a weight of shape {tuple(weight.shape)}"
-        )
     return weight[..., :qk_nope_head_dim], weight[..., qk_nope_head_dim:]
 
 

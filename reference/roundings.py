@@ -11,28 +11,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-P_ROUNDOFFS = (2.0**-4, 2.0**-8, 2.0**-11)
-"""Of e4m3, bfloat16 and float16."""
+P_ROUNDOFFS = (2.0**-4, 2.0**-8, 2.0**-11)  # of e4m3, bfloat16 and float16
 _FINER = (2.0**-14, 2.0**-17, 2.0**-20)
 """Values of opposite signs hide each other in a cell where a kernel rounds one up and the other down."""
-_CELLS = 4
-"""Cells of logits to a period of 2u."""
-_COMBINATIONS = 16
-"""Random combinations of columns that stand for all; fewer columns stand for themselves."""
-_SAMPLED = 2
-"""Rows, and heads of each, that show whether logits are that close: those that see most keys."""
+_CELLS = 4  # cells of logits to a period of 2u
+_COMBINATIONS = 16  # random combinations of columns that stand for all; fewer columns stand for themselves
+_SAMPLED = 2  # rows, and heads of each, that show whether logits are that close: those that see most keys
 _NOTEWORTHY = 0.5
 """Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
 _ELEMENTS = 2**22
 """Elements that the sums of some heads may take (32 MiB of float64); those of a single head always may."""
-THREADS = 4
-"""That add the weights of a row in FlashAttention 2 and 3, each a pair of every eight, one after another."""
+THREADS = 4  # that add the weights of a row in FlashAttention 2 and 3, each a pair of every eight, one after another
 _SUM_ROUNDOFF = 2.0**-24
 _MOST_PAIRS = 2**25
 """Pairs of a query and a key, over all heads, that are looked at; of more every n-th row stands for those behind it."""
 
-Visible = Sequence[slice | Tensor]
-"""The keys of each row."""
+Visible = Sequence[slice | Tensor]  # the keys of each row
 
 
 def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Sequence[int], scale: float) -> Tensor:

@@ -14,10 +14,8 @@ from mla_conformance.reference.tiles import Queries, Tile, TileKeys, View
 
 LARGEST_EXPONENT = 32.0
 """Bound of a score less the shift: squares of weights, summed over a million keys, stay within float32's range."""
-LEAST_SUM = math.exp(-30.0)
-"""Sums below it may have lost low-precision products to underflow."""
-_NO_KEY = 1e-18
-"""Stands for the Σ p of a row without keys; its square's inverse is within float32."""
+LEAST_SUM = math.exp(-30.0)  # sums below it may have lost low-precision products to underflow
+_NO_KEY = 1e-18  # stands for the Σ p of a row without keys; its square's inverse is within float32
 Kernel = Callable[[Tile, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

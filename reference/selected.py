@@ -19,8 +19,7 @@ from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, RowS
 from mla_conformance.reference.tiles import Queries, Tile, TileKeys, in_lanes, magnitudes
 
 NO_KEY = -1
-_LEAST_SHARE = 2.0**-102
-"""The least number that float32 holds in full, 2^-126, in units of its roundoff."""
+_LEAST_SHARE = 2.0**-102  # the least number that float32 holds in full, 2^-126, in units of its roundoff
 _KEY_ELEMENTS = 2**24
 """Elements of keys that may be gathered at once (128 MiB of float64); those of a single row always may."""
 

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from mla_conformance.reference.attention import segments
 
-View = Callable[[Tensor], Tensor]
-"""Picks rows of a [h, rows, columns] tensor, without a copy."""
+View = Callable[[Tensor], Tensor]  # picks rows of a [h, rows, columns] tensor, without a copy
 
 
 def cut(rows: slice) -> View:
@@ -185,8 +184,7 @@ def _width(x: Tensor, low: torch.dtype) -> torch.dtype:
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
-LANES = 2
-"""Works on a GPU at a time: while one is in its matrix products, another one moves memory, or begins."""
+LANES = 2  # works on a GPU at a time: while one is in its matrix products, another one moves memory, or begins
 _END = object()
 
 _GPU_BYTES = 3_040_000_000

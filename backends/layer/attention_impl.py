@@ -182,18 +182,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata, fast_build=True)
 
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: Any,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-        dcp_world_size: int,
-    ) -> bool:
+    def use_cascade_attention(self, *batch: Any, **sizes: Any) -> bool:
         return False
 
 
@@ -230,21 +219,6 @@ class AttentionImpl(ABC, Generic[T]):
         return self
 
     @abstractmethod
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-    ) -> None: ...
-
-    @abstractmethod
     def forward(
         self,
         layer: AttentionLayer,  # holds the scales
@@ -267,19 +241,4 @@ class AttentionImpl(ABC, Generic[T]):
 
 
 class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
-    """Attention over latents, constructed with the keywords of ``mla_impl.MLACommonImpl``."""
-
-    @abstractmethod
-    def forward(
-        self,
-        layer: AttentionLayer,
-        hidden_states_or_cq: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: T,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Write the latents to the cache and attend to it; operands as of ``mla_impl.MLACommonImpl.forward``."""
+    """Attention over latents, with the keywords and the operands of ``mla_impl.MLACommonImpl``."""

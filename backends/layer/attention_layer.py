@@ -29,18 +29,15 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_name() -> str:
-        """Name by which the backend is chosen and reported."""
+    def get_name() -> str: ...
 
     @staticmethod
     @abstractmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """The class that computes."""
+    def get_impl_cls() -> type[AttentionImpl[Any]]: ...
 
     @staticmethod
     @abstractmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        """The class that turns a batch into metadata."""
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]: ...
 
     @staticmethod
     @abstractmethod
@@ -112,15 +109,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        device_capability: DeviceCapability | None,
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
         """The reason why settings that are supported singly are not supported together, or None."""
         return None
@@ -140,16 +129,23 @@ class AttentionBackend(ABC):
         attn_type: str,
     ) -> list[str]:
         """Reasons why the backend cannot be used, in the order of vLLM's; an empty list means that it can."""
-        layouts, wrong = cls.supported_kv_cache_dtypes, contradiction(kv_cache_dtype, dtype)
+        wrong = contradiction(kv_cache_dtype, dtype)
         blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
         device = f"compute capability not supported: got {device_capability or 'a device without one'}"
         mla, sparse = "MLA" if use_mla else "non-MLA", "sparse" if use_sparse else "non-sparse"
+
+        def refusal(setting: str, got: object, supported: list[Any]) -> str:
+            return f"{setting} not supported: got {got} (supported: {', '.join(map(str, supported))})"
+
         checks = (
-            (cls.supports_head_size(head_size), _refusal("head_size", head_size, cls.get_supported_head_sizes())),
-            (cls.supports_dtype(dtype), _refusal("dtype", dtype, cls.supported_dtypes)),
-            (cls.supports_kv_cache_dtype(kv_cache_dtype), _refusal("kv_cache_dtype", kv_cache_dtype, layouts)),
+            (cls.supports_head_size(head_size), refusal("head_size", head_size, cls.get_supported_head_sizes())),
+            (cls.supports_dtype(dtype), refusal("dtype", dtype, cls.supported_dtypes)),
+            (
+                cls.supports_kv_cache_dtype(kv_cache_dtype),
+                refusal("kv_cache_dtype", kv_cache_dtype, cls.supported_kv_cache_dtypes),
+            ),
             (not wrong, wrong),
-            (cls.supports_block_size(block_size), _refusal("block_size", block_size, [blocks])),
+            (cls.supports_block_size(block_size), refusal("block_size", block_size, [blocks])),
             (not use_mm_prefix or cls.supports_mm_prefix(), "partial multimodal token full attention not supported"),
             (use_mla == cls.is_mla(), f"{mla} not supported"),
             (not has_sink or cls.supports_sink(), "sink setting not supported"),
@@ -166,10 +162,6 @@ class AttentionBackend(ABC):
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:  # None if any will do
         return None
-
-
-def _refusal(setting: str, got: object, supported: list[Any]) -> str:
-    return f"{setting} not supported: got {got} (supported: {', '.join(map(str, supported))})"
 
 
 def subclass_attention_backend(

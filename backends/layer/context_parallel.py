@@ -3,6 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -110,22 +111,19 @@ class Lockstep:
         self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
         errors: list[BaseException] = []
-        results: list[Any] = [None for _ in steps]
 
-        def take_part(rank: int, step: Callable[[], Any]) -> None:
+        def take_part(rank: int, step: Callable[[], Any]) -> Any:
             with self._turn:
                 try:
-                    results[rank] = step()
+                    return step()
                 except BaseException as error:
                     errors.append(error)
-                self._ended.add(rank)
-                self._turn.notify_all()
+                finally:
+                    self._ended.add(rank)
+                    self._turn.notify_all()
 
-        threads = [threading.Thread(target=take_part, args=each) for each in enumerate(steps)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(steps)) as threads:
+            results = list(threads.map(take_part, range(len(steps)), steps))
         if errors:
             raise errors[0]
         return results

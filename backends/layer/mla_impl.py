@@ -15,8 +15,7 @@ from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommon
 from mla_conformance.reference.attention import merge
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
-State = tuple[Tensor, Tensor]
-"""Output [T, N, V] and LSE [N, T]."""
+State = tuple[Tensor, Tensor]  # output [T, N, V] and LSE [N, T]
 
 
 class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):

@@ -89,10 +89,6 @@ class MLACommonMetadata(AttentionMetadata):
     _cached_decode_metadata: MLACommonDecodeMetadata | None = None
 
     @property
-    def prefill_requests(self) -> slice:
-        return part(self.num_prefills, self.num_decodes, self.prefills_first)
-
-    @property
     def decode_requests(self) -> slice:
         return part(self.num_decodes, self.num_prefills, not self.prefills_first)
 
@@ -108,8 +104,8 @@ class MLACommonMetadata(AttentionMetadata):
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
         """The prefills alone, for a prefill backend; None without any. The same object until the batch changes."""
         if self._cached_prefill_metadata is None and self.num_prefills:
-            part, context = self.prefill_requests, None
-            lengths = self.query_lens_cpu[part]
+            own, context = part(self.num_prefills, self.num_decodes, self.prefills_first), None
+            lengths = self.query_lens_cpu[own]
             if self.context_plan:
                 if self.context_chunk_workspace is None:
                     raise ValueError(
@@ -119,8 +115,8 @@ class MLACommonMetadata(AttentionMetadata):
                     self.context_plan, self.context_chunk_workspace, self.block_tables.device
                 )
             self._cached_prefill_metadata = MLACommonPrefillMetadata(
-                block_table=self.block_tables[part],
-                query_start_loc=self._starts(part),
+                block_table=self.block_tables[own],
+                query_start_loc=self._starts(own),
                 max_query_len=int(lengths.max()),
                 chunked_context=context,
                 q_data_type=self.dtype,

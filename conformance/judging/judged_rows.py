@@ -72,8 +72,7 @@ def choose_rows(problem: Problem) -> JudgedRows:
 _MARGIN_BYTES = 2 << 30
 _FAR_ITEM_BYTES = 2
 _FAR_KERNELS = (Role.PREFILL, Role.DECODE, Role.SPARSE)
-_FAR_BYTES = 8
-"""Of others: they have float32, or two caches."""
+_FAR_BYTES = 8  # of others: they have float32, or two caches
 
 
 @dataclass(frozen=True)

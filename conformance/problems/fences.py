@@ -11,14 +11,12 @@ from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Original, over, storage_bytes
 from mla_conformance.problems.rooms import CpuRoom, CudaRoom, touched_rooms
 
-ALIGNMENT = 16
-"""Bytes that every operand's address is a multiple of."""
+ALIGNMENT = 16  # bytes that every operand's address is a multiple of
 OUT = "out"
 _POISON = 0xFF
 _ROOM_TO_GROW = 8
 _LEAST_ROOM = 2**16
-_ASIDE = 2**12
-"""Bytes before the operands of :class:`Buffers`: what touches them is not asked here."""
+_ASIDE = 2**12  # bytes before the operands of :class:`Buffers`: what touches them is not asked here
 
 
 class Side(StrEnum):

@@ -19,8 +19,7 @@ _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _WORD, _FEW = 8, 2**12
 _LARGE = 1e4
-_NO_RESERVE = 0x4000
-"""Linux' MAP_NORESERVE."""
+_NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE
 _FREED_BLOCKS = 2
 _RAN_OUT = (
     *("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED"),
@@ -28,8 +27,7 @@ _RAN_OUT = (
 )
 """What torch says of a CPU, of the driver and of cuBLAS and cuDNN, and Triton of the driver; and, without a reason, a
 library by its stable ABI that was given no tensor, as FlashMLA on a GPU that others fill."""
-_POISON_BYTE = 0xFF
-"""Every float format here, e4m3 included, reads all bits set as NaN."""
+_POISON_BYTE = 0xFF  # every float format here, e4m3 included, reads all bits set as NaN
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

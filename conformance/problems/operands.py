@@ -259,8 +259,7 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     return x.contiguous()
 
 
-COUNTER_SEEDS = 2**23
-"""Seeds from 0 on that there are; each has 2^40 numbers of its own."""
+COUNTER_SEEDS = 2**23  # seeds from 0 on that there are; each has 2^40 numbers of its own
 _CHUNK = {"cpu": 2**15, "cuda": 2**25}
 """Numbers that are made at a time: a CPU's caches hold them, and a GPU has enough to do."""
 _LOW_BITS = 2**63 - 1

@@ -17,8 +17,7 @@ from weakref import WeakSet
 
 import torch
 
-ZONE = 2**21
-"""Bytes before and behind that fault, as many as a GPU's driver maps at least."""
+ZONE = 2**21  # bytes before and behind that fault, as many as a GPU's driver maps at least
 _MASK_BYTES, _WITH_INFO = 128, 4
 
 

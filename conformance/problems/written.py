@@ -109,8 +109,7 @@ class ExpectedCache:
         return CacheImage(cache, storage_bytes(cache).clone(), self.case, after, slots, latents)
 
 
-_FILLING = 0x5A
-"""Of numbers before a call, since all bits set would be -1, which is right in some places."""
+_FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, which is right in some places
 
 
 @dataclass(frozen=True)

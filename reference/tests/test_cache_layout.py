@@ -94,8 +94,6 @@ def test_misfits_are_refused() -> None:
         encode(torch.zeros(2, 512), torch.zeros(3, 64), "auto", 1.0)
     with pytest.raises(ValueError, match="unknown tile scales 'e8m0'; expected one of float32, pow2"):
         encode(*latents(1), "fp8_ds_mla", 1.0, "e8m0")
-    with pytest.raises(ValueError, match=r"blocks in 0\.\.2, got 3\.\.3"):
-        copy_blocks([torch.zeros(3, 1, 1)], torch.tensor([[3, 0]]))
 
 
 def test_scales_that_are_powers_of_two_hold_every_tile_and_are_the_least_that_do() -> None:
@@ -172,8 +170,6 @@ def test_refusals() -> None:
     nan = torch.tensor([0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="got NaN"):
         e4m3_ordinal(nan)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn, got torch\.uint8"):
-        dequantize_e4m3(nan.view(torch.uint8), 1.0)
     for scale in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive finite scale"):
             quantize_e4m3(torch.ones(1), scale)

@@ -66,15 +66,6 @@ def test_refusals_of_planners_say_what_to_do() -> None:
         plan_context_chunks([5, 5], workspace_tokens=31, page_size=16)
     with pytest.raises(ValueError, match=r"at least 16 \(one page\), got 15"):
         pack_context_chunks([5], workspace_tokens=15, page_size=16)
-    for planner in PLANNERS.values():
-        with pytest.raises(ValueError, match="page_size"):
-            planner([5], workspace_tokens=16, page_size=0)
-        with pytest.raises(ValueError, match="context lengths"):
-            planner([-1], workspace_tokens=16, page_size=1)
-    with pytest.raises(ValueError, match="2 starts and 1 lengths"):
-        ContextChunk(starts=(0, 0), seq_lens=(1,))
-    with pytest.raises(ValueError, match=">= 0"):
-        ContextChunk(starts=(0,), seq_lens=(-1,))
 
 
 def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
@@ -106,8 +97,6 @@ def test_misfits_are_refused() -> None:
         gather_latents(cache, torch.tensor([[0, 1]]), chunk, kv_lora_rank=3)
     with pytest.raises(ValueError, match=r"blocks in 0\.\.2"):
         gather_latents(cache, torch.tensor([[0, 1, 3]]), chunk, kv_lora_rank=3)
-    with pytest.raises(ValueError, match="block table of 1 rows"):
-        gather_latents(cache, torch.tensor([[0, 1, 2]] * 2), chunk, kv_lora_rank=3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,10 +108,3 @@ def test_every_token_has_one_owner_and_keeps_its_order(length: int, world_size: 
     for rank, share in enumerate(shares):
         assert list(share) == sorted(share) and len(share) == local_length(length, rank=rank, **deal)
         assert all(position // interleave % world_size == rank for position in share)
-
-
-@pytest.mark.parametrize("numbers", [(-1, 0, 2, 1), (3, 2, 2, 1), (3, -1, 2, 1), (3, 0, 2, 0), (3, 0, 0, 1)])
-def test_ranks_that_do_not_exist_are_refused(numbers: tuple[int, int, int, int]) -> None:
-    length, rank, world_size, interleave = numbers
-    with pytest.raises(ValueError, match=f"got {length}, rank {rank} of {world_size} and {interleave}"):
-        local_length(length, rank=rank, world_size=world_size, interleave=interleave)

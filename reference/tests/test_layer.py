@@ -15,7 +15,6 @@ from mla_conformance.reference.projections import (
     MLAWeights,
     expand_key,
     rms_norm,
-    split_kv_b_proj,
     up_project,
 )
 from mla_conformance.reference.rope import Rotation
@@ -119,36 +118,6 @@ def test_rms_norm_divides_by_the_root_mean_square(normal: Any) -> None:
     torch.testing.assert_close(rms_norm(x, weight, 4.0), want, rtol=1e-14, atol=1e-14)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "scale": (0.0, "a finite number above 0, got 0.0"),
-    "kv_factor": ("1.0", "a finite number above 0, got '1.0'"),
-    "kv_norm": (2.0, "an epsilon, or None"),
-    "gate": ("heads", "one of .*hidden.*query_latent.* or None, got 'heads'"),
-    "window": (0, "a positive int, or None, got 0"),
-    "rotation": (Rotation.plain(6, interleaved=True), "frequencies for 4 pairs, half of qk_rope_head_dim"),
-    "doubled_query_latent": (True, "False where the latent is not normalised"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_errors_of_a_spec_name_the_model_and_the_field(name: str) -> None:
-    value, expected = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^M-1: expected {name} to be {expected}"):
-        replace(PLAIN, **{name: value})
-
-
-def test_what_needs_a_latent_query_is_refused_without() -> None:
-    without = replace(PLAIN, dims=replace(SMALL, q_lora_rank=None))
-    needing: dict[str, Any] = {"q_norm": 0.0, "doubled_query_latent": True, "gate": "query_latent"}
-    for name, value in needing.items():
-        with pytest.raises(ValueError, match=f"^M-1: expected {name} to be .* its q_lora_rank being None"):
-            replace(without, **{name: value})
-    head = MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=0, v_head_dim=16)
-    nope = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=None, kv_lora_rank=32, head=head)
-    with pytest.raises(ValueError, match="k_pe_norm to be None where qk_rope_head_dim is 0"):
-        LayerSpec(model="M-1", dims=nope, scale=0.2, rotation=None, k_pe_norm=1e-6)
-
-
 def test_weights_of_another_layer_and_lists_are_refused(prefill: Any, normal: Any) -> None:
     weights = weights_of(PLAIN, normal)
     listed = replace(PLAIN, selects=True)
@@ -166,8 +135,6 @@ def test_weights_of_another_layer_and_lists_are_refused(prefill: Any, normal: An
     ):
         with pytest.raises(ValueError, match=expected):
             run(spec, weights, prefill, normal, "compute_friendly", selected=selected)
-    with pytest.raises(ValueError, match="compute_friendly, data_movement_friendly, chunked_prefill, got 'fast'"):
-        run(PLAIN, weights, prefill, normal, "fast")
 
 
 @pytest.mark.parametrize(
@@ -193,15 +160,10 @@ def test_growth_of_queries() -> None:
     factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
     steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
     assert factors.tolist() == pytest.approx(steps)
-    for beta, period in ((0.0, 8), (0.1, 0), (0.1, 2.5)):
-        with pytest.raises(ValueError, match="a beta and a period in tokens above 0"):
-            QueryGrowth(beta=beta, period=period)  # type: ignore[arg-type]
 
 
-def test_products_widen_copies_keep_and_a_weight_without_values_is_refused() -> None:
+def test_products_widen_and_copies_keep() -> None:
     narrow = torch.ones(3, 4, 2, dtype=torch.bfloat16)
     key = expand_key(narrow, torch.zeros(3, 2, dtype=torch.bfloat16))
     assert key.dtype == torch.bfloat16 and key.shape == (3, 4, 4) and (key[..., 2:] == 0).all()
     assert up_project(torch.ones(5, 3, dtype=torch.bfloat16), narrow).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"expected 1\.\.27, got 28"):
-        split_kv_b_proj(torch.ones(32, 4, 28), 28)
