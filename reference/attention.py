@@ -45,7 +45,6 @@ class ErrorTerms:
     key_shift: Tensor | None = None
 
     def by_name(self) -> dict[str, Tensor]:
-        """The terms that were asked for."""
         return {name: term for name, term in vars(self).items() if term is not None}
 
 

@@ -77,7 +77,6 @@ class Panel:
         return sums
 
     def extremes(self, sums: RowSums) -> Tensor:
-        """Those of the rows that see a key; [2] float64."""
         none = bisect_left(range(self.rows.start, self.rows.stop), 1, key=self.request.visible)
         if none == self._length:
             return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
@@ -94,7 +93,6 @@ class Panel:
 
     @property
     def at(self) -> slice:
-        """Where the rows stand among those of all requests."""
         start = self.request.rows.start
         return slice(start + self.rows.start, start + self.rows.stop)
 
@@ -104,7 +102,6 @@ class Panel:
 
     @property
     def _seen_by_all(self) -> int:
-        """How many keys every row sees."""
         return self.request.visible(self.rows.start)
 
     @property
@@ -115,7 +112,6 @@ class Panel:
 
     @property
     def _padded_length(self) -> int:
-        """Rows with those that a whole number of blocks takes."""
         return -(-self._length // self.blocks.queries) * self.blocks.queries if self._stepped else self._length
 
     def _keys(self, keys: slice) -> TileKeys:
@@ -145,7 +141,6 @@ class Panel:
             yield from ((rows, Tile(own, keys, seen)) for keys in parts)
 
     def _rectangles(self, stop: int) -> Iterator[Band]:
-        """The keys before ``stop``, which all rows see."""
         for span in cuts(stop, self.blocks.span):
             parts = self._keys(span).parts(self.blocks.keys)
             yield from ((cut(rows), parts, None) for rows in cuts(self._length, self.blocks.queries))
@@ -165,7 +160,6 @@ class Panel:
         yield folded(size), [keys.map(folded(size))], torch.arange(1, size + 1, device=keys.k.device)
 
     def _ragged(self) -> Iterator[Band]:
-        """The keys that only some rows see, whichever those are."""
         for block in cuts(self._length, self.blocks.queries):
             positions = range(self.rows.start + block.start, self.rows.start + block.stop)
             for part in cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):

@@ -143,7 +143,6 @@ def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> T
 
 
 def _keys_of(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
-    """What entries [S, form.width] mean: keys [S, coded + plain] float64."""
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
     scales = _read_scales(parts["scales"][:, : form.scale_bytes - form.padding].contiguous(), form.scales)
     codes = parts["codes"]

@@ -26,7 +26,6 @@ class ContextChunk:
 
     @property
     def num_tokens(self) -> int:
-        """Context tokens in the chunk, over all requests."""
         return sum(self.seq_lens)
 
 

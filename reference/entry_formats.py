@@ -18,8 +18,6 @@ SHUFFLE = 16  # tokens, and columns, of a tile of shuffled codes
 
 @dataclass(frozen=True)
 class TiledFormat:
-    """One form."""
-
     name: str  # by which a configuration calls it
     # the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it
     dims: tuple[tuple[int, int], ...]
@@ -51,7 +49,6 @@ class TiledFormat:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of an entry's scales, padding included."""
         return self.tiles * SCALES[self.scales] + self.padding
 
     @property
@@ -66,7 +63,6 @@ class TiledFormat:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each, in that order."""
         named = {"codes": self.code_bytes, "plain": self.plain_bytes, "scales": self.scale_bytes}
         return tuple(named[name] for name in self.order)
 

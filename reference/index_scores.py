@@ -27,7 +27,6 @@ class IndexScores:
 
     @property
     def visible(self) -> Tensor:
-        """[n, W] bool, what is below a row's bound."""
         return torch.arange(self.scores.shape[1], device=self.bounds.device) < self.bounds.unsqueeze(1)
 
     def fewest(self, columns: int) -> Tensor:

@@ -32,14 +32,11 @@ class QueryGrowth:
     period: int
 
     def factors(self, positions: Tensor) -> Tensor:
-        """[T] float64, for positions [T]."""
         return 1 + self.beta * torch.log1p(torch.div(positions, self.period, rounding_mode="floor").to(torch.float64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One MLA layer of a model, but for its weights."""
-
     model: str  # name of the model; errors begin with it
     dims: ModelDimensions  # sizes
     scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
@@ -64,7 +61,6 @@ class LayerSpec:
     selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 
     def check(self, weights: MLAWeights) -> None:
-        """Raise ValueError unless the weights are those of such a layer."""
         expected = self.weight_shapes
         for name, weight in vars(weights).items():
             got = None if weight is None else tuple(weight.shape)

@@ -14,8 +14,6 @@ from mla_conformance.reference.rope import Rotation
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """The weights of one indexer, one float dtype and device."""
-
     wq_b: Tensor  # [Lq, H, D], latent query to the queries of H heads
     wk: Tensor  # [hidden, D]
     k_norm: Tensor  # [D], of the keys' LayerNorm
@@ -25,8 +23,6 @@ class IndexerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """One indexer, but for its weights."""
-
     rotation: Rotation  # RoPE of queries and keys
     rope_last: bool  # whether the last columns are rotated, not the first
     epsilon: float  # of the keys' norm

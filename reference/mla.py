@@ -52,7 +52,6 @@ def data_movement_friendly(
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, *, selected: Tensor | None = None, causal: bool = True, scale: float, **starts: Any
 ) -> AttentionState:
-    """To what rows select, or what the mask shows."""
     if selected is not None:
         return selected_attention(q, k, v, selected, scale=scale)
     return attention(q, k, v, **starts, scale=scale, causal=causal)

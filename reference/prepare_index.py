@@ -19,8 +19,6 @@ _SCALE_STEPS = 8  # roundings of a scale, and of a weight times its factors
 
 @dataclass(frozen=True)
 class Prepared:
-    """Values on their way to codes."""
-
     values: Tensor  # [..., D] float64
     accumulated: Tensor  # [..., D], sums of magnitudes that a float32 accumulation is relative to
     stored: Tensor  # [..., D], sums of magnitudes that a rounding of intermediate results is relative to

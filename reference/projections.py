@@ -33,7 +33,6 @@ class MLAWeights:
     sink: Tensor | None = None  # [N], logits
 
     def present(self) -> dict[str, Tensor]:
-        """The weights that the layer has, by name."""
         return {name: weight for name, weight in vars(self).items() if weight is not None}
 
     def widened(self) -> "MLAWeights":

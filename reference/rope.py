@@ -10,8 +10,6 @@ from mla_conformance.reference.yarn import Yarn
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """How the pairs of a rotary part turn with the position."""
-
     frequencies: tuple[float, ...]  # radians a token, one for each of the R/2 pairs
     interleaved: bool  # True pairs elements (2i, 2i+1), as DeepSeek does; False pairs (i, i + R/2), the NeoX style
     magnitude: float = 1.0  # factor of what was rotated, 1 but for YaRN
@@ -23,13 +21,11 @@ class Rotation:
 
     @staticmethod
     def extended(yarn: Yarn, dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
-        """The same for a context that YaRN extends."""
         slowed = yarn.slowed(plain_frequencies(dim, base), base)
         return Rotation(frequencies=slowed, interleaved=interleaved, magnitude=yarn.magnitude)
 
     @property
     def dim(self) -> int:
-        """R, the elements that it rotates."""
         return 2 * len(self.frequencies)
 
     def table(self, positions: Tensor) -> Tensor:

@@ -82,7 +82,6 @@ def _count(keys: slice | Tensor) -> int:
 
 
 def _clustered(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[heads] bool, whether weights of a row, q [N, D], are much closer than weights that are spread evenly."""
     heads = slice(None, None, -(-len(q) // _SAMPLED))
     logits = _logits(q[heads], k if k.shape[1] == 1 else k[:, heads], scale)
     p = logits.softmax(dim=-1)
@@ -150,7 +149,6 @@ class MergeTerms:
     squares: Tensor
 
     def larger(self, other: "MergeTerms") -> "MergeTerms":
-        """Of two plans, whichever a kernel follows."""
         return MergeTerms(torch.maximum(self.total, other.total), torch.maximum(self.squares, other.squares))
 
 

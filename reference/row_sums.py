@@ -32,7 +32,6 @@ class RowSums:
 
     @staticmethod
     def zeros(shift: Tensor, width: int) -> "RowSums":
-        """Nothing added yet, of values that are so wide."""
         heads, rows, _ = shift.shape
         shapes = (3 * heads, rows, width), (heads, rows, width), (heads, rows, 1)
         terms = (torch.zeros(shape, device=shift.device) for shape in shapes)

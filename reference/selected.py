@@ -142,8 +142,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
 
 @dataclass(frozen=True)
 class RowLists:
-    """The tokens that the rows of a batch attend to."""
-
     # [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none
     numbers: Tensor
     query_start_loc: Sequence[int]  # first row of each request, and the end
@@ -233,7 +231,6 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
 
 
 def _list_sums(q: Tensor, k: Tensor, v: Tensor, shift: Tensor, scale: float) -> RowSums:
-    """Of operands with the rows first, as heads are elsewhere; shift [n, N, 1] float64."""
     # In float32, or float64, which the kernel reads; exact.
     wide_q, wide_k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
     factor = torch.full((), scale, dtype=torch.float64, device=q.device)

@@ -32,8 +32,6 @@ def padded(rows: int) -> View:
 
 @dataclass(frozen=True)
 class RequestRows:
-    """Rows of one request whose attention is computed."""
-
     q: Tensor  # [r, N, D], the rows
     k: Tensor  # [S, N, D], all keys of the request
     v: Tensor  # [S, N, V]
@@ -86,8 +84,6 @@ def _index(positions: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of some heads."""
-
     wide: Tensor  # [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise
     factor: Tensor | None  # [] float64, the scale that their products are still to be multiplied with, or None
     low: Tensor  # [h, r, D] their magnitudes, times the scale's, in low precision
@@ -109,8 +105,6 @@ class Queries:
 
 @dataclass(frozen=True)
 class TileKeys:
-    """Keys and values of some heads."""
-
     k: Tensor  # [h, c, D], in float32 or float64 as queries are
     v: Tensor  # [h, c, V] float64
     low_k: Tensor  # [h, c, D], |k| in low precision
@@ -126,12 +120,10 @@ class TileKeys:
 
     @staticmethod
     def bytes_of_key(request: RequestRows, low: torch.dtype) -> int:
-        """Bytes of one key of one head of a request."""
         width, value_width = request.k.shape[2], request.v.shape[2]
         return _width(request.k, low).itemsize * width + 8 * value_width + low.itemsize * (width + 3 * value_width)
 
     def parts(self, width: int) -> list["TileKeys"]:
-        """Consecutive pieces of ``width`` keys; the last may be shorter."""
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
 
     def map(self, view: View) -> "TileKeys":
@@ -140,8 +132,6 @@ class TileKeys:
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys that are multiplied with each other."""
-
     queries: Queries  # r rows of h heads
     keys: TileKeys  # c keys of them
     seen: Tensor | None  # [r] int64, how many of the keys each row sees, or None for all
@@ -180,7 +170,6 @@ def magnitudes(x: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _width(x: Tensor, low: torch.dtype) -> torch.dtype:
-    """What scores are made from: float64, and on a large problem float32, where that holds the operand."""
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
@@ -194,8 +183,6 @@ _SHARE_OF_FREE = 0.5
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the blocks."""
-
     heads: int  # heads in a batch of matrix products
     panel: int  # queries whose sums are taken together, a multiple of ``queries``
     queries: int  # queries in a block, ``step`` times a power of two

@@ -9,8 +9,6 @@ _NARROWEST_RAMP = 1e-3  # width of a ramp whose two ends are one number
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """An extension of the context, as a configuration tells it."""
-
     factor: float  # the extended context by the original one
     original_positions: int  # length of the original one in tokens
     # beta_fast, beta_slow: turns over the original context from which a pair keeps its frequency, and up to which it is
@@ -43,7 +41,6 @@ class Yarn:
         return self._temperature(self.mscale_all_dim) ** 2
 
     def _pair_of(self, turns: float, dim: int, base: float) -> float:
-        """The pair, in fractions, that turns so often over the original context."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def _temperature(self, mscale: float) -> float:

@@ -16,8 +16,6 @@ from mla_conformance.backends.quant_key import QuantKey
 
 
 class AttentionType(StrEnum):
-    """Which tokens attend to which."""
-
     DECODER = "decoder"
     ENCODER = "encoder"
     ENCODER_ONLY = "encoder_only"
@@ -84,13 +82,11 @@ class CommonAttentionMetadata:
 
     @property
     def seq_lens_cpu(self) -> Tensor:
-        """Deprecated: ``seq_lens`` on the host."""
         _warn("seq_lens_cpu", "seq_lens.cpu()")
         return self.host_seq_lens()
 
     @property
     def num_computed_tokens_cpu(self) -> Tensor:
-        """Deprecated: [B] tokens computed before this batch, on the host."""
         _warn("num_computed_tokens_cpu", "query_start_loc_cpu and seq_lens")
         if self._num_computed_tokens_cpu is None:
             self._num_computed_tokens_cpu = self.host_seq_lens() - self.query_start_loc_cpu.diff()
@@ -103,7 +99,6 @@ class CommonAttentionMetadata:
         return self._seq_lens_cpu
 
     def compute_num_computed_tokens(self) -> Tensor:
-        """[B] tokens computed before this batch, on the device; nothing is copied to the host."""
         if self._num_computed_tokens_cache is None:
             self._num_computed_tokens_cache = self.seq_lens - self.query_start_loc.diff()
         return self._num_computed_tokens_cache
@@ -148,7 +143,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """What of a batch may run inside a CUDA graph."""
         return cls._cudagraph_support
 
     def _init_reorder_batch_threshold(

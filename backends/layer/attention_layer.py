@@ -16,8 +16,6 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 
 
 class AttentionBackend(ABC):
-    """One way to compute the attention of a layer: its classes, the shape of its cache, and what it supports."""
-
     accept_output_buffer: bool = False  # whether the caller allocates the output
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]  # dtypes of the model
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # cache dtypes by name; empty means any
@@ -111,7 +109,6 @@ class AttentionBackend(ABC):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
-        """The reason why settings that are supported singly are not supported together, or None."""
         return None
 
     @classmethod
@@ -128,7 +125,6 @@ class AttentionBackend(ABC):
         device_capability: DeviceCapability | None,
         attn_type: str,
     ) -> list[str]:
-        """Reasons why the backend cannot be used, in the order of vLLM's; an empty list means that it can."""
         wrong = contradiction(kv_cache_dtype, dtype)
         blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
         device = f"compute capability not supported: got {device_capability or 'a device without one'}"

@@ -51,8 +51,6 @@ class ContextParallelGroup(ABC):
 
 
 class OnlyRank(ContextParallelGroup):
-    """A rank that shares nothing."""
-
     world_size, rank = 1, 0
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -148,8 +146,6 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class LockstepGroup(ContextParallelGroup):
-    """The ranks of a :class:`Lockstep` as one of them sees them."""
-
     world_size: int
     rank: int
     _lockstep: Lockstep = field(repr=False)

@@ -83,8 +83,6 @@ def get_current_config() -> LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec:
-    """The cache of one group of layers."""
-
     block_size: int  # tokens of a page
     head_size: int  # elements of an entry's latents
     num_kv_heads: int = 1

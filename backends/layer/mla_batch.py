@@ -14,8 +14,6 @@ from mla_conformance.reference.dimensions import MLADimensions
 
 
 class BatchForm(NamedTuple):
-    """A batch by its lengths."""
-
     decodes: tuple[int, ...]  # new tokens of each request that decodes
     prefills: tuple[int, ...]  # new tokens of each request that prefills
     padding: int  # rows of padding that count as requests
@@ -81,8 +79,6 @@ def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> i
 
 
 class LayerRequest(NamedTuple):
-    """One request of a batch."""
-
     query_len: int  # new tokens
     context_len: int  # tokens computed before
     # physical blocks in the order of its tokens, on this rank; may be longer than needed

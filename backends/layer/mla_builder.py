@@ -108,7 +108,6 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         return self._assemble(common, prefills, prefills_first=True, use_cuda_graph=cuda_graph_pad_size >= 0)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLACommonMetadata:
-        """The metadata of a batch of decodes that a CUDA graph is captured with; ValueError for a prefill in it."""
         metadata = self.build(0, common_attn_metadata)
         if metadata.num_prefills:
             raise ValueError(
@@ -120,7 +119,6 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def update_block_table(
         self, metadata: MLACommonMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> MLACommonMetadata:
-        """The metadata of the same batch over other pages."""
         return replace(
             metadata,
             block_tables=blk_table[: len(metadata.seq_lens)],

@@ -210,7 +210,6 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     def _compute_prefill_context(
         self, q: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
     ) -> State:
-        """Unmasked attention to the cached context, a workspace of it at a time."""
         metadata = attn_metadata.prefill_metadata
         assert metadata is not None and metadata.chunked_context is not None
         chunks, merged = metadata.chunked_context, None
@@ -251,7 +250,6 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
     def _v_up_proj(self, x: Tensor) -> Tensor:
-        """[T, N, L] to [T, N·V]."""
         return torch.bmm(x.transpose(0, 1), self.W_UV).transpose(0, 1).flatten(1)
 
     def _merge(self, prefix: State, suffix: State) -> State:
@@ -285,7 +283,6 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         return merged.to(output.dtype)
 
     def _up_project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [S, L] and [S, R] to k [S, N, P + R] and v [S, N, V], a view of the projection."""
         projected = self.kv_b_proj(kv_c)
         # vLLM's linear layers return their bias as well.
         kv = (projected[0] if isinstance(projected, tuple) else projected).unflatten(-1, (self.num_heads, -1))

@@ -21,8 +21,6 @@ _LATENT, _ROPE = 512, 64
 
 
 class MLACommonBackend(AttentionBackend):
-    """An MLA layer over a prefill and a decode backend; :func:`mla_backend` makes one."""
-
     accept_output_buffer = True
     prefill_backend: ClassVar[type[MLAPrefillBackend] | None] = None  # computes prefills; None if the layer has none
     decode_backend: ClassVar[type[MLADecodeBackend] | None] = None  # computes decodes; None if the layer has none
@@ -34,7 +32,6 @@ class MLACommonBackend(AttentionBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        """The kernels' names, joined if they differ."""
         names = [kernel.get_name() for kernel in cls._kernels()]
         return "+".join(dict.fromkeys(names)) or "MLA_COMMON"
 
@@ -66,7 +63,6 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """As the logical shape; with layers, a block's layers lie together."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @staticmethod
@@ -75,7 +71,6 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copy blocks [copies, 2] within each layer's cache."""
         for each in kv_caches:
             cache_ops.swap_blocks(each, each, src_to_dists)
 
@@ -102,7 +97,6 @@ class MLACommonBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
-        """A layout that holds no such latents, or what must be installed first."""
         try:
             cache_ops.entry_width(kv_cache_dtype or "auto", *_latent_dims(head_size))
             cache_ops.cache_dtype(kv_cache_dtype or "auto", dtype)
@@ -143,6 +137,5 @@ def mla_backend(
 
 @cache
 def _bound(part: Any, backend: type[MLACommonBackend]) -> Any:
-    """A subclass of an implementation or a builder that knows its backend."""
     known = {"attention_backend": backend, "__module__": part.__module__}
     return subclass_attention_backend_with_overrides("", part, known)

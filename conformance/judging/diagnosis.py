@@ -12,8 +12,6 @@ from mla_conformance.problems.operands import segments
 
 @dataclass(frozen=True)
 class Position:
-    """A position in an output [T, N, V] or an LSE [N, T]."""
-
     row: int  # row of the tensor
     head: int  # query head
     column: int | None  # column of the output, or None for a whole row
@@ -22,7 +20,6 @@ class Position:
 
     @staticmethod
     def of(rows: JudgedRows, index: list[int]) -> "Position":
-        """The place of ``[judged row, head]`` or ``[judged row, head, column]``."""
         judged, head, *rest = index
         token = rows.number(judged)
         request = bisect_right(rows.query_start_loc, token) - 1

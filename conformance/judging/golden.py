@@ -31,8 +31,6 @@ _MOST_KEPT = 8
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a faithful kernel may be from a golden result."""
-
     visible: torch.Tensor  # [N, T] bool, the rows that see a key
     element: torch.Tensor  # [T, N, V] largest error of the output
     row_rms: torch.Tensor  # [T, N] expected RMS error of the output over the columns
@@ -44,8 +42,6 @@ class Budget:
 
 @dataclass(frozen=True)
 class Golden(ABC):
-    """Golden results of the judged rows."""
-
     rows: JudgedRows  # which rows they are
 
     @property
@@ -65,14 +61,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class GoldenAttention(Golden):
-    """Golden states of the judged rows."""
-
     calls: tuple[AttentionState, ...]  # one per call of the problem
     merged: AttentionState | None  # attention to the keys of all calls at once; None where there is nothing to merge
     _budgets: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
 
     def budget(self, golden: AttentionState, allowed: Roundoffs, row_deviations: float) -> Budget:
-        """How far a kernel that rounds as ``allowed`` says may be from one of these states."""
         key = (id(golden), allowed, row_deviations)  # of a state that outlives this: no other has its id meanwhile
         if key not in self._budgets:
             if len(self._budgets) >= _MOST_KEPT:

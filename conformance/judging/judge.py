@@ -271,7 +271,6 @@ class AttentionJudge(Steps):
         )
 
     def _allowed_codes(self, part: _Part) -> tuple[torch.Tensor, ...]:
-        """Places of the least allowed code, of the golden one and of the largest."""
         assert self.problem.output_scale is not None
         golden, scale = part.golden.output, float(self.problem.output_scale)
         ends = (golden - part.budget.element, golden, golden + part.budget.element)

@@ -63,7 +63,6 @@ class CpuRoom(mmap.mmap):
 
 
 def _structure(**fields: Any) -> Any:
-    """A class for a C structure of these fields."""
     return type("_Structure", (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
 

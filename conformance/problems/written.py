@@ -20,8 +20,6 @@ TIE_SLACK = 2.0**-20
 
 @dataclass(frozen=True)
 class CacheImage(Written):
-    """A paged cache [blocks, page, width]."""
-
     case: CachedCase  # for layout and scale
     after: torch.Tensor  # the bytes that must be there after the call
     slots: torch.Tensor  # [T] slots that the call writes, flat numbers block · page + offset
@@ -95,11 +93,9 @@ class ExpectedCache:
 
     @cached_property
     def block_ids(self) -> list[list[int]]:
-        """Blocks of each request, and what the table holds behind them."""
         return self.pages.block_table.tolist()  # type: ignore[no-any-return]
 
     def image(self) -> CacheImage:
-        """The cache with poison in place of its new tokens, and with them."""
         cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
         rows = self.new.nonzero().flatten()
         slots = self.pages.slots[rows].to(cache.device)
@@ -163,8 +159,6 @@ class WrittenRows(Written):
 
 @dataclass(frozen=True)
 class WrittenEntries(Written):
-    """A paged cache [blocks, page, width]."""
-
     name: str  # how messages call it
     slots: torch.Tensor  # [n] int64 slots that calls may write, block · page + offset
     starts: tuple[int, ...] = ()  # first of them of each request, and n; empty where entries are not told apart
@@ -177,7 +171,6 @@ class WrittenEntries(Written):
     def of(
         name: str, cache: torch.Tensor, slots: torch.Tensor, starts: tuple[int, ...] = (), *bounds: torch.Tensor
     ) -> "WrittenEntries":
-        """What must become of a cache as it is now."""
         on = cache.device
         low_high = (bounds[0].to(on), bounds[1].to(on)) if bounds else None
         return WrittenEntries(cache, storage_bytes(cache).clone(), name, slots.to(on), starts, low_high)
