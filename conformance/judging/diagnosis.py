@@ -68,7 +68,6 @@ def _reach(affected: torch.Tensor, name: str) -> str:
 
 
 def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
-    """The place of the largest value of ``share`` [T, N, V] or [T, N]."""
     index = []
     position = int(share.argmax())
     for size in reversed(share.shape):  # torch.unravel_index imports sympy, which takes seconds
@@ -109,7 +108,6 @@ def explain_form(shape: torch.Size, expected: torch.Size, what: str) -> str:
 
 
 def explain_mask(whole: torch.Tensor) -> str:
-    """A hint for an output [T, N, V] that is not finite; empty if none fits."""
     vectors = whole.isnan().all(dim=-1)
     for found, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):
         if bool(found.any()):
@@ -118,7 +116,6 @@ def explain_mask(whole: torch.Tensor) -> str:
 
 
 def explain_output(output: torch.Tensor, golden: torch.Tensor) -> str:
-    """A finding for a wrong output [T, N, V]; empty if none fits."""
     if not bool(output[:, -1].any()) and bool(golden[:, -1].any()):
         return UNWRITTEN if bool(output.any()) else ""
     shifts = [s for s in range(1, golden.shape[1]) if _is_rather(output, golden.roll(s, dims=1), golden)]

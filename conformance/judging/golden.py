@@ -46,7 +46,6 @@ class Golden(ABC):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that they consist of, in the order of its declaration."""
         return _tensors(tuple(getattr(self, each.name) for each in fields(self) if each.name != "rows"))
 
 

@@ -24,8 +24,6 @@ from mla_conformance.reference.roundings import most_of_a_sum
 
 @dataclass(frozen=True)
 class _Part:
-    """One result to be judged: of a call, or of all calls merged."""
-
     name: str  # how messages call it
     keys: int  # keys of the request that has most
     golden: AttentionState  # the golden state
@@ -79,7 +77,6 @@ class AttentionJudge(Steps):
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
-        """Of each call, then what all calls together gave, where there is something to merge."""
         case, calls, whole = self.problem.case, self.problem.attention, self.expectation.merged
         found: list[tuple[str, Sequence[AttentionCall], AttentionState, Sequence[torch.Tensor], int]] = []
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
@@ -251,7 +248,6 @@ class AttentionJudge(Steps):
         return torch.maximum(share, spread)
 
     def _codes(self, part: _Part) -> Verdict | None:
-        """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
         assert self.problem.output_scale is not None
         scale = float(self.problem.output_scale)
         low, _, high = self._allowed_codes(part)

@@ -29,13 +29,11 @@ class JudgedRows:
 
     @property
     def start_loc(self) -> tuple[int, ...]:
-        """First judged row of each request among the judged rows, and the end."""
         if self.numbers is None:
             return self.query_start_loc
         return tuple(bisect_left(self.numbers, start) for start in self.query_start_loc)
 
     def number(self, judged: int) -> int:
-        """The row of the batch that a judged row is."""
         return judged if self.numbers is None else self.numbers[judged]
 
     def pick(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -77,21 +75,17 @@ _FAR_BYTES = 8  # of others: they have float32, or two caches
 
 @dataclass(frozen=True)
 class Reach:
-    """What is far away, and how far."""
-
     operand: str  # ``q``, ``k``, ``v``, ``rows`` or ``cache``
     elements: int  # that many lie before what is judged
 
     @staticmethod
     def of(case: Case) -> "Reach":
-        """The case's field ``far``."""
         found = re.fullmatch(r"(\w+?)(\d\d)", case.far)
         assert found and case.far in FAR
         return Reach(found[1], 2 ** int(found[2]))
 
 
 def needed_bytes(case: Case) -> int:
-    """Device memory that a far case takes, with a margin for the kernel's own."""
     reach = Reach.of(case)
     if reach.operand != "rows":
         each = _FAR_ITEM_BYTES if case.role in _FAR_KERNELS else _FAR_BYTES

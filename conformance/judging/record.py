@@ -57,8 +57,6 @@ def detection(drawn: int, fraction: float) -> float:
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said of a case beyond its status, in journals and reports alike."""
-
     check: Annotated[str, Meta(description="What failed.")] = ""
     clause: Annotated[str, Meta(description="Clause of SPEC.md.")] = ""
     message: str = ""
@@ -104,7 +102,6 @@ class Record(Said, frozen=True):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the error budget by rule, as numbers; any of them may be NaN or infinite."""
         return {rule: float(share) for rule, share in self.used.items()}
 
     @property
@@ -145,7 +142,6 @@ class Record(Said, frozen=True):
 
     @property
     def is_wrong_number(self) -> bool:
-        """Whether it failed by its numbers, which known defects may have, too."""
         return self.status is Status.FAIL and self.check in COMPARED
 
     @property
@@ -160,7 +156,6 @@ class Record(Said, frozen=True):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What every view says of a failure below its message: what it looks like, and what confirming it found."""
         named = self.is_explained or bool(self.finding)
         ended = self.explanation if named and self.explanation.startswith(ENDED) else ""
         looks_like = f"looks like: {self.looks_like}" if named else self.looks_like
@@ -175,7 +170,6 @@ class Record(Said, frozen=True):
 
 
 def describe_failure(record: Record) -> str:
-    """For a person: what failed, what it looks like, and how to see it again."""
     where = f"{record.backend} {record.capability} · case {record.case}"
     remarks = "".join(f"\n     {remark}" for remark in record.remarks)
     return f"FAIL {where} · {record.message}{remarks}\n     replay: {record.replay}"
@@ -186,8 +180,6 @@ _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel",
 
 
 class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ran when a backend was called under a profiler."""
-
     kernels: dict[str, tuple[str, ...]] = {}  # names of the kernels of one call, by capability
     libraries: dict[str, str] = {}  # shared libraries that the backend brought into the process, and SHA-256
 

@@ -17,13 +17,11 @@ class SelectionSteps(Steps):
     def _selection(
         self, name: str, numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor
     ) -> Iterator[Verdict | None]:
-        """What the numbers [n, K] name, at these positions, then whether better tokens were left out."""
         for reason, wrong in _wrong_tokens(numbers, positions, golden):
             yield self._misnamed(name, reason, wrong)
         yield self._margin(name, positions, golden, budget)
 
     def _misnamed(self, name: str, reason: Callable[[int], str], wrong: torch.Tensor) -> Verdict | None:
-        """A clause about the first of the rows [n] that are wrong; None if there are none."""
         if not bool(wrong.any()):
             return None
         row = int(wrong.nonzero()[0])

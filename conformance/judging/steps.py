@@ -22,8 +22,6 @@ Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result
 
 @dataclass(frozen=True)
 class Measured:
-    """The output or the LSE of a call, or of all calls merged."""
-
     got: torch.Tensor  # what was returned, float64; e4m3 codes by their place in the order of codes
     golden: torch.Tensor  # what is expected, in the same form; -inf where the LSE of a row without keys is
     allowed: torch.Tensor  # error that rounding may leave in ``got``, which is as large as it is wrong
@@ -38,7 +36,6 @@ class Measured:
 
     @staticmethod
     def of_codes(got: torch.Tensor, low: torch.Tensor, golden: torch.Tensor, high: torch.Tensor) -> "Measured":
-        """Of e4m3 codes [T, N, V] between the codes of both ends of what is allowed."""
         not_a_number = got.double().isnan()
         codes = got.view(torch.uint8).masked_fill(not_a_number, 0).view(got.dtype)
         places = e4m3_ordinal(codes).double().masked_fill(not_a_number, torch.nan)
@@ -52,8 +49,6 @@ class Measured:
 
 
 class Steps(ABC):
-    """The steps of one verdict; the first that fails decides."""
-
     writes: ClassVar[Check] = Check.CACHE  # the check of what a call writes beside its result
     writes_first: ClassVar[bool] = False  # whether that is looked at before the numbers
 
@@ -72,7 +67,6 @@ class Steps(ABC):
         return replace(found, sampled=sampled)
 
     def has_form(self, observation: Observation) -> bool:
-        """Whether every call returned tensors that can be compared with golden ones."""
         return all(self._form(returned) is None for returned in observation.returned)
 
     @abstractmethod

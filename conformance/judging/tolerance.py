@@ -91,7 +91,6 @@ def roundoffs(
     projected: bool = False,  # whether projecting latents rounds
     weighed: bool = False,  # whether roundings of parts and merges count by their shares in the result
 ) -> Roundoffs:
-    """Unit roundoffs of a kernel, by the classes that its adapter declares."""
     rounding = Rounding() if model is torch.float32 else declared
     (unit, floor), (p, p_floor) = _errors(Precision.MODEL, model), _errors(rounding.p, model)
     partials, partials_floor = _errors(rounding.partial_outputs, model)

@@ -69,8 +69,6 @@ class ErrorSpread(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Traits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one backend; empty where it was not asked for."""
-
     bitwise: tuple[BitwiseAnswer, ...] = ()
     accuracy: tuple[ErrorSpread, ...] = ()
 
@@ -91,8 +89,6 @@ def summed_up(answers: Iterable[BitwiseAnswer]) -> Answer:
 
 
 class Repeated(Struct, frozen=True, forbid_unknown_fields=True):
-    """What many calls of one case showed."""
-
     calls: int = 0
     seconds: float = 0.0  # they took together
     differing: int = 0  # calls whose bits are not those of the first
@@ -104,13 +100,10 @@ class Repeated(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def breaks(self) -> bool:
-        """Whether that is a failure: a wrong result, or other bits where equal ones are declared."""
         return bool(self.wrong or (self.differing and self.deterministic))
 
     def calls_for(self, probability: float) -> int:
-        """Calls after which what was seen here is seen with this probability."""
         return math.ceil(math.log(1 - probability) / math.log1p(-min(self.differing / self.calls, 1 - 1e-9)))
 
     def rarest(self, probability: float) -> float:
-        """The share of calls that would have differed in one of these with this probability."""
         return -math.expm1(math.log(1 - probability) / self.calls)

@@ -5,8 +5,6 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Outcome of one (backend, case)."""
-
     PASS = "pass"
     FAIL = "fail"
     UNSUPPORTED = "unsupported"
@@ -103,19 +101,15 @@ class Verdict:
     too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
 
     def with_more(self, said: str) -> "Verdict":
-        """The same with a further clause in the sentence, before that of SPEC."""
         clause = f" (SPEC {CLAUSES[self.check]})" if self.check else ""
         return replace(self, message=f"{self.message.removesuffix(clause)}; {said}{clause}")
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:
-    """A failure, its clause behind the sentence."""
     return Verdict(Status.FAIL, f"{message} (SPEC {CLAUSES[check]})", check, where or {}, used or BudgetUse())
 
 
 class Nonconformance(AssertionError):
-    """A verdict other than pass, raised so that pytest counts it."""
-
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
         self.verdict = verdict

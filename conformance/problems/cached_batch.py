@@ -24,8 +24,6 @@ AnyCached = TypeVar("AnyCached", bound=CachedCase)
 
 @dataclass(frozen=True)
 class Pages:
-    """A cache and where the requests' tokens are in it."""
-
     cache: torch.Tensor  # [blocks, page, width]; a slice of a buffer of several layers if the case says so
     # [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins
     block_table: torch.Tensor
@@ -34,8 +32,6 @@ class Pages:
 
 @dataclass(frozen=True)
 class PageForm:
-    """What a page is."""
-
     layout: str  # of its entries
     tokens: int  # how many it holds
     guards: int = 0  # blocks of poison before the first one and behind the last, which no number names
@@ -55,12 +51,10 @@ class CachedBatch(Draw[AnyCached]):
 
     @cached_property
     def entries(self) -> torch.Tensor:
-        """[S, width] entries of all tokens, on the CPU."""
         return self.draw_entries(self.totals, self.case.cache)
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """[S, 1, L + R] float64 on the device: what the entries mean."""
         return self.meaning(self.entries, self.case.cache)
 
     def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
@@ -81,7 +75,6 @@ class CachedBatch(Draw[AnyCached]):
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
     def sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        """Each request's rows of the queries q [T, N, D], and its keys."""
         case, keys = self.case, self.keys.float().cpu()
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             k = keys[seen].expand(-1, case.heads, -1)
@@ -179,7 +172,6 @@ def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) 
 
 
 def tails_of(case: CachedCase, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
-    """What stands past the last page of each request."""
     if case.tails == "stale":
         return order[(torch.arange(requests)[:, None] + torch.arange(width)) % len(order)].int()
     filling = {"null": 0, "minus": -1, "huge": _HUGE}[case.tails]

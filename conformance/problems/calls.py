@@ -92,7 +92,6 @@ class KernelCall(ABC):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """Keys that a query of each request may see."""
         return tuple(stop - start for start, stop in pairwise(self.key_start_loc))
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -163,11 +162,9 @@ class KernelCall(ABC):
         return replace(self, **{name: getattr(other, name) for name in self.means})
 
     def output_buffer(self) -> Guarded | None:
-        """A fresh output tensor for the call; None where it takes none."""
         return None
 
     def prepare(self, backend: Any) -> None:
-        """Hand over what the backend must know before the call, if it was not handed over before an earlier one."""
         if self.metadata is not None:
             backend.prepare_metadata(self.metadata)
 
@@ -205,8 +202,6 @@ def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: tor
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(KernelCall):
-    """A call that asks for attention."""
-
     v: torch.Tensor  # [S, N, V] or [S, 1, V]
     output_scale: torch.Tensor | None = None  # float32 scalar; None where the output is not quantised
     merges: int = 0  # of stored results, which the call itself makes
@@ -233,8 +228,6 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case made concrete on one device."""
-
     case: Case  # what it was made from
     key: str  # the case's id, the salt, and how the problem was changed since; equal keys mean equal values
     device: torch.device  # where the tensors are
@@ -270,7 +263,6 @@ class Problem:
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The operands and what they mean."""
         yield from self.caller_owned.values()
         for call in self.calls:
             yield from (getattr(call, name) for name in call.meant)

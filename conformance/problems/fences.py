@@ -20,8 +20,6 @@ _ASIDE = 2**12  # bytes before the operands of :class:`Buffers`: what touches th
 
 
 class Side(StrEnum):
-    """What of an operand touches a page that faults."""
-
     END = "end"
     BEGINNING = "beginning"
 
@@ -96,7 +94,6 @@ class MovedCall:
             self.out = Guarded(view, storage_bytes(view), 0)
 
     def settle(self) -> Iterator[str]:
-        """Write back what the call has written; what it has touched beside operands."""
         for room in touched_rooms():  # an operand of an earlier call may lie in it
             before, behind = room.zones
             data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
@@ -111,7 +108,6 @@ class MovedCall:
                 yield f"writes beside {name}, on its page"
 
     def write_back(self) -> None:
-        """What the call has written, to where its caller looks for it."""
         for placed in self._placed.values():
             placed.source.copy_(placed.data)
 

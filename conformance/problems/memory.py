@@ -50,7 +50,6 @@ class Written(ABC):
             storage_bytes(self.cache).copy_(self.before)
 
     def handed(self) -> Self:
-        """Without what must be there after the call."""
         return replace(self, **{name: _form_of(getattr(self, name)) for name in self.expected})
 
     @abstractmethod
@@ -85,8 +84,6 @@ def poison_allocator(shape: Iterable[int], dtype: torch.dtype, device: torch.dev
 
 @dataclass(frozen=True)
 class Guarded:
-    """An output buffer between two guard zones."""
-
     view: torch.Tensor  # the poisoned tensor that a backend may write
     storage: torch.Tensor  # the bytes of guard, view, guard
     guard_bytes: int
@@ -102,7 +99,6 @@ class Guarded:
         return Guarded(flat[_GUARD_ELEMENTS : _GUARD_ELEMENTS + count].view(shape), storage, guard)
 
     def written(self) -> int:
-        """Bytes of the tensor that are not as they were allocated."""
         inside = self.storage[self.guard_bytes : self.storage.numel() - self.guard_bytes]
         return int((inside != _POISON_BYTE).sum())
 
@@ -164,7 +160,6 @@ def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
-    """Of each pair of [n] uint8, on one device, whether their bytes differ."""
     on_gpu = [(x != y).any() for x, y in pairs if x.is_cuda]
     # A GPU is asked once for all of them: each question waits for it.
     told = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
@@ -188,7 +183,6 @@ class Snapshot:
                 self._kept[place] = data, data.clone()
 
     def changed(self) -> list[str]:
-        """Names of the tensors whose storage differs now."""
         differ = dict(zip(self._kept, differing([*self._kept.values()]), strict=True))
         return [name for name, place in self._places.items() if differ.get(place)]
 

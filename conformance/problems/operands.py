@@ -30,8 +30,6 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 @dataclass(frozen=True)
 class Site:
-    """One request as a regime sees it."""
-
     q: torch.Tensor  # [T, N, D] standard normal queries, float32, on any device
     k: torch.Tensor  # [S, N, D] keys as the backend receives them, on any device
     scale: float  # softmax scale
@@ -73,7 +71,6 @@ _CHANNEL = 400.0
 
 
 def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
-    """The last channel holds one value."""
     return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
 
 
@@ -93,13 +90,11 @@ def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
 
 
 def _outliers(x: torch.Tensor) -> torch.Tensor:
-    """A mean offset and every sixteenth channel ten times as large."""
     channel = torch.arange(x.shape[-1], device=x.device) % 16 == 3
     return torch.where(channel, x * 10.0, x) + 0.5
 
 
 def _low_rank(x: torch.Tensor) -> torch.Tensor:
-    """All rows of a head close to multiples of its first row."""
     if not x.shape[0]:
         return x
     return x[:1] * x[..., :1].sign() + 0.05 * x
@@ -203,7 +198,6 @@ class Draw(Generic[AnyCase]):
         return q
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows on the device, and behind them those of padding, which are poison."""
         if not self.case.pad:
             return rows.to(self.device)
         behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
@@ -224,7 +218,6 @@ def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Cumulative lengths, 0 first."""
     return tuple(accumulate(lengths, initial=0))
 
 

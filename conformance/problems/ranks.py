@@ -13,8 +13,6 @@ from mla_conformance.problems.memory import Guarded
 
 @dataclass(frozen=True, kw_only=True)
 class CallOfARank(AttentionCall):
-    """A call that ranks may share."""
-
     rank: int = 0  # whose it is
 
 
@@ -23,8 +21,6 @@ OfARank = TypeVar("OfARank", bound=CallOfARank)
 
 @dataclass(frozen=True, kw_only=True)
 class CallOnRanks(AttentionCall, Generic[OfARank]):
-    """What ranks do together: the result is that of all heads."""
-
     parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
     @classmethod
@@ -74,7 +70,6 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
 
     def operands(self) -> AttentionOperands:
-        """As of one rank with all heads."""
         own = [part.operands() for part in self.parts]
         value_weights = torch.cat([each.value_weights for each in own if each.value_weights is not None])
         return replace(own[0], q=self.q, k=self.k, v=self.v, value_weights=value_weights)

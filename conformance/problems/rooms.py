@@ -23,8 +23,6 @@ _MASK_BYTES, _WITH_INFO = 128, 4
 
 @dataclass
 class Zone:
-    """Bytes that nobody may touch."""
-
     first: int  # address of the first one
     access: str = ""  # ``reads`` or ``writes``, once it was touched
     at: int = 0  # the address that was
@@ -40,8 +38,6 @@ class Zone:
 
 
 class CpuRoom(mmap.mmap):
-    """At least ``size`` bytes between two zones that fault."""
-
     name: str  # what lies in it
     capacity: int  # bytes of it, whole pages
     zones: tuple[Zone, Zone]  # before and behind them

@@ -110,8 +110,6 @@ _FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, whi
 
 @dataclass(frozen=True)
 class WrittenRows(Written):
-    """A tensor [rows, …] between guard zones."""
-
     name: str  # how messages call it
     low: torch.Tensor  # [n, …] the least that the first n rows may hold, in its dtype
     high: torch.Tensor  # [n, …] the most
@@ -123,7 +121,6 @@ class WrittenRows(Written):
     def allocate(
         name: str, low: torch.Tensor, high: torch.Tensor, *, behind: int, starts: Sequence[int], kind: str = "nan"
     ) -> "WrittenRows":
-        """Rows for what is expected, and so many ``behind`` them; all hold poison of a kind, or no right number."""
         shape = (len(low) + behind, *low.shape[1:])
         guarded = Guarded.allocate(shape, low.dtype, low.device)
         if low.dtype.is_floating_point:
