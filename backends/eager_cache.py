@@ -21,7 +21,7 @@ from mla_conformance.backends.cache import (
 )
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.layer.cache_ops import may_look_at
+from mla_conformance.backends.graph_support import may_look_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import E2M1_MAX, E4M3_MAX

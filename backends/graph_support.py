@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+import torch
+
 
 class AttentionCGSupport(Enum):
     """Levels of CUDA graph support, each including the ones below it; cascade attention is never included."""
@@ -14,3 +16,8 @@ class AttentionCGSupport(Enum):
     """Batches of one query token a request."""
     NEVER = 0
     """None."""
+
+
+def may_look_at(x: torch.Tensor) -> bool:
+    """Whether reading ``x`` disturbs no capture of a graph."""
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

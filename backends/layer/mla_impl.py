@@ -8,11 +8,12 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.decode import output_of
+from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionType, MLAAttentionImpl
-from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, entry_width, gather_cache
 from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommonMetadata
 from mla_conformance.reference.attention import merge
+from mla_conformance.reference.cache_layout import entry_width
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 State = tuple[Tensor, Tensor]  # output [T, N, V] and LSE [N, T]
@@ -69,7 +70,6 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.kv_cache_dtype = layout_of(kv_cache_dtype)
         self.kv_b_proj = kv_b_proj
         self._prepared: tuple[object, object] = (None, None)
-        entry_width(self.kv_cache_dtype, kv_lora_rank, qk_rope_head_dim)
         for name, got, expected in (
             ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
             ("qk_head_dim", qk_head_dim, qk_nope_head_dim + qk_rope_head_dim),
@@ -80,19 +80,21 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
                     f"expected {name} {expected} for L = {kv_lora_rank}, P = {qk_nope_head_dim}, "
                     f"R = {qk_rope_head_dim} and one latent head, got {got}"
                 )
-        backend = self.attention_backend
+        backend, sizes = self.attention_backend, (kv_lora_rank, qk_rope_head_dim)
+        entry_width(self.kv_cache_dtype, *sizes)
+        self._cache = EagerCacheBackend(*sizes, self.kv_cache_dtype, backend.tile_scales, backend.vllm_config)
         names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
-        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
+        options = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
         prefill, decode = backend.prefill_backend, backend.decode_backend
         if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
             raise UnsupportedConfiguration(
                 f"{decode.get_name()}: cache dtype {self.kv_cache_dtype} not supported (supported: "
                 f"{', '.join(decode.supported_kv_cache_dtypes)})"
             )
-        self.prefill: Any = None if prefill is None else prefill(**sizes)  # None if the layer has none, as the decode
+        self.prefill: Any = None if prefill is None else prefill(**options)  # None if the layer has none, as the decode
         # A rank decodes for the heads of all of them.
-        sizes["num_heads"] *= self.dcp_world_size
-        self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
+        options["num_heads"] *= self.dcp_world_size
+        self.decode: Any = None if decode is None else decode(**options, kv_cache_dtype=self.kv_cache_dtype)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``."""
@@ -187,8 +189,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        scales = self.attention_backend.tile_scales
-        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, self.kv_cache_dtype, k_scale, scales)
+        self._cache.run_write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
     def _forward_prefill(
         self,
@@ -225,12 +226,9 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         """Collect a chunk's latents in the workspace, dequantised, from this rank and from the others."""
         metadata, shares = attn_metadata.prefill_metadata, attn_metadata.context_shares
         assert metadata is not None and metadata.chunked_context is not None
-        chunks = metadata.chunked_context
-        held = shares or chunks
-        gather_cache(
-            *(kv_cache, chunks.workspace, metadata.block_table, held.cu_seq_lens[index], attn_metadata.num_prefills),
-            *(held.starts[index], self.kv_cache_dtype, k_scale),
-        )
+        chunks, held = metadata.chunked_context, shares or metadata.chunked_context
+        bounds, starts = held.cu_seq_lens[index], held.starts[index]
+        self._cache.run_gather_latent(kv_cache, chunks.workspace, metadata.block_table, bounds, starts, k_scale)
         if shares is not None:
             every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
             chunks.workspace[: chunks.seq_tot[index]] = self._put_in_order(every, index, shares)

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.layer import cache_ops
 from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 _LATENT, _ROPE = 512, 64
 
@@ -58,8 +59,7 @@ class MLACommonBackend(AttentionBackend):
         """[blocks, page, entry]; an entry's elements are those of the cache's dtype."""
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
-        width = cache_ops.entry_width(cache_dtype_str, *_latent_dims(head_size))
-        return num_blocks, block_size, width
+        return num_blocks, block_size, entry_width(layout_of(cache_dtype_str), *_latent_dims(head_size))
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -67,12 +67,15 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-        cache_ops.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+        source, target = src_kv_cache.view(torch.uint8), dst_kv_cache.view(torch.uint8)
+        pairs = src_to_dst.long()
+        copied = source[pairs[:, 0].to(source.device)].to(target.device)
+        target[pairs[:, 1].to(target.device)] = copied
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
         for each in kv_caches:
-            cache_ops.swap_blocks(each, each, src_to_dists)
+            MLACommonBackend.swap_blocks(each, each, src_to_dists)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -98,8 +101,9 @@ class MLACommonBackend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
         try:
-            cache_ops.entry_width(kv_cache_dtype or "auto", *_latent_dims(head_size))
-            cache_ops.cache_dtype(kv_cache_dtype or "auto", dtype)
+            layout = layout_of(kv_cache_dtype or "auto")
+            entry_width(layout, *_latent_dims(head_size))
+            cache_dtype(layout, dtype)
         except ValueError as error:
             return str(error)
         missing = [reason for kernel in cls._kernels() for reason in kernel.missing_dependencies()]

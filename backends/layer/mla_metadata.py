@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.graph_support import may_look_at
 from mla_conformance.backends.layer.attention_impl import AttentionMetadata
-from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata
 from mla_conformance.reference.chunking import ContextChunk
