@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 import mla_conformance.reference.blockwise as module
-from mla_conformance.reference import row_sums
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.blockwise import blockwise_attention, by_shape
-from mla_conformance.reference.row_sums import weigh
-from mla_conformance.reference.tiles import Blocks, Queries, Tile, TileKeys, in_lanes
+from mla_conformance.reference.tiles import Blocks, in_lanes
 
 Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 24, 25), "key_start_loc": (0, 7, 9, 48, 48), "scale": 0.4}
@@ -178,40 +176,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def _normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float32, device="cuda", generator=generator).to(dtype)
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("rows", "keys"), [(64, 512), (5, 700), (1, 1), (130, 1025)])
-def test_the_kernel_does_what_the_lines_say(
-    rows: int, keys: int, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k = _normal(1, 3, 2 * rows, 96, dtype=dtype)[:, rows:], _normal(2, 3, keys + 8, 96, dtype=dtype)[:, 8:]
-    low = torch.bfloat16
-    factor = None if dtype == torch.float64 else torch.full((), 0.1, dtype=torch.float64, device="cuda")
-    seen = torch.arange(rows, device="cuda") + (keys - rows) if masked else None
-    queries = Queries(q * 0.1 if factor is None else q, factor, (q * 0.1).abs().to(low))
-    tile = Tile(queries, TileKeys(k, q.new_zeros(3, keys, 1), k.abs().to(low), k), seen)
-    shift = _normal(3, 3, rows, 1, dtype=torch.float64)
-    assert row_sums._kernel(96, dtype, dtype) is not None
-    found = [_weighed(tile, shift)]
-    monkeypatch.setattr(row_sums, "_kernel", lambda *_: None)
-    found.append(_weighed(tile, shift))
-    for kernel, plain in zip(*found, strict=True):
-        torch.testing.assert_close(kernel, plain)
-    torch.testing.assert_close(found[0][1][..., 0], found[1][1][..., 0], rtol=1e-13, atol=0.0)
-
-
-def _weighed(tile: Tile, shift: Tensor) -> list[Tensor]:
-    """Weights, both totals, largest, products; totals and largest are views into larger ones, as a panel's are."""
-    rows = tile.queries.wide.shape[1]
-    totals = torch.ones(3, rows + 4, 2, dtype=torch.float64, device="cuda")[:, 2:-2]
-    largest = torch.full((3, rows + 4, 1), 0.5, device="cuda")[:, 2:-2]
-    found, products = weigh(tile, shift, totals, largest)
-    torch.testing.assert_close(found.sum(-1), totals[..., 0] - 1.0)
-    # The magnitudes' sum is one of bfloat16 numbers in the lines, of what they are rounded from in the kernel.
-    return [found, totals[..., :1], totals[..., 1].bfloat16(), largest, products]
 
 
 @needs_gpu
