@@ -24,10 +24,7 @@ def workspace_elements(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class ErrorTerms:
-    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
-
-    The last three are, where they are asked for, what rounding each key once more does by the scores.
-    """
+    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`."""
 
     magnitude: Tensor  # [T, N, V] Σ p·|v|, the error of rounding p or v relative to a unit roundoff
     score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
@@ -36,7 +33,7 @@ class ErrorTerms:
     # tiny beside it rounds to a subnormal or to 0
     peak: Tensor
     lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
-    # [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent
+    # of keys rounded once more: [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance where it is independent
     key_spread: Tensor | None = None
     # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
     # common, element by element; estimated from random combinations of the columns, which are too many
@@ -50,10 +47,7 @@ class ErrorTerms:
 
 @dataclass(frozen=True)
 class ProjectedTerms:
-    """Sums over the visible keys, [T, N, V] float64, by the letters of SPEC 4.2.
-
-    With ~ they are of an absorbed query and latents for keys; o_c = Σ p·c is what a row attended of the latents.
-    """
+    """Sums over the visible keys, [T, N, V] float64, by the letters of SPEC 4.2; o_c = Σ p·c."""
 
     # the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and values, E
     # + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|
@@ -144,8 +138,18 @@ def _attend(
     # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
     p = torch.softmax(scores, dim=-1).masked_fill_(hidden, 0.0)
     output = p @ v
-    terms = error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
-    if terms is not None and with_key_terms:
+    if not (with_terms or with_key_terms):
+        return AttentionState(output.transpose(0, 1), lse)
+    weighted, absolute = weighted_scores(q, k, p, abs(scale)), v.abs()
+    largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
+    terms = ErrorTerms(
+        magnitude=(p @ absolute).transpose(0, 1),
+        score=(weighted @ absolute).transpose(0, 1),
+        squares=(p.square() @ v.square()).transpose(0, 1),
+        peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
+        lse_score=weighted.sum(dim=-1),
+    )
+    if with_key_terms:
         terms = replace(terms, **key_terms(q, k, v, p, output, scores.masked_fill_(hidden, 0.0), scale))
     return AttentionState(output.transpose(0, 1), lse, terms)
 
@@ -171,20 +175,6 @@ def key_terms(
         "key_shared": shared.mT,
         "key_shift": shift.transpose(0, 1),
     }
-
-
-def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
-    """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
-    weighted = weighted_scores(q, k, p, scale)
-    largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
-    absolute = v.abs()
-    return ErrorTerms(
-        magnitude=(p @ absolute).transpose(0, 1),
-        score=(weighted @ absolute).transpose(0, 1),
-        squares=(p.square() @ v.square()).transpose(0, 1),
-        peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
-        lse_score=weighted.sum(dim=-1),
-    )
 
 
 def weighted_scores(q: Tensor, k: Tensor, p: Tensor, scale: float) -> Tensor:

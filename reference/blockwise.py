@@ -146,10 +146,7 @@ class Panel:
             yield from ((cut(rows), parts, None) for rows in cuts(self._length, self.blocks.queries))
 
     def _triangle(self) -> Iterator[Band]:
-        """As many keys as rows, of which a row sees its own and those before; the largest pieces first.
-
-        A GPU is at work on those while the small ones are sent.
-        """
+        """As many keys as rows, of which a row sees its own and those before; the largest first, to keep a GPU busy."""
         start, size = self._seen_by_all - 1, self.blocks.queries
         keys = self._keys(slice(start, start + self._length)).map(padded(self._padded_length))
         for rows in reversed([*cuts(self._length, size, start=size)]):
@@ -309,10 +306,7 @@ def by_shape(
     query_start_loc: Sequence[int],
     key_start_loc: Sequence[int],
 ) -> AttentionState:
-    """What ``attend``, which is `attention` with all its other arguments, returns for a batch, to float64 rounding.
-
-    Requests of one shape are one request of as many times the heads: thousands of small ones are slow everywhere.
-    """
+    """What ``attend``, an `attention`, returns: requests of one shape are one of as many times the heads."""
     check_operands(q, k, v, query_start_loc, key_start_loc)
     q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8
     heads, workspace = q.shape[1], workspace_elements(q.device)

@@ -32,10 +32,7 @@ class ContextChunk:
 def plan_context_chunks(
     context_lens: Sequence[int], *, workspace_tokens: int, page_size: int
 ) -> tuple[ContextChunk, ...]:
-    """Plan the chunks of contexts, one entry a prefill: chunk i holds the i-th of equal shares of whole pages of each.
-
-    So a context which has ended leaves an empty row. `workspace_tokens` is what a chunk may hold over all requests.
-    """
+    """Plan the chunks of contexts, one entry a prefill: chunk i holds the i-th of equal shares, whole pages."""
     with_context = sum(length > 0 for length in context_lens)
     if with_context == 0:
         return ()

@@ -68,7 +68,7 @@ class TiledFormat:
 
     @property
     def width(self) -> int:
-        return self.code_bytes + self.scale_bytes + self.plain_bytes
+        return sum(self.sizes)
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -121,11 +121,8 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs, parts: Parts |
 
 
 def rms_limit(samples: float, deviations: float) -> float:
-    """Largest plausible RMS of ``samples`` independent errors over its expectation, so many ``deviations`` out.
-
-    The root of a chi-square quantile over its degrees of freedom, by Wilson and Hilferty's cube (1931): 5.2 for one
-    sample and 4.75 deviations, 1.3 for 128, towards 1.
-    """
+    """Largest plausible RMS of ``samples`` independent errors over its expectation, so many ``deviations`` out."""
+    # The root of a chi-square quantile over its degrees of freedom, by Wilson and Hilferty's cube (1931).
     spread = 2.0 / (9.0 * samples)
     return float((1.0 - spread + deviations * spread**0.5) ** 1.5)
 

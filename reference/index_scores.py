@@ -80,7 +80,7 @@ def index_scores(
     return found
 
 
-_FLUSHED = 2.0**-126
+_FLUSHED = 2.0**-126  # below it processors flush subnormals to 0
 _BEYOND = 1e300  # stands for infinity: larger than any logit, and finite, so that differences are numbers
 
 
@@ -96,10 +96,7 @@ class WindowScores(IndexScores):
 
 
 def window_scores(logits: Tensor, lengths: Tensor, row_starts: Tensor | None = None) -> WindowScores:
-    """The logits [n, C] of each row's window as scores, by lengths [n] and first columns [n], None for 0.
-
-    Subnormals count as 0, since processors flush them.
-    """
+    """The logits [n, C] of each row's window as scores, by lengths [n] and first columns [n], None for 0."""
     bounds, rows, columns = lengths.long(), *logits.shape
     starts = torch.zeros_like(bounds) if row_starts is None else row_starts.long()
     position = torch.arange(int(bounds.max()) if rows else 0, device=logits.device)

@@ -60,37 +60,6 @@ class LayerSpec:
     sink: bool = False  # whether each head has the logit of a sink among its weights
     selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 
-    def check(self, weights: MLAWeights) -> None:
-        expected = self.weight_shapes
-        for name, weight in vars(weights).items():
-            got = None if weight is None else tuple(weight.shape)
-            if got not in expected[name]:
-                wanted = " or ".join(map(str, expected[name]))
-                raise ValueError(f"{self.model}: expected {name} of shape {wanted}, got {got}")
-
-    @property
-    def weight_shapes(self) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
-        """The shapes that each of `MLAWeights` may have; None for one that the layer does not have."""
-        dims, head, heads = self.dims, self.dims.head, self.dims.num_heads
-        hidden, rank, latent, width = dims.hidden_size, dims.q_lora_rank, dims.kv_lora_rank, head.v_head_dim
-        rope, queries = head.qk_rope_head_dim, (rank or hidden) * (2 if self.doubled_query_latent else 1)
-        gated = hidden if self.gate == "hidden" else queries
-        return {
-            "W_DQ": ((hidden, rank) if rank else None,),
-            "W_UQ": ((queries, heads, head.qk_nope_head_dim),),
-            "W_QR": ((queries, heads, rope),),
-            "W_DKV": ((hidden, latent),),
-            "W_UK": ((latent, heads, head.qk_nope_head_dim),),
-            "W_KR": ((hidden, rope),),
-            "W_UV": ((latent, heads, width),),
-            "W_O": ((heads * width, hidden),),
-            "q_norm": ((rank,) if rank and self.q_norm is not None else None,),
-            "kv_norm": (None if self.kv_norm is None else (latent,),),
-            "k_pe_norm": (None if self.k_pe_norm is None else (rope,),),
-            "W_G": ((gated, heads, width), (gated, heads, 1)) if self.gate else (None,),
-            "sink": ((heads,) if self.sink else None,),
-        }
-
 
 def mla_layer(
     hidden: Tensor,
@@ -105,11 +74,7 @@ def mla_layer(
     # and up to its own; -1 names none
     selected: Tensor | None = None,
 ) -> Tensor:
-    """The whole layer, from hidden states [T, H] and positions [T] (tokens) to hidden states [T, H] float64.
-
-    The context is what `latents` gave of it; it is read and not written.
-    """
-    spec.check(weights)
+    """The whole layer, from hidden states [T, H] and positions [T] to hidden states [T, H] float64."""
     if spec.selects != (selected is not None):
         raise ValueError(f"{spec.model}: expected {'' if spec.selects else 'no '}lists of selected tokens")
     rows = slice(query_start_loc[-1])
@@ -142,7 +107,6 @@ def mla_layer(
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
     """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64."""
-    spec.check(weights)
     w, h = weights.widened(), hidden.to(torch.float64)
     kv_c = _normed(h @ w.W_DKV, w.kv_norm, spec.kv_norm)
     k_pe = _normed(h @ w.W_KR, w.k_pe_norm, spec.k_pe_norm)
@@ -168,7 +132,10 @@ def queries(q_c: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec
 
 
 def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
-    return x if weight is None or epsilon is None else rms_norm(x, weight, epsilon)
+    if epsilon is None:
+        return x
+    assert weight is not None, "a layer with a norm has its weight"
+    return rms_norm(x, weight, epsilon)
 
 
 def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:

@@ -69,10 +69,7 @@ def chunked_prefill(
     scale: float,
     lists: RowLists | None = None,
 ) -> AttentionState:
-    """Causal attention to the T new tokens, merged with that to each chunk of the paged context, unmasked.
-
-    With lists, attention to what they name of each.
-    """
+    """Causal attention to the T new tokens, or what lists name, merged with that to each chunk of the paged context."""
     batch: dict[str, Any] = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
     attend: Any = partial(compute_friendly, q_nope, q_pe, **batch)
     lengths = _lengths(query_start_loc)

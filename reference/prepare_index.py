@@ -40,10 +40,7 @@ class Prepared:
 
 
 def layer_norm(x: Prepared, weight: Tensor, bias: Tensor, eps: float) -> Prepared:
-    """LayerNorm over the last dimension: (x - mean) / sqrt(variance + eps) · weight + bias, weight and bias [D].
-
-    The variance may be the mean square less the squared mean, whose error is relative to the mean square.
-    """
+    """LayerNorm over the last dimension; the variance may be the mean square less the squared mean."""
     values = x.values
     mean, square = values.mean(-1, keepdim=True), values.square().mean(-1, keepdim=True)
     variance = values.var(-1, keepdim=True, correction=0) + eps

@@ -16,7 +16,7 @@ from mla_conformance.reference.attention import ProjectedTerms, key_terms, weigh
 
 @dataclass(frozen=True)
 class MLAWeights:
-    """The weights of one layer, one float dtype and device, of the shapes that `layer.LayerSpec` says."""
+    """The weights of one layer, one float dtype and device."""
 
     W_DQ: Tensor | None  # hidden to latent query; None where queries are projected from the hidden state
     W_UQ: Tensor  # latent query to the two query parts

@@ -87,9 +87,8 @@ def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
 def weigh(tile: Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """[h, r, c] float64, the weights p of a tile; and products [3, h, r, c] in low precision: p, p·magnitude and p².
 
-    Adds to the sums of `RowSums` that are named so. As separate operations this moves 88 bytes an element of a GPU's
-    memory, as one kernel 16. That one serves bfloat16 only, which large problems are given, since it takes seconds to
-    compile.
+    Adds to the sums of `RowSums` that are named so. On a GPU one kernel moves 16 bytes an element, these lines 88; it
+    serves bfloat16 only, which large problems are given, since it takes seconds to compile.
     """
     products, queries, k = tile.products(), tile.queries, tile.keys.k
     if k.is_cuda and products.dtype == torch.bfloat16:

@@ -36,10 +36,7 @@ def selected_attention(
     with_key_terms: bool = False,
     rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> AttentionState:
-    """Attention of each of the given rows to the keys of its list; those that it does not name may be NaN.
-
-    Terms are as `blockwise_attention`'s: of large problems on a GPU up to 5 % larger.
-    """
+    """Attention of each of the given rows to the keys of its list; terms are as `blockwise_attention`'s."""
     _check(q, k, v, selected, sink)
     if k.shape[1] > 1:  # each head has keys of its own
         heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)

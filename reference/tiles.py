@@ -192,10 +192,7 @@ class Blocks:
 
 
 def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes: int) -> Blocks:
-    """Blocks that fit the workspace.
-
-    key_bytes: of a widened key of one head. pair_bytes: of a row's score against it, and of the products made of it.
-    """
+    """Blocks that fit the workspace, by bytes of a widened key of a head, and of a row's score and products with it."""
     group, rows, step, lane = min(heads, 4), 128, 32, _CPU_BYTES
     if device.type == "cuda":
         group, rows, step = min(heads, 8), 2048, 256

@@ -27,10 +27,7 @@ class AttentionMetadata:
 
 
 class AttentionLayer(Protocol):
-    """The layer on whose behalf an ``AttentionImpl`` computes: it holds the scales of quantised operands.
-
-    Scales are float32 scalar tensors, the value that code 1.0 stands for; the floats are the same on the host.
-    """
+    """The layer on whose behalf an ``AttentionImpl`` computes: it holds the scales, float32 scalars and on the host."""
 
     _q_scale: Tensor
     _k_scale: Tensor

@@ -90,10 +90,7 @@ class MLAAttentionSpec:
 
 
 def workspace_tokens(config: Any) -> int:
-    """Tokens of the workspace: eight longest sequences or four pages a request, and no more than 128 Ki tokens.
-
-    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached.
-    """
+    """Tokens of the workspace: eight longest sequences or four pages a request; 0 where no prefill can have context."""
     if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
         return 0
     pages = config.scheduler_config.max_num_seqs * config.cache_config.block_size

@@ -16,14 +16,11 @@ from mla_conformance.reference.chunking import ContextChunk
 
 
 class ContextShares(NamedTuple):
-    """The shares of W ranks in the C chunks of the contexts of B prefills: of a rank its own tokens, without gaps.
-
-    Parts are sent as long as the longest; what stands behind a part's last token is not looked at.
-    """
+    """The shares of W ranks in the C chunks of the contexts of B prefills: of a rank its own tokens, without gaps."""
 
     cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
     starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
-    rows: list[int]  # length of the longest part of each chunk
+    rows: list[int]  # length of the longest part of each chunk, which all parts are sent with
     # of each chunk [tokens] int64, on the device; where its tokens, in order, lie among the parts of all ranks
     order: list[Tensor]
 
@@ -160,10 +157,7 @@ class MLACommonMetadata(AttentionMetadata):
         num_queries: int,  # requests that count, the first ones
         turn_prefills_into_decodes: bool = False,  # whether prefills in the batch decode from now on
     ) -> None:
-        """Become the next decode step's metadata, in place: every request has one new token, its sampled one.
-
-        After decodes of one token all tensors keep their storage.
-        """
+        """Become the next decode step's metadata, in place: every request has one new token, its sampled one."""
         requests = len(self.seq_lens)
         refused = {
             f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes": (

@@ -12,10 +12,7 @@ from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 
 class MLACommonState:
-    """The workspace for cached context, and buffers that keep their storage from a graph's capture to its replays.
-
-    The runner's ``graph_block_tables`` are [most requests, most blocks] numpy.
-    """
+    """The workspace for cached context, and buffers that keep their storage from a graph's capture to its replays."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner

@@ -103,10 +103,6 @@ def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
 TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
 
 
-def explain_form(shape: torch.Size, expected: torch.Size, what: str) -> str:
-    return TRANSPOSED if what == "LSE" and list(shape) == list(expected)[::-1] else ""
-
-
 def explain_mask(whole: torch.Tensor) -> str:
     vectors = whole.isnan().all(dim=-1)
     for found, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):

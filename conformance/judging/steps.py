@@ -10,7 +10,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Observation, Returned, is_tensor, kind_of, parts_of, why_not_plain
-from mla_conformance.judging.diagnosis import explain_form
+from mla_conformance.judging.diagnosis import TRANSPOSED
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
@@ -123,7 +123,8 @@ class Steps(ABC):
                 return failed(Check.SHAPE, f"{name}: expected a strided torch.Tensor as {what}, got {instead}")
             if value.shape != shape:
                 wrong = failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
-                return replace(wrong, finding=explain_form(value.shape, shape, what))
+                transposed = what == "LSE" and list(value.shape) == list(shape)[::-1]
+                return replace(wrong, finding=TRANSPOSED if transposed else "")
             if value.dtype != dtype:
                 return failed(Check.DTYPE, f"{name}: expected {what} of {dtype}, got {value.dtype}")
             if value.device != self.problem.device:

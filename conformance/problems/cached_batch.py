@@ -121,10 +121,7 @@ def sparse_metadata(
 
 
 def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
-
-    That is the null block of engines; it is poisoned like every entry past a request's last token.
-    """
+    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0."""
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // form.tokens)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1

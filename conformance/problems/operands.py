@@ -165,10 +165,7 @@ class ProblemError(ValueError):
 
 
 class Draw(Generic[AnyCase]):
-    """The random numbers of a case: the same for every device, memory layout, chunking and dtype of the same shapes.
-
-    They are drawn with a salt beside the case, so that nobody who has the case can know them; empty for none.
-    """
+    """The random numbers of a case and a salt: the same for every device, memory layout, chunking and dtype."""
 
     whole: Any = None  # attention to the keys of all calls at once, where it is known before they are divided
 

@@ -173,13 +173,10 @@ class WrittenEntries(Written):
         return WrittenEntries(cache, storage_bytes(cache).clone(), name, slots.to(on), starts, low_high)
 
     def difference(self) -> str:
-        changed = storage_bytes(self.cache) != self.before
-        size, (blocks, page, width) = self.cache.element_size(), self.cache.shape
-        strides = (self.cache.stride(0) * size, self.cache.stride(1) * size, 1)
-        # [blocks, page, bytes of an entry], in place.
-        rows = changed.as_strided((blocks, page, width * size), strides, self.cache.storage_offset() * size)
+        changed, page = storage_bytes(self.cache) != self.before, self.cache.shape[1]
+        rows = over(changed.untyped_storage(), self.cache).view(torch.uint8)  # the bytes of entries, in place
         places = self.slots // page, self.slots % page
-        rows[places] = False
+        rows[places] = 0
         if bool(changed.any()):
             slots = rows.any(dim=2).flatten().nonzero()
             if not len(slots):
