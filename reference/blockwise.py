@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
+from mla_conformance.reference import tiles
 from mla_conformance.reference.attention import (
     AttentionState,
     attention,
@@ -22,24 +23,6 @@ from mla_conformance.reference.attention import (
     workspace_elements,
 )
 from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, RowSums, empty_state, norms, store
-from mla_conformance.reference.tiles import (
-    Band,
-    Blocks,
-    Queries,
-    RequestRows,
-    Tile,
-    TileKeys,
-    View,
-    cut,
-    cuts,
-    folded,
-    heads_first,
-    in_lanes,
-    magnitudes,
-    padded,
-    plan_blocks,
-    requests_of,
-)
 
 _KEYS = 2048  # keys whose magnitudes are counted at a time
 
@@ -58,18 +41,18 @@ class Panel:
         ■ ■ ■ ◣
     """
 
-    request: RequestRows  # whose rows
+    request: tiles.RequestRows  # whose rows
     heads: slice  # which heads
     rows: slice  # which rows of the request
     counts: Tensor  # [r] int64, how many keys each of them sees, ascending
-    blocks: Blocks  # sizes of the pieces
+    blocks: tiles.Blocks  # sizes of the pieces
     scale: float  # factor of the logits
     low: torch.dtype  # precision of the error terms' products
 
     def summed(self, shift: Tensor) -> Generator[None, None, RowSums]:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
-        every = RowSums.zeros(padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
-        sums = every.map(cut(slice(self._length)))
+        every = RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
+        sums = every.map(tiles.cut(slice(self._length)))
         sums.absolute.copy_(self._absolute(self.low))
         for rows, tile in self._pieces():
             every.map(rows).add(tile)
@@ -80,7 +63,7 @@ class Panel:
         none = bisect_left(range(self.rows.start, self.rows.stop), 1, key=self.request.visible)
         if none == self._length:
             return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
-        return sums.map(cut(slice(none, self._length))).extremes()
+        return sums.map(tiles.cut(slice(none, self._length))).extremes()
 
     def maxima(self) -> Tensor:
         """[h, r, 1] float64, the largest visible score of each row; 0 where there is none."""
@@ -114,8 +97,8 @@ class Panel:
     def _padded_length(self) -> int:
         return -(-self._length // self.blocks.queries) * self.blocks.queries if self._stepped else self._length
 
-    def _keys(self, keys: slice) -> TileKeys:
-        return TileKeys.widened(self.request, self.heads, keys, self.low)
+    def _keys(self, keys: slice) -> tiles.TileKeys:
+        return tiles.TileKeys.widened(self.request, self.heads, keys, self.low)
 
     def _absolute(self, low: torch.dtype) -> Tensor:
         """[h, r, V] float32, Σ |v| of the visible keys."""
@@ -125,47 +108,47 @@ class Panel:
             some = _of_some(request, self.heads, self.counts, ragged, low)
             return some.add_(_of_all(request, self.heads, shared))
         start = shared - 1
-        v = magnitudes(heads_first(request.v[start : start + self._length, self.heads]), low)
-        steps = _in_steps(padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
+        v = tiles.magnitudes(tiles.heads_first(request.v[start : start + self._length, self.heads]), low)
+        steps = _in_steps(tiles.padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
         return steps.add_(_of_all(request, self.heads, start))
 
-    def _pieces(self) -> Iterator[tuple[View, Tile]]:
+    def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""
-        queries = Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
-        queries = queries.map(padded(self._padded_length))
+        queries = tiles.Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
+        queries = queries.map(tiles.padded(self._padded_length))
         # Where rows are stepped the last key that all of them see is the first row's own; with it the rows and their
         # keys are a triangle.
         rest = self._triangle() if self._stepped else self._ragged()
         for rows, parts, seen in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
             own = queries.map(rows)
-            yield from ((rows, Tile(own, keys, seen)) for keys in parts)
+            yield from ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
 
-    def _rectangles(self, stop: int) -> Iterator[Band]:
-        for span in cuts(stop, self.blocks.span):
+    def _rectangles(self, stop: int) -> Iterator[tiles.Band]:
+        for span in tiles.cuts(stop, self.blocks.span):
             parts = self._keys(span).parts(self.blocks.keys)
-            yield from ((cut(rows), parts, None) for rows in cuts(self._length, self.blocks.queries))
+            yield from ((tiles.cut(rows), parts, None) for rows in tiles.cuts(self._length, self.blocks.queries))
 
-    def _triangle(self) -> Iterator[Band]:
+    def _triangle(self) -> Iterator[tiles.Band]:
         """As many keys as rows, of which a row sees its own and those before; the largest first, to keep a GPU busy."""
         start, size = self._seen_by_all - 1, self.blocks.queries
-        keys = self._keys(slice(start, start + self._length)).map(padded(self._padded_length))
-        for rows in reversed([*cuts(self._length, size, start=size)]):
-            yield cut(rows), keys.map(cut(slice(rows.start))).parts(self.blocks.keys), None
+        keys = self._keys(slice(start, start + self._length)).map(tiles.padded(self._padded_length))
+        for rows in reversed([*tiles.cuts(self._length, size, start=size)]):
+            yield tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys), None
         while size > self.blocks.step:
             size //= 2
-            yield folded(2 * size, slice(size, None)), [keys.map(folded(2 * size, slice(size)))], None
-        yield folded(size), [keys.map(folded(size))], torch.arange(1, size + 1, device=keys.k.device)
+            yield tiles.folded(2 * size, slice(size, None)), [keys.map(tiles.folded(2 * size, slice(size)))], None
+        yield tiles.folded(size), [keys.map(tiles.folded(size))], torch.arange(1, size + 1, device=keys.k.device)
 
-    def _ragged(self) -> Iterator[Band]:
-        for block in cuts(self._length, self.blocks.queries):
+    def _ragged(self) -> Iterator[tiles.Band]:
+        for block in tiles.cuts(self._length, self.blocks.queries):
             positions = range(self.rows.start + block.start, self.rows.start + block.stop)
-            for part in cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
+            for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
                 first = bisect_left(positions, part.start + 1, key=self.request.visible)
                 rows = slice(block.start + first, block.stop)
-                yield cut(rows), [self._keys(part)], self.counts[rows] - part.start
+                yield tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start
 
 
-def _of_all(request: RequestRows, heads: slice, keys: int) -> Tensor:
+def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
     """[h, 1, V] float32 over the first ``keys`` keys."""
     v = request.v[:keys, heads]
     v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
@@ -175,20 +158,20 @@ def _of_all(request: RequestRows, heads: slice, keys: int) -> Tensor:
 
 def _in_steps(v: Tensor, step: int) -> Tensor:
     """[h, r, V] float32 for |v| [h, r, V]: row i sees the first i + 1 of them; r is a multiple of ``step``."""
-    steps = folded(step)(v)
+    steps = tiles.folded(step)(v)
     lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
     within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
     whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
     return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
 
 
-def _of_some(request: RequestRows, heads: slice, counts: Tensor, keys: slice, low: torch.dtype) -> Tensor:
+def _of_some(request: tiles.RequestRows, heads: slice, counts: Tensor, keys: slice, low: torch.dtype) -> Tensor:
     """[h, r, V] float32 for rows of a request that see so many keys, over those of ``keys`` that each of them sees."""
     v = request.v[:, heads].transpose(0, 1)
     sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
-    for part in cuts(keys.stop, _KEYS, start=keys.start):
+    for part in tiles.cuts(keys.stop, _KEYS, start=keys.start):
         seen = torch.arange(part.start, part.stop, device=v.device) < counts[:, None]
-        sums.add_(seen.to(low) @ magnitudes(v[:, part].contiguous(), low))
+        sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
     return sums
 
 
@@ -231,7 +214,7 @@ def blockwise_attention(
     shared = k.shape[1] < heads and sum(owned) <= _SHARED_ROWS * requests
     if requests and large and not shared and not with_key_terms:
         low = low_precision(pairs, q.device)
-        wanted = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
+        wanted = list(tiles.requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
         state = _swept(wanted, (heads, v.shape[2]), scale, low, q.device)
         if state is not None:
             return state
@@ -244,7 +227,7 @@ def blockwise_attention(
 
 
 def _swept(
-    requests: list[RequestRows], shape: tuple[int, int], scale: float, low: torch.dtype, device: torch.device
+    requests: list[tiles.RequestRows], shape: tuple[int, int], scale: float, low: torch.dtype, device: torch.device
 ) -> AttentionState | None:
     """The state of all rows of all requests, panel by panel; None where operands are not finite.
 
@@ -264,25 +247,25 @@ def _swept(
     # A GPU is asked at the end only, and given its work meanwhile.
     if not finite.is_cuda and not math.isfinite(finite):
         return None
-    state, key_bytes = empty_state(count, *shape, device), TileKeys.bytes_of_key(requests[0], low)
-    blocks = plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
+    state, key_bytes = empty_state(count, *shape, device), tiles.TileKeys.bytes_of_key(requests[0], low)
+    blocks = tiles.plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
     # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
     panels = [
         Panel(request, heads, rows, counts[rows], blocks, scale, low)
         for request, counts in ((request, request.counts()) for request in requests)
-        for rows in cuts(len(request.positions), blocks.panel)
-        for heads in cuts(shape[0], blocks.heads)
+        for rows in tiles.cuts(len(request.positions), blocks.panel)
+        for heads in tiles.cuts(shape[0], blocks.heads)
     ]
     shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
     extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
     works = zip(panels, [shift[panel.heads, panel.at] for panel in panels], extremes[1:], strict=True)
-    in_lanes(device, [_filled(state, *work) for work in works])
+    tiles.in_lanes(device, [_filled(state, *work) for work in works])
     (bound, _), *found = extremes.tolist()
     if not math.isfinite(bound):
         return None
     for panel, (least, most) in zip(panels, found, strict=True):
         if not (least >= LEAST_SUM and math.isfinite(most)):
-            in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0])])
+            tiles.in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0])])
     return state
 
 
@@ -307,7 +290,6 @@ def by_shape(
     key_start_loc: Sequence[int],
 ) -> AttentionState:
     """What ``attend``, an `attention`, returns: requests of one shape are one of as many times the heads."""
-    check_operands(q, k, v, query_start_loc, key_start_loc)
     q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8
     heads, workspace = q.shape[1], workspace_elements(q.device)
     states, order = list[AttentionState](), list[slice]()  # and the rows that they are of

@@ -5,13 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 
-def _require_positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}; give the size in elements")
-
-
 @dataclass(frozen=True, kw_only=True)
 class MLADimensions:
     """Sizes of one attention head, in elements."""
@@ -21,7 +14,10 @@ class MLADimensions:
     v_head_dim: int  # V
 
     def __post_init__(self) -> None:
-        _require_positive(self, "qk_nope_head_dim", "v_head_dim")
+        for name in ("qk_nope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}; give the size in elements")
         rope = self.qk_rope_head_dim
         if type(rope) is not int or rope < 0 or rope % 2:
             raise ValueError(
@@ -43,10 +39,6 @@ class ModelDimensions:
     q_lora_rank: int | None  # Lq; None where queries are projected from the hidden state itself, without a latent
     kv_lora_rank: int
     head: MLADimensions
-
-    def __post_init__(self) -> None:
-        ranks = ("kv_lora_rank",) if self.q_lora_rank is None else ("q_lora_rank", "kv_lora_rank")
-        _require_positive(self, "hidden_size", "num_heads", *ranks)
 
 
 _DEEPSEEK_HEAD = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

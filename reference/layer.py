@@ -41,22 +41,15 @@ class LayerSpec:
     dims: ModelDimensions  # sizes
     scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
     rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
-    # q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached latent, of the shared key
-    # before it is rotated; None without
-    q_norm: float | None = None
-    kv_norm: float | None = None
-    k_pe_norm: float | None = None
-    # queries are projected from 2·Lq columns, the normalised latent and the latent as it was
-    doubled_query_latent: bool = False
-    # q_factor, kv_factor: factors of the queries and of the cached latent, behind the norms
-    q_factor: float = 1.0
-    kv_factor: float = 1.0
+    q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
+    kv_norm: float | None = None  # of the cached latent
+    k_pe_norm: float | None = None  # of the shared key before it is rotated
+    doubled_query_latent: bool = False  # whether queries are projected from the latent as it was as well
+    q_factor: float = 1.0  # of the queries, behind the norms
+    kv_factor: float = 1.0  # of the cached latent
     growth: QueryGrowth | None = None  # of the queries with their position; None without
-    # what the output's gate is projected from: sigmoid of it times the output before W_O; None without
-    gate: GateInput | None = None
-    # a row sees its own token and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of
-    # transformers' masks and in FlashAttention's `window_size=(window - 1, 0)`; None for all
-    window: int | None = None
+    gate: GateInput | None = None  # what the output's gate is projected from: its sigmoid times the output before W_O
+    window: int | None = None  # tokens that a row sees, its own the last; None for all
     sink: bool = False  # whether each head has the logit of a sink among its weights
     selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 

@@ -12,16 +12,9 @@ import torch
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionOperands, Problem
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
+from mla_conformance.reference import error_budget
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
-from mla_conformance.reference.error_budget import (
-    Roundoffs,
-    budget_parts,
-    element_budget,
-    expected_row_rms,
-    lse_budget,
-    rms_limit,
-)
 from mla_conformance.reference.projections import projected_terms
 from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, running_sums, shared_roundings
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
@@ -62,26 +55,31 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class GoldenAttention(Golden):
     calls: tuple[AttentionState, ...]  # one per call of the problem
     merged: AttentionState | None  # attention to the keys of all calls at once; None where there is nothing to merge
-    _budgets: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
+    _budgets: dict[tuple[int, error_budget.Roundoffs, float], Budget] = field(default_factory=dict)
 
-    def budget(self, golden: AttentionState, allowed: Roundoffs, row_deviations: float) -> Budget:
+    def budget(self, golden: AttentionState, allowed: error_budget.Roundoffs, row_deviations: float) -> Budget:
         key = (id(golden), allowed, row_deviations)  # of a state that outlives this: no other has its id meanwhile
         if key not in self._budgets:
             if len(self._budgets) >= _MOST_KEPT:
                 self._budgets.clear()
             lengths = [part.stop - part.start for part in segments(self.rows.start_loc)]
-            parts = budget_parts(golden, allowed)
-            element, row_rms = element_budget(golden, allowed, parts), expected_row_rms(golden, allowed, parts)
+            parts = error_budget.budget_parts(golden, allowed)
+            element, row_rms = (
+                error_budget.element_budget(golden, allowed, parts),
+                error_budget.expected_row_rms(golden, allowed, parts),
+            )
             size = golden.output.abs()
-            within = size.square().mean(dim=-1).sqrt() <= row_rms * rms_limit(1, row_deviations)
+            within = size.square().mean(dim=-1).sqrt() <= row_rms * error_budget.rms_limit(1, row_deviations)
             self._budgets[key] = Budget(
                 visible=golden.lse != -torch.inf,
                 element=element,
                 row_rms=row_rms,
                 inconclusive=within & (size <= element).all(dim=-1) & (size > 0).any(dim=-1),
-                lse=lse_budget(golden, allowed),
+                lse=error_budget.lse_budget(golden, allowed),
                 samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
-                limits=golden.lse.new_tensor([rms_limit(max(1, count), row_deviations) for count in lengths]),
+                limits=golden.lse.new_tensor(
+                    [error_budget.rms_limit(max(1, count), row_deviations) for count in lengths]
+                ),
             )
         return self._budgets[key]
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import mla_conformance.reference.blockwise as module
+from mla_conformance.reference import tiles
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.blockwise import blockwise_attention, by_shape
-from mla_conformance.reference.tiles import Blocks, in_lanes
+from mla_conformance.reference.tiles import Blocks
 
 Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 24, 25), "key_start_loc": (0, 7, 9, 48, 48), "scale": 0.4}
@@ -27,7 +28,7 @@ SIZES = [
 @pytest.fixture(params=SIZES, ids=str)
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of this size for every request."""
-    monkeypatch.setattr(module, "plan_blocks", lambda *_, **__: request.param)
+    monkeypatch.setattr(tiles, "plan_blocks", lambda *_, **__: request.param)
     monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
     monkeypatch.setattr(module, "_SHARED_ROWS", 0)
 
@@ -35,7 +36,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def blocks(sizes: None) -> Iterator[None]:
     """The same, in a test that would mean nothing if the definition were compared with itself."""
-    with patch.object(module, "in_lanes", wraps=in_lanes) as run:
+    with patch.object(tiles, "in_lanes", wraps=tiles.in_lanes) as run:
         yield
     assert run.called
 

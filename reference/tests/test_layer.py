@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.dimensions import PRESETS, MLADimensions, ModelDimensions
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 from mla_conformance.reference.kv_cache import PagedContext
 from mla_conformance.reference.layer import LayerSpec, QueryGrowth, latents, mla_layer
 from mla_conformance.reference.projections import (
@@ -139,13 +139,9 @@ def test_lists_that_do_not_fit_are_refused(prefill: Any, normal: Any) -> None:
     weights = weights_of(PLAIN, normal)
     listed = replace(PLAIN, selects=True)
     lists = torch.full((9, 2), -1)
-    wrong = lists.clone()
-    wrong[4, 1] = 1
     for spec, selected, expected in (
         (listed, None, "M-1: expected lists of selected tokens"),
         (PLAIN, lists, "M-1: expected no lists of selected tokens"),
-        (listed, lists[1:], r"a list of integers for each of 9 rows, got torch.int64 \(8, 2\)"),
-        (listed, wrong, r"row 4 sees 0 to 0 and lists \[1\]"),
     ):
         with pytest.raises(ValueError, match=expected):
             run(spec, weights, prefill, normal, "compute_friendly", selected=selected)
@@ -166,8 +162,6 @@ def test_sizes_are_positive_ints(change: dict[str, Any], said: str) -> None:
     assert made.qk_head_dim == 192 and MLADimensions(**head | {"qk_rope_head_dim": 0}).qk_head_dim == 128
     with pytest.raises(ValueError, match=said):
         MLADimensions(**head | change)
-    with pytest.raises(ValueError, match="num_heads"):
-        ModelDimensions(hidden_size=1, num_heads=0, q_lora_rank=1, kv_lora_rank=1, head=made)
 
 
 def test_growth_of_queries() -> None:
