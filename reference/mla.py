@@ -16,13 +16,7 @@ from torch import Tensor
 from mla_conformance.reference.attention import AttentionState, attention, merge_states
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
-from mla_conformance.reference.projections import (
-    absorb_query,
-    expand_key,
-    split_kv_b_proj,
-    up_project,
-    up_project_output,
-)
+from mla_conformance.reference.projections import expand_key, split_kv_b_proj, up_project
 from mla_conformance.reference.selected import RowLists, selected_attention
 
 Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
@@ -43,10 +37,12 @@ def data_movement_friendly(
 ) -> AttentionState:
     """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
     w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
-    query = torch.cat((absorb_query(q_nope, w_uk), q_pe.double()), dim=-1)
+    # q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
+    absorbed = torch.einsum("tnp,lnp->tnl", q_nope.double(), w_uk.double())
+    query = torch.cat((absorbed, q_pe.double()), dim=-1)
     key = torch.cat((kv_c.double(), k_pe.double()), dim=-1).unsqueeze(1)
     state = _attended(query, key, kv_c.double().unsqueeze(1), **batch)
-    return AttentionState(up_project_output(state.output, w_uv), state.lse)
+    return AttentionState(torch.einsum("tnl,lnv->tnv", state.output, w_uv.double()), state.lse)
 
 
 def _attended(

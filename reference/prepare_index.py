@@ -111,11 +111,6 @@ def nearest_power(scale: Tensor) -> Tensor:
     return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * FLOAT32_ROUNDOFF, power, scale)
 
 
-def is_power(scale: Tensor) -> Tensor:
-    """Whether positive numbers are powers of two."""
-    return torch.frexp(scale).mantissa == 0.5
-
-
 def windows(x: Tensor, ratio: int, overlap: bool, missing: float) -> Tensor:
     """[G, C·m, D] of columns [S, C·D] of a request's tokens: those that each complete group of m takes.
 

@@ -60,16 +60,6 @@ def expand_key(k_nope: Tensor, k_pe: Tensor) -> Tensor:
     return torch.cat((k_nope, shared), dim=-1)
 
 
-def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """Move W_UK from the keys into the query: q_nope [T, N, P], w_uk [L, N, P] give [T, N, L] float64."""
-    return torch.einsum("tnp,lnp->tnl", q_nope.to(torch.float64), w_uk.to(torch.float64))
-
-
-def up_project_output(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Attention over latents to values: o [T, N, L], w_uv [L, N, V] give [T, N, V] float64."""
-    return torch.einsum("tnl,lnv->tnv", o.to(torch.float64), w_uv.to(torch.float64))
-
-
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Rows of x [..., D] by the root of their mean square, times weight [D]: float64. Source: arXiv:1910.07467."""
     x = x.to(torch.float64)

@@ -92,7 +92,7 @@ class Queries:
     def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype) -> "Queries":
         """Rows of a request; the precision ``low`` is what error terms need."""
         q = heads_first(request.q[rows, heads])
-        wide = q.to(_width(q, low))
+        wide = q.to(score_dtype(q, low))
         scaled = wide * scale
         if wide.dtype == torch.float64:
             return Queries(scaled, None, magnitudes(scaled, low))
@@ -116,12 +116,7 @@ class TileKeys:
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
         absolute = magnitudes(v, low)
         low_v = torch.cat((absolute, absolute, absolute.square()))
-        return TileKeys(k.to(_width(k, low)), v.double(), magnitudes(k, low), low_v)
-
-    @staticmethod
-    def bytes_of_key(request: RequestRows, low: torch.dtype) -> int:
-        width, value_width = request.k.shape[2], request.v.shape[2]
-        return _width(request.k, low).itemsize * width + 8 * value_width + low.itemsize * (width + 3 * value_width)
+        return TileKeys(k.to(score_dtype(k, low)), v.double(), magnitudes(k, low), low_v)
 
     def parts(self, width: int) -> list["TileKeys"]:
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
@@ -169,7 +164,7 @@ def magnitudes(x: Tensor, low: torch.dtype) -> Tensor:
     return x.abs() if x.dtype == low else x.to(low).abs_()
 
 
-def _width(x: Tensor, low: torch.dtype) -> torch.dtype:
+def score_dtype(x: Tensor, low: torch.dtype) -> torch.dtype:
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 

@@ -22,7 +22,11 @@ class Yarn:
     def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:
         """What becomes of the frequencies of all pairs, powers of ``base``: those that turn often keep theirs."""
         dim = 2 * len(frequencies)
-        fast, slow = (self._pair_of(turns, dim, base) for turns in (self.beta_fast, self.beta_slow))
+        # The pair, in fractions, that turns so often over the original context.
+        fast, slow = (
+            dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
         first, last = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
         width = last - first or _NARROWEST_RAMP
         shares = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(len(frequencies))]
@@ -39,9 +43,6 @@ class Yarn:
     def softmax_factor(self) -> float:
         """Factor of the softmax scale, by which DeepSeek reaches the part that is not rotated as well."""
         return self._temperature(self.mscale_all_dim) ** 2
-
-    def _pair_of(self, turns: float, dim: int, base: float) -> float:
-        return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def _temperature(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0

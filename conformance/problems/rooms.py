@@ -23,7 +23,7 @@ _MASK_BYTES, _WITH_INFO = 128, 4
 
 @dataclass
 class Zone:
-    first: int  # address of the first one
+    first: int  # address of the first of its bytes, which nobody may touch
     access: str = ""  # ``reads`` or ``writes``, once it was touched
     at: int = 0  # the address that was
 
@@ -38,6 +38,8 @@ class Zone:
 
 
 class CpuRoom(mmap.mmap):
+    """Bytes between two zones that fault, mapped for as long as a tensor in them lives."""
+
     name: str  # what lies in it
     capacity: int  # bytes of it, whole pages
     zones: tuple[Zone, Zone]  # before and behind them

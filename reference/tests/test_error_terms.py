@@ -11,11 +11,9 @@ from mla_conformance.reference.attention import AttentionState, ProjectedTerms, 
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
 from mla_conformance.reference.projections import (
     Projection,
-    absorb_query,
     expand_key,
     projected_terms,
     up_project,
-    up_project_output,
 )
 from mla_conformance.reference.roundings import (
     P_ROUNDOFFS,
@@ -155,10 +153,10 @@ def multiplied_out(layer: Layer) -> Tensor:
 
 def absorbed(layer: Layer) -> Tensor:
     q_nope, q_pe = layer.q.tensor_split([NOPE], dim=-1)
-    ql = rounded(absorb_query(q_nope, layer.weight[..., :NOPE]))
+    ql = rounded(torch.einsum("tnp,lnp->tnl", q_nope, layer.weight[..., :NOPE]))
     keys = torch.cat([layer.kv_c, layer.k_pe], dim=-1).unsqueeze(1)
     attended = layer.attend(torch.cat([ql, q_pe], dim=-1), keys, layer.kv_c.unsqueeze(1))
-    return up_project_output(rounded(attended), layer.weight[..., NOPE:])
+    return torch.einsum("tnl,lnv->tnv", rounded(attended), layer.weight[..., NOPE:])
 
 
 def of_rounded_latents(layer: Layer) -> Tensor:

@@ -26,7 +26,6 @@ from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference.prepare_index import (
     Prepared,
     hadamard,
-    is_power,
     layer_norm,
     nearest_power,
     rotated,
@@ -220,7 +219,7 @@ class PrepareJudge(Steps):
         low, high = self._bounds(part)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
         if self.case.scales == "pow2":
-            wrong |= ~is_power(part.scales)
+            wrong |= torch.frexp(part.scales).mantissa != 0.5
         if not bool(wrong.any()):
             return None
         index = tuple(wrong.nonzero()[0].tolist())
