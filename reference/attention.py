@@ -29,9 +29,7 @@ class ErrorTerms:
     magnitude: Tensor  # [T, N, V] Σ p·|v|, the error of rounding p or v relative to a unit roundoff
     score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
     squares: Tensor  # [T, N, V] Σ p²·v², the variance of independent roundings of p
-    # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what is
-    # tiny beside it rounds to a subnormal or to 0
-    peak: Tensor
+    peak: Tensor  # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor, which is relative to the largest
     lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
     # of keys rounded once more: [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance where it is independent
     key_spread: Tensor | None = None
@@ -96,9 +94,7 @@ def attention(
     k: Tensor,  # [S, N, D], or [S, 1, D] shared by all heads
     v: Tensor,  # [S, N, V] or [S, 1, V]. Any float dtype, float8 included
     *,
-    # query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries query_start_loc[b] …
-    # query_start_loc[b+1]-1 and likewise its keys
-    query_start_loc: Sequence[int],
+    query_start_loc: Sequence[int],  # B + 1 ascending row numbers, from 0: first query of each request, and the end
     key_start_loc: Sequence[int],
     scale: float,  # factor of the logits
     causal: bool,  # aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len

@@ -247,10 +247,9 @@ def _swept(
     # A GPU is asked at the end only, and given its work meanwhile.
     if not finite.is_cuda and not math.isfinite(finite):
         return None
-    state, k = empty_state(count, *shape, device), requests[0].k
-    key_bytes = (
-        tiles.score_dtype(k, low).itemsize * k.shape[2] + 8 * shape[1] + low.itemsize * (k.shape[2] + 3 * shape[1])
-    )
+    state, columns = empty_state(count, *shape, device), requests[0].k.shape[2]
+    wide = tiles.score_dtype(requests[0].k, low).itemsize
+    key_bytes = wide * columns + 8 * shape[1] + low.itemsize * (columns + 3 * shape[1])
     blocks = tiles.plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
     # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
     panels = [

@@ -28,9 +28,7 @@ class TiledFormat:
     plain: int = 0  # columns stored as they are, behind the coded ones
     padding: int = 0  # unused bytes behind the scales
     plain_codes: bool = False  # whether these are e4m3 codes without a scale, not values of the model's dtype
-    # whether the scales of a page stand behind the rest of all its entries; otherwise those of an entry stand in it,
-    # between codes and plain values
-    scales_behind_page: bool = False
+    scales_behind_page: bool = False  # whether those of a page stand behind the rest of all its entries
     scales_last: bool = False
     shuffled: bool = False
     least_scale: float = 1e-4

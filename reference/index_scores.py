@@ -21,8 +21,7 @@ class IndexScores:
     """Scores of n rows against the tokens of their requests, and what their errors are measured by."""
 
     scores: Tensor  # [n, W] float64 by position, -inf from a row's bound on
-    # [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on
-    magnitude: Tensor
+    magnitude: Tensor  # [n, W], Σ_h |w| · Σ_d |q| · |k|, magnitudes of everything that is added; 0 from there on
     bounds: Tensor  # [n] int64, tokens that a row may see
 
     @property

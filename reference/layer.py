@@ -63,9 +63,7 @@ def mla_layer(
     query_start_loc: Sequence[int],
     context: PagedContext,
     path: Path,  # one of the three routes
-    # [rows, K] integers, for a spec that selects: tokens of each row's request, counted from the first of its context
-    # and up to its own; -1 names none
-    selected: Tensor | None = None,
+    selected: Tensor | None = None,  # [rows, K] integers, for a spec that selects: tokens of each row's request, or -1
 ) -> Tensor:
     """The whole layer, from hidden states [T, H] and positions [T] to hidden states [T, H] float64."""
     if spec.selects != (selected is not None):

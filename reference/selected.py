@@ -139,8 +139,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
 
 @dataclass(frozen=True)
 class RowLists:
-    # [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none
-    numbers: Tensor
+    numbers: Tensor  # [T, K] int64, tokens of the row's request, counted from the first of its context, or NO_KEY
     query_start_loc: Sequence[int]  # first row of each request, and the end
 
     @staticmethod

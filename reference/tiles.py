@@ -165,6 +165,7 @@ def magnitudes(x: Tensor, low: torch.dtype) -> Tensor:
 
 
 def score_dtype(x: Tensor, low: torch.dtype) -> torch.dtype:
+    """What scores are made from: float64, and on a large problem float32, where that holds the operand."""
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 

@@ -11,12 +11,9 @@ _NARROWEST_RAMP = 1e-3  # width of a ramp whose two ends are one number
 class Yarn:
     factor: float  # the extended context by the original one
     original_positions: int  # length of the original one in tokens
-    # beta_fast, beta_slow: turns over the original context from which a pair keeps its frequency, and up to which it is
-    # slowed down by the whole factor
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    # mscale, mscale_all_dim: 0 where the configuration has none
-    mscale: float = 0.0
+    beta_fast: float = 32.0  # turns over the original context from which a pair keeps its frequency
+    beta_slow: float = 1.0  # and up to which it is slowed down by the whole factor
+    mscale: float = 0.0  # 0 where the configuration has none, as the next
     mscale_all_dim: float = 0.0
 
     def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:

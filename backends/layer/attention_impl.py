@@ -126,9 +126,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """Builds the metadata of one group of layers, once a batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    # longest query, in tokens, that counts as decode and is expected at the front of a batch; None if the order does
-    # not matter
-    reorder_batch_threshold: int | None = None
+    reorder_batch_threshold: int | None = None  # longest query, in tokens, that is a decode, at the front of a batch
     supports_update_block_table: bool = False  # whether :meth:`update_block_table` is implemented
 
     @abstractmethod

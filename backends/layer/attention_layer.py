@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
         device_capability: DeviceCapability | None,
         attn_type: str,
     ) -> list[str]:
-        wrong = contradiction(kv_cache_dtype, dtype)
+        layouts, wrong = cls.supported_kv_cache_dtypes, contradiction(kv_cache_dtype, dtype)
         blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
         device = f"compute capability not supported: got {device_capability or 'a device without one'}"
         mla, sparse = "MLA" if use_mla else "non-MLA", "sparse" if use_sparse else "non-sparse"
@@ -136,10 +136,7 @@ class AttentionBackend(ABC):
         checks = (
             (cls.supports_head_size(head_size), refusal("head_size", head_size, cls.get_supported_head_sizes())),
             (cls.supports_dtype(dtype), refusal("dtype", dtype, cls.supported_dtypes)),
-            (
-                cls.supports_kv_cache_dtype(kv_cache_dtype),
-                refusal("kv_cache_dtype", kv_cache_dtype, cls.supported_kv_cache_dtypes),
-            ),
+            (cls.supports_kv_cache_dtype(kv_cache_dtype), refusal("kv_cache_dtype", kv_cache_dtype, layouts)),
             (not wrong, wrong),
             (cls.supports_block_size(block_size), refusal("block_size", block_size, [blocks])),
             (not use_mm_prefix or cls.supports_mm_prefix(), "partial multimodal token full attention not supported"),

@@ -47,8 +47,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    # the layers of the model by name, entered by those whose builders look them up
-    static_forward_context: dict[str, Any] = field(default_factory=dict)
+    static_forward_context: dict[str, Any] = field(default_factory=dict)  # the layers of the model by name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,8 +81,7 @@ def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> i
 class LayerRequest(NamedTuple):
     query_len: int  # new tokens
     context_len: int  # tokens computed before
-    # physical blocks in the order of its tokens, on this rank; may be longer than needed
-    block_ids: Sequence[int]
+    block_ids: Sequence[int]  # physical blocks in the order of its tokens, on this rank, or more
     is_prompt: bool  # whether it prefills
 
 

@@ -27,8 +27,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     latents that it gathers from all ranks, of a decode from what each of them makes of its own latents for all heads.
     """
 
-    # the backend whose ``get_impl_cls`` returned the class; it names the kernels
-    attention_backend: ClassVar[Any] = None
+    attention_backend: ClassVar[Any] = None  # whose ``get_impl_cls`` returned the class; it names the kernels
     can_return_lse_for_decode = True
     W_UK_T: Tensor  # [N, P, L], once weights are processed
     W_UV: Tensor  # [N, L, V], once weights are processed

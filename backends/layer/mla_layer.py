@@ -25,8 +25,7 @@ class MLACommonBackend(AttentionBackend):
     accept_output_buffer = True
     prefill_backend: ClassVar[type[MLAPrefillBackend] | None] = None  # computes prefills; None if the layer has none
     decode_backend: ClassVar[type[MLADecodeBackend] | None] = None  # computes decodes; None if the layer has none
-    # the computation; a subclass may replace one of its steps
-    impl_class: ClassVar[type[MLACommonImpl]] = MLACommonImpl
+    impl_class: ClassVar[type[MLACommonImpl]] = MLACommonImpl  # computes
     builder_class: ClassVar[type[MLACommonMetadataBuilder]] = MLACommonMetadataBuilder  # builds the metadata
     vllm_config: ClassVar[Any] = None  # what the kernels' constructors receive
     tile_scales: ClassVar[str] = "float32"  # what the scales of an ``fp8_ds_mla`` entry are when it is written

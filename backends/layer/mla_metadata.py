@@ -21,8 +21,7 @@ class ContextShares(NamedTuple):
     cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
     starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
     rows: list[int]  # length of the longest part of each chunk, which all parts are sent with
-    # of each chunk [tokens] int64, on the device; where its tokens, in order, lie among the parts of all ranks
-    order: list[Tensor]
+    order: list[Tensor]  # of each chunk [tokens] int64, where its tokens, in order, lie among the parts of all ranks
 
 
 def share_context(plan: Sequence[ContextChunk], sharding: Sharding, device: torch.device) -> ContextShares:

@@ -1,9 +1,8 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import chain, pairwise
 from typing import Any
 
@@ -34,7 +33,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Golden(ABC):
+class Golden:
     rows: JudgedRows  # which rows they are
 
     @property
@@ -64,10 +63,9 @@ class GoldenAttention(Golden):
                 self._budgets.clear()
             lengths = [part.stop - part.start for part in segments(self.rows.start_loc)]
             parts = error_budget.budget_parts(golden, allowed)
-            element, row_rms = (
-                error_budget.element_budget(golden, allowed, parts),
-                error_budget.expected_row_rms(golden, allowed, parts),
-            )
+            element = error_budget.element_budget(golden, allowed, parts)
+            row_rms = error_budget.expected_row_rms(golden, allowed, parts)
+            limits = [error_budget.rms_limit(max(1, count), row_deviations) for count in lengths]
             size = golden.output.abs()
             within = size.square().mean(dim=-1).sqrt() <= row_rms * error_budget.rms_limit(1, row_deviations)
             self._budgets[key] = Budget(
@@ -77,9 +75,7 @@ class GoldenAttention(Golden):
                 inconclusive=within & (size <= element).all(dim=-1) & (size > 0).any(dim=-1),
                 lse=error_budget.lse_budget(golden, allowed),
                 samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
-                limits=golden.lse.new_tensor(
-                    [error_budget.rms_limit(max(1, count), row_deviations) for count in lengths]
-                ),
+                limits=golden.lse.new_tensor(limits),
             )
         return self._budgets[key]
 
@@ -157,17 +153,14 @@ def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands
     if operands.selected is not None:
         state = selected_attention(*qkv, operands.selected, sink=operands.sink, with_terms=True, **asked)
         return replace(state, value_weights=operands.value_weights)
-    starts = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
+    starts: dict[str, Any] = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
     state = blockwise_attention(*qkv, **starts, causal=operands.causal, **asked)
     if operands.projection is not None:
         terms = projected_terms(*qkv, operands.projection, **starts, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
     if operands.plans:
-        picked, judged = rows.pick(operands.q), segments(rows.start_loc)
-        merging = partial(merged_chunks, picked, operands.k, operands.v, state.output, state.lse, scale=scale)
-        plans = [
-            merging(rows=judged, keys=segments(operands.key_start_loc), ends=ends)
-            for ends in dict.fromkeys(operands.plans)
-        ]
+        parts = (rows.pick(operands.q), operands.k, operands.v, state.output, state.lse)
+        where: dict[str, Any] = {"rows": segments(rows.start_loc), "keys": segments(operands.key_start_loc)}
+        plans = [merged_chunks(*parts, **where, ends=ends, scale=scale) for ends in dict.fromkeys(operands.plans)]
         state = replace(state, merging=reduce(MergeTerms.larger, plans))
     return replace(state, value_weights=operands.value_weights)

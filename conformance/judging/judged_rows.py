@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+from typing import NamedTuple
 
 import torch
 
@@ -73,8 +74,7 @@ _FAR_KERNELS = (Role.PREFILL, Role.DECODE, Role.SPARSE)
 _FAR_BYTES = 8  # of others: they have float32, or two caches
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     operand: str  # ``q``, ``k``, ``v``, ``rows`` or ``cache``
     elements: int  # that many lie before what is judged
 

@@ -82,8 +82,7 @@ class Record(Said, frozen=True):
     case: str  # id of the case
     status: Status  # outcome
     seconds: float = 0.0  # wall time of the trial
-    # what served the calls, as the backend tells: library, version, variant, plan
-    evidence: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)  # what served the calls, as the backend tells
     cases: int = 1  # how many cases it stands for; more than one for drawn cases of which none fails
     # `rows` judged `of` all, of which `drawn` at random; empty where every row was judged
     sampled: dict[str, int] = field(default_factory=dict)

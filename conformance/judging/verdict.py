@@ -89,8 +89,7 @@ class Verdict:
     status: Status  # outcome
     message: str = ""  # one sentence for a person; empty for a pass
     check: Check | None = None  # what failed
-    # request, token, head and column of the worst element, where there is one
-    where: dict[str, int] = field(default_factory=dict)
+    where: dict[str, int] = field(default_factory=dict)  # request, token, head and column of the worst element
     used: BudgetUse = BudgetUse()  # share of the error budget
     detail: str = ""  # the traceback of a call that raised
     # judged rows, rows of the batch, and how many were drawn, where not every row was judged

@@ -28,10 +28,8 @@ class AttentionOperands:
     causal: bool  # whether query i of a request sees all keys but its last (queries - 1 - i)
     dequantised: bool = False  # whether the keys were stored as codes, so that a kernel may round them once more
     projection: Projection | None = None  # what k and v are projected from, where projecting rounds
-    # [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents
-    value_weights: torch.Tensor | None = None
-    # [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it
-    selected: torch.Tensor | None = None
+    value_weights: torch.Tensor | None = None  # [N, V], where v is projected: the larger of 1 and Σ |W_UV|
+    selected: torch.Tensor | None = None  # [T, K] int64, the keys that each query attends to, or -1; None for all
     sink: torch.Tensor | None = None  # [N], the logit of each head's sink; None without
     # how the contexts of a batch may be cut into chunks that are merged: where those of each request end
     plans: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -50,14 +48,11 @@ class KernelCall(ABC):
     key_start_loc: tuple[int, ...]  # first key of each request, and the end
     metadata: Any = None  # of the batch, handed over before every call; None where every argument is in the call
     given: Mapping[str, Any] = field(default_factory=dict)  # arguments that stand in the order of the entry, by name
-    # those that are handed over by name; None where there is none. A backend must not write either.
-    named: Mapping[str, Any] = field(default_factory=dict)
-    # the memory that the call writes, by the names of its arguments, with what must stand in it afterwards
-    written: Mapping[str, Written] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)  # those that are handed over by name, or None
+    written: Mapping[str, Written] = field(default_factory=dict)  # the memory that the call writes, by argument
 
     meant: ClassVar[tuple[str, ...]] = ("q", "k")  # names of the tensors that say what is asked
-    # the dimension in which each part of a result counts tokens, as an output and an LSE do
-    token_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    token_dims: ClassVar[tuple[int, ...]] = (0, 1)  # the dimension in which each part of a result counts tokens
     interface: ClassVar[Any] = None  # the class that has the entry
     # names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S if it has
     # a row for each query token or key
@@ -238,8 +233,7 @@ class Problem:
     dtype: torch.dtype = field(init=False)  # of the operands, or of the model behind a cache
     output_dtype: torch.dtype = field(init=False)  # of unquantised results, and of the model behind operands in e4m3
     query_start_loc: tuple[int, ...] = field(init=False)  # of each call
-    # of each call that asks for attention; None where outputs are not quantised
-    output_scale: torch.Tensor | None = field(init=False)
+    output_scale: torch.Tensor | None = field(init=False)  # of each attention; None where outputs are not quantised
 
     def __post_init__(self) -> None:
         first = self.calls[0]

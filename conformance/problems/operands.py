@@ -45,8 +45,7 @@ class Regime:
     queries: Callable[[Site], torch.Tensor] = lambda site: site.q  # new queries of a request
     keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k  # new keys [S, N, D]
     values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v  # new values [S, N, V]
-    # whether a new query follows from the old one's elements alone, not from keys or other rows
-    by_element: bool = True
+    by_element: bool = True  # whether a new query follows from the old one's elements alone
 
 
 def _aligned(site: Site, above: float) -> torch.Tensor:

@@ -93,7 +93,7 @@ class ExpectedCache:
 
     @cached_property
     def block_ids(self) -> list[list[int]]:
-        return self.pages.block_table.tolist()  # type: ignore[no-any-return]
+        return self.pages.block_table.tolist()
 
     def image(self) -> CacheImage:
         cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
