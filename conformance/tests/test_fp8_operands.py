@@ -11,16 +11,14 @@ from torch import Tensor
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case
+from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging import judged_rows
-from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.reference.attention import attention
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials.judge_one import judge_one
@@ -190,21 +188,7 @@ def test_ends_and_edges_are_judged_and_the_choice_is_the_same_every_time(case: s
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("case", LARGE_CASES)
-def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
-    problem = build_problem(Case.parse(f"{case};seed=3"), CPU)
-    found = golden_attention(problem)
-    call = problem.attention[0]
-    whole = attention(
-        call.q,
-        call.k,
-        call.v,
-        query_start_loc=problem.query_start_loc,
-        key_start_loc=call.key_start_loc,
-        scale=problem.case.softmax_scale,
-        causal=problem.case.call != Call.CONTEXT_CHUNK,
-    )
-    torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)
+def test_the_rows_that_are_judged_are_counted(case: str) -> None:
     record = judged("EAGER", case, Context())
     assert record.status is Status.PASS and record.sampled == {"rows": 96, "of": 700, "drawn": 60}
 

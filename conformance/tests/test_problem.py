@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving import driver
-from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import operands
 from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.problems.memory import Guarded, out_of_memory, poison, storage_bytes
 from mla_conformance.problems.operands import fill_normal, stored
-from mla_conformance.reference.attention import merge_states
 from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import build_problem
@@ -160,31 +157,6 @@ def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
     for row, (first, bound) in enumerate([(0, 21), (0, 22), (22, 1), (23, 6), (23, 7), (23, 8)]):
         named = call.selected[row][call.selected[row] >= 0]
         assert len(set(named.tolist())) == len(named) and bool(((named >= first) & (named < first + bound)).all())
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"call": "sparse_prefill"}, {"cache": "fp8"}, {"cache": "fp8_v4", "dims": "128-0-128-512"}]
-)
-def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, Any]) -> None:
-    call = call_of(case(dtype="bf16", **fields))
-    assert call.case.kv_lora_rank == call.v.shape[-1]
-    named = call.selected >= 0
-    held = {**call.given, **call.named}
-    entries = gather(held["kv" if "kv" in held else "kv_cache"], call.topk_indices[named].long(), call.case.cache)
-    read = dequantise(entries, call.case.cache, call.k_scale, torch.bfloat16)
-    torch.testing.assert_close(read.double(), call.k[call.selected[named], 0], rtol=1e-6, atol=0.0)
-
-
-def test_ranks_hold_parts_of_each_list_that_make_it_up() -> None:
-    problem = build_problem(case(ranks=3, interleave=2, space="slot"), CPU)
-    counts = [visible(call) for call in problem.attention]
-    assert list(map(sum, zip(*counts, strict=True))) == [8, 8, 1, 6, 7, 8]
-    expectation = golden_attention(problem)
-    assert expectation.merged is not None
-    merged = expectation.calls[0]
-    for part in expectation.calls[1:]:
-        merged = merge_states(merged, part)
-    torch.testing.assert_close(merged.output, expectation.merged.output, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,6 @@ def latents(tokens: int, seed: int = 0, dtype: torch.dtype = BF16) -> tuple[torc
     )
 
 
-def test_widths_and_dtypes() -> None:
-    for layout, width, dtype in (
-        ("auto", 576, BF16), ("fp8", 576, torch.float8_e4m3fn), ("fp8_ds_mla", 656, torch.uint8),
-    ):  # fmt: skip
-        rows = encode(*latents(3), layout, 1.0)
-        assert (entry_width(layout, 512, 64), cache_dtype(layout, BF16)) == (width, dtype)
-        assert (rows.shape, rows.dtype) == ((3, width), dtype)
-
-
 def test_auto_keeps_the_bits_and_fp8_divides_both_parts_by_the_scale() -> None:
     kv_c, k_pe = torch.tensor([[0.25, 1000.0]], dtype=BF16), torch.tensor([[-0.5, 1e-6]], dtype=BF16)
     as_it_is = encode(kv_c, k_pe, "auto", 3.0)

@@ -13,9 +13,7 @@ from mla_conformance.reference.kv_cache import PagedContext
 from mla_conformance.reference.layer import LayerSpec, QueryGrowth, latents, mla_layer
 from mla_conformance.reference.projections import (
     MLAWeights,
-    expand_key,
     rms_norm,
-    up_project,
 )
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.reference.yarn import Yarn
@@ -168,10 +166,3 @@ def test_growth_of_queries() -> None:
     factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
     steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
     assert factors.tolist() == pytest.approx(steps)
-
-
-def test_products_widen_and_copies_keep() -> None:
-    narrow = torch.ones(3, 4, 2, dtype=torch.bfloat16)
-    key = expand_key(narrow, torch.zeros(3, 2, dtype=torch.bfloat16))
-    assert key.dtype == torch.bfloat16 and key.shape == (3, 4, 4) and (key[..., 2:] == 0).all()
-    assert up_project(torch.ones(5, 3, dtype=torch.bfloat16), narrow).dtype == torch.float64

@@ -104,12 +104,6 @@ def test_the_styles_differ_by_a_permutation(normal: Any) -> None:
     )
 
 
-def test_shapes_and_dtypes() -> None:
-    nothing, four = Rotation.plain(0, interleaved=True), Rotation.plain(4, interleaved=False)
-    assert rope(torch.ones(2, 3, 0), torch.arange(2), nothing).shape == (2, 3, 0)
-    assert rope(torch.ones(2, 4, dtype=torch.bfloat16), torch.arange(2), four).dtype == torch.float64
-
-
 def test_fast_pairs_stay_slow_ones_are_slowed_down_and_those_between_lie_between() -> None:
     rotation, plain = Rotation.extended(V3, 64, interleaved=True), plain_frequencies(64, 1e4)
     shares = [frequency / before for frequency, before in zip(rotation.frequencies, plain, strict=True)]
