@@ -158,21 +158,21 @@ class MLACommonMetadata(AttentionMetadata):
     ) -> None:
         """Become the next decode step's metadata, in place: every request has one new token, its sampled one."""
         requests = len(self.seq_lens)
-        refused = {
-            f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes": (
-                self.num_prefills and not turn_prefills_into_decodes
+        prefills, longest, ranks = self.num_prefills, self.max_decode_query_len, self.dcp_world_size
+        for refused, reason in (
+            (
+                prefills and not turn_prefills_into_decodes,
+                f"expected a batch of decodes, got {prefills} prefills; pass turn_prefills_into_decodes",
             ),
-            f"expected decodes of one token, got up to {self.max_decode_query_len}; build the next step's metadata": (
-                self.max_decode_query_len != 1
+            (longest != 1, f"expected decodes of one token, got up to {longest}; build the next step's metadata"),
+            (
+                num_seqs != requests or not 0 <= num_queries <= num_seqs,
+                f"expected num_seqs {requests}, the batch's requests, and at most as many queries, got {num_seqs} and "
+                f"{num_queries}",
             ),
-            f"expected num_seqs {requests}, the batch's requests, and at most as many queries, got {num_seqs} and "
-            f"{num_queries}": num_seqs != requests or not 0 <= num_queries <= num_seqs,
-            f"cannot advance on {self.dcp_world_size} context-parallel ranks; build the metadata anew": (
-                self.dcp_world_size > 1
-            ),
-        }
-        for reason, holds in refused.items():
-            if holds:
+            (ranks > 1, f"cannot advance on {ranks} context-parallel ranks; build the metadata anew"),
+        ):
+            if refused:
                 raise ValueError(reason)
         if num_queries:  # rows of padding stay as they are
             position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
