@@ -154,7 +154,7 @@ def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands
         state = selected_attention(*qkv, operands.selected, sink=operands.sink, with_terms=True, **asked)
         return replace(state, value_weights=operands.value_weights)
     starts: dict[str, Any] = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
-    state = blockwise_attention(*qkv, **starts, causal=operands.causal, **asked)
+    state = blockwise_attention(*qkv, causal=operands.causal, **(starts | asked))
     if operands.projection is not None:
         terms = projected_terms(*qkv, operands.projection, **starts, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
