@@ -1,17 +1,5 @@
 """Capture: a serving engine writes the metadata of its real calls as case files for ``certify --cases``.
 
-In code, around the calls of interest::
-
-    with capture(backend, "captured"):
-        engine.step()
-
-By the environment variable MLA_CONFORMANCE_CAPTURE, from one line where the engine has chosen its backend::
-
-    capture_from_environment(backend)
-
-Shapes, strides, dtypes and lengths are written before each distinct call. No tensor of the model is read; a length that
-is on the device only is copied, which waits for it. A call that no case describes is passed on and warned about once.
-
 Imports from: cases, problems, vocabulary.
 """
 
@@ -21,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -44,7 +32,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is 
 
 @contextmanager
 def capture(backend: Any, directory: str | Path, values: bool = False, limit: int = LIMIT) -> Iterator[None]:
-    """Write the calls that go to a backend while the context lasts.
+    """Write shapes, strides, dtypes and lengths of the calls that go to a backend while the context lasts.
+
+    No tensor of the model is read; a length that is on the device only is copied, which waits for it. A call that no
+    case describes is passed on and warned about once.
 
     Args:
         backend: an instance, or a class whose instances are all captured; anything with the methods of
@@ -87,7 +78,7 @@ class _Capture:
         try:
             if method == _PREPARE:
                 (self._metadata[backend],) = arguments.values()
-            else:
+            elif len(self._seen) < self.limit:
                 self._write(backend, arguments, _case_of_decode if method == "run_decode" else _case_of_prefill)
         except Exception as error:
             if not self._warned:
@@ -96,8 +87,6 @@ class _Capture:
                 warnings.warn(said, RuntimeWarning, stacklevel=4)
 
     def _write(self, backend: Any, arguments: dict[str, Any], case_of: Callable[..., Case]) -> None:
-        if len(self._seen) >= self.limit:
-            return
         kept = getattr(backend, "_prefill_metadata", None) or getattr(backend, "_decode_metadata", None)
         metadata = self._metadata.get(backend) or kept
         if metadata is None:
@@ -131,8 +120,20 @@ def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
             "kernels' backends"
         )
     own = {name: vars(backend)[name] for name in methods if name in vars(backend)}
-    for name in methods:
-        setattr(backend, name, _recorded(backend, name, recording))
+
+    def recorded(name: str) -> Callable[..., Any]:
+        method = getattr(backend, name)
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        def call(*positional: Any, **named: Any) -> Any:
+            with suppress(TypeError):  # which the call raises itself
+                arguments = dict(signature.bind(*positional, **named).arguments)
+                instance = arguments.pop(next(iter(arguments))) if isinstance(backend, type) else backend
+                recording(instance, name, arguments)
+            return method(*positional, **named)
+
+        return call
 
     def undo() -> None:
         for name in methods:
@@ -140,31 +141,13 @@ def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
             if name in own:
                 setattr(backend, name, own[name])
 
+    for name in methods:
+        setattr(backend, name, recorded(name))
     return undo
 
 
-def _recorded(backend: Any, name: str, recording: _Capture) -> Callable[..., Any]:
-    method = getattr(backend, name)
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def call(*positional: Any, **named: Any) -> Any:
-        try:
-            arguments = dict(signature.bind(*positional, **named).arguments)
-        except TypeError:
-            return method(*positional, **named)  # whose own error it is
-        instance = arguments.pop(next(iter(arguments))) if isinstance(backend, type) else backend
-        recording(instance, name, arguments)
-        return method(*positional, **named)
-
-    return call
-
-
 def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
-    """The case of one prefill call, of a context chunk if it has a ``chunk_idx``; ``values``: whether scales are read.
-
-    It is a CaseError if no case describes the call, and a KeyError if cases do not know the dtype of q.
-    """
+    """The case of one prefill call, of a chunk of context if it has a ``chunk_idx``; ``values``: scales are read."""
     q, k, v = (arguments[name] for name in "qkv")
     on_cpu = getattr(metadata, "query_lens_cpu", None)
     lengths = tuple((metadata.query_start_loc.diff() if on_cpu is None else on_cpu).tolist())
@@ -207,10 +190,7 @@ def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], 
 
 
 def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
-    """The case of one decode call; on several ranks that of all of them, which share it.
-
-    Errors as for a prefill, and a ValueError if a request without tokens stands before others, which no case has.
-    """
+    """The case of one decode call; on several ranks that of all of them, which share it."""
     query, cache = arguments["ql_nope"], arguments["kv_cache"]
     whole = metadata.seq_lens_cpu if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
     q, totals = tuple(metadata.query_lens_cpu.tolist()), tuple(whole.tolist())
@@ -248,12 +228,10 @@ def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
 
 
 def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
-    """How many times the longest length the metadata's maximum is."""
     return max(1, int(maximum) // max(1, *lengths))
 
 
 def _dims_of(backend: Any) -> str:
-    """The head dims of an instance as a case names them."""
     sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     head = MLADimensions(**{name: getattr(backend, name) for name in sizes})
     for name in ("r1", *PRESETS):  # which is that of a case by default

@@ -1,7 +1,4 @@
-"""The cases of a deployed model: what its engine calls, at its sizes, and nothing else. No torch.
-
-``cases.txt`` holds what is the same of every model.
-"""
+"""The cases of a deployed model: what its engine calls, at its sizes; ``cases.txt`` holds what all models have."""
 
 import re
 from collections.abc import Iterator
@@ -39,8 +36,9 @@ def dims_of(profile: ModelProfile) -> str:
 
 
 def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
-    common: Fields = {"dims": dims_of(profile), "heads": deployment.heads, "scale": profile.scale}
     layouts, selection = profile.cache_layouts[deployment.kv_cache], profile.selection
+    common: Fields = {"dims": dims_of(profile), "heads": deployment.heads, "scale": profile.scale}
+    common |= {"sink": "drawn"} if selection and selection.sinks else {}
     # Engines prefill what a list would name whole without lists, but no such kernel has sinks or rotates values.
     if selection is None or not (selection.sinks or selection.second):
         yield from _part("prefills", common)
@@ -55,7 +53,7 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
             yield from _part("layers", {**cached, "weights": "selection" if max(nope, value) <= latent else "dense"})
     if selection:
         # Those of a second cache are gathered behind the others.
-        gathered = {**common, "topk": selection.topk + max(selection.second, default=0), **_sinks(selection)}
+        gathered = {**common, "topk": selection.topk + max(selection.second, default=0)}
         yield from _part("gathered", gathered)
         if deployment.heads < _FEWEST_KERNEL_HEADS:
             yield from _part("gathered", {**gathered, "heads": _FEWEST_KERNEL_HEADS})
@@ -67,7 +65,7 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
 def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:
     """Lists over a cache, and over a second one if there is one; those of packed codes also with heads filled up."""
     layout, is_packed = cached["cache"], cached["cache"] == "fp8_ds_mla"
-    fixed = {**cached, "topk": selection.topk, **_sinks(selection), **({"scales": "pow2"} if is_packed else {})}
+    fixed = {**cached, "topk": selection.topk, **({"scales": "pow2"} if is_packed else {})}
     seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]
     for second in seconds:
         yield from _part("few_lists", {**fixed, **second})
@@ -82,10 +80,6 @@ def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:
         yield from _part("lists", filled_up)
 
 
-def _sinks(selection: Selection) -> Fields:
-    return {"sink": "drawn"} if selection.sinks else {}
-
-
 def _part(name: str, further: Fields) -> Iterator[Fields]:
     """The cases of a part of the file, with further fields; plain ones of a layout have a capability of its own."""
     topk, layout = further.get("topk", 0), further.get("cache", "auto")
@@ -96,15 +90,12 @@ def _part(name: str, further: Fields) -> Iterator[Fields]:
             continue
         lengths: Fields = {}
         if found := _OF_LISTS.search(text):
-            text = text.replace(found[0], "")
-            lengths = {"kv": tuple(_tokens(each, topk) for each in found[1].split(","))}
+            text, numbers = text.replace(found[0], ""), list[int]()
+            for each in found[1].split(","):  # such as 64, ``topk-1`` or ``3*topk``
+                factor, of_lists, more = each.partition("topk")
+                numbers.append(int(factor.rstrip("*") or 1) * topk + int(more or 0) if of_lists else int(each))
+            lengths = {"kv": tuple(numbers)}
         yield {"capability": own.get(capability, capability), **parse_fields(text), **lengths, **further}
-
-
-def _tokens(text: str, topk: int) -> int:
-    """A number of tokens, such as 64, ``topk-1`` or ``3*topk``."""
-    factor, of_lists, more = text.partition("topk")
-    return int(factor.rstrip("*") or 1) * topk + int(more or 0) if of_lists else int(text)
 
 
 @cache

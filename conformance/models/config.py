@@ -1,7 +1,6 @@
-"""Reading a model's ``config.json`` of Hugging Face's form, or what was read of one that is known by name. No torch.
+"""A model's ``config.json`` of Hugging Face's form, or what was read of one that is known by name. No torch.
 
-And what of an architecture no configuration tells; its sources: the configuration and modelling code of transformers
-5.17.0 and of vLLM 0.33.0.
+What no configuration tells of an architecture is from transformers 5.17.0 and vLLM 0.33.0.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from mla_conformance.backends.references import unknown
-from mla_conformance.files.whole import InputError, convert, decode, has_letters, read_text
+from mla_conformance.files.whole import InputError, convert, decode, read_text
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.yarn import Yarn
 
@@ -76,14 +75,9 @@ _WHOLE_COMPRESSED = 64
 class _Rope(msgspec.Struct):
     rope_theta: float | None = None
     rope_type: str = ""
-    type: str = ""
+    type: str = ""  # both names of the field are in use
     factor: Annotated[float, Meta(ge=1, le=_MOST)] = 1.0
     mscale_all_dim: Annotated[float, Meta(ge=0, le=_MOST)] = 0.0
-
-    @property
-    def kind(self) -> str:
-        """How angles are chosen; both names of the field are in use."""
-        return self.rope_type or self.type or "default"
 
 
 class _LinearAttention(msgspec.Struct):
@@ -116,9 +110,6 @@ class _Config(msgspec.Struct):
     mla_use_output_gate: bool = False
 
 
-FIGURES = frozenset(_Config.__struct_fields__)  # names of the fields that are read, beside ``model_type``
-
-
 def read_config(path: Path) -> ModelProfile:
     return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path))
 
@@ -136,9 +127,11 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
     return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type)
 
 
+@dataclass
 class _Reader:
-    def __init__(self, name: str, config: _Config, family: Family) -> None:
-        self.name, self.config, self.family = name, config, family
+    name: str
+    config: _Config
+    family: Family
 
     def profile(self, model_type: str) -> ModelProfile:
         config, rotates, scale, words = self.config, self.family.rotates and self.config.qk_rope_head_dim, 1.0, "none"
@@ -148,9 +141,9 @@ class _Reader:
         rope = convert(reported, _Rope, f"{self.name}: rope parameters")
         if rotates:
             theta = rope.rope_theta or config.compress_rope_theta or config.rope_theta
-            factor = f" × {rope.factor:g}" if rope.factor > 1 else ""
-            words = f"{rope.kind}{factor}" + (f", theta {theta:g}" if theta else "")
-            if rope.kind != "default":  # whatever the length is that YaRN extends
+            factor, kind = f" × {rope.factor:g}" if rope.factor > 1 else "", rope.rope_type or rope.type or "default"
+            words = f"{kind}{factor}" + (f", theta {theta:g}" if theta else "")
+            if kind != "default":  # whatever the length is that YaRN extends
                 yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
                 scale = yarn.softmax_factor
         if self.family.attends is Attends.COMPRESSED:
@@ -162,6 +155,7 @@ class _Reader:
                 value = config.hidden_size // config.num_attention_heads
             value = value or self._need("v_head_dim")
             dims = self._need("qk_nope_head_dim"), self._need("qk_rope_head_dim"), value, self._need("kv_lora_rank")
+        kinds = self._kinds()
         return ModelProfile(
             name=self.name,
             model_type=model_type,
@@ -171,8 +165,8 @@ class _Reader:
             dims=dims,
             scale=round(100 * scale),
             rope=words,
-            layers=self._layers(),
-            selection=self._selection(),
+            layers=tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items()),
+            selection=self._selection(kinds),
             outside=(*self.family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
         )
 
@@ -182,7 +176,8 @@ class _Reader:
             raise InputError(f"{self.name}: {field}: expected a number, got none")
         return int(value)
 
-    def _layers(self) -> tuple[tuple[str, int], ...]:
+    def _kinds(self) -> Sequence[str]:
+        """The kind of each layer."""
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
         if self.config.layer_types:
             kinds: Sequence[str] = self.config.layer_types[:count]
@@ -199,9 +194,9 @@ class _Reader:
             kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
         if len(kinds) != count:
             raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
-        return tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
+        return kinds
 
-    def _selection(self) -> Selection | None:
+    def _selection(self, kinds: Sequence[str]) -> Selection | None:
         if self.family.attends is Attends.ALL:
             return None
         indexer = Indexer(
@@ -212,7 +207,6 @@ class _Reader:
         if self.family.attends is Attends.SELECTED:
             return Selection(topk=self._need("index_topk"), indexer=indexer, sinks=self.family.sinks)
         columns = {_COMPRESSION[4]: indexer.topk, _COMPRESSION[128]: _WHOLE_COMPRESSED}
-        kinds = [kind.replace(" ", "_") for kind, _ in self._layers()]
         second = tuple(columns[kind] for kind in columns if kind in kinds)
         return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)
 
@@ -246,22 +240,7 @@ def model_names() -> tuple[str, ...]:
 def stored_model(name: str) -> StoredModel:
     if name not in model_names():
         raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
-    model = decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), StoredModel, name)
-    read_in: dict[str, str] = {}
-    for reading in model.readings:
-        figures = ", ".join(reading.config)
-        if not has_letters(reading.source):
-            raise InputError(f"{name}: {figures}: expected where they were read, got {reading.source!r}")
-        if reading.unconfirmed is not None and not has_letters(reading.unconfirmed):
-            raise InputError(f"{name}: {figures}: unconfirmed: expected what was tried, got nothing")
-        for figure in reading.config:
-            if figure not in FIGURES:
-                raise InputError(f"{name}: unknown figure {figure!r}; expected one of {', '.join(sorted(FIGURES))}")
-            if figure in read_in:
-                sources = f"{read_in[figure]!r} and {reading.source!r}"
-                raise InputError(f"{name}: {figure}: expected one source, got {sources}")
-            read_in[figure] = reading.source
-    return model
+    return decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), StoredModel, name)
 
 
 def find_model(name: str) -> ModelProfile:

@@ -50,34 +50,21 @@ class ModelProfile:
 
     @property
     def cache_layouts(self) -> dict[str, tuple[str, ...]]:
-        """The layouts of cases that each name of a cache stands for: an engine takes the one that its kernel reads.
-
-        DeepSeek-V4's cache is packed whatever it is called: sources are vLLM's ``_resolve_dsv4_kv_cache_dtype`` and, of
-        the others, ``_canonicalize_sparse_mla_kv_cache_dtype``.
-        """
-        if self.selection is None:
+        """The layouts of cases that each name of a cache stands for: an engine takes the one that its kernel reads."""
+        if self.selection is None or (self.dims[3] != 512 and not self.selection.second):  # a packed entry's latent
             return {"auto": ("auto",), "fp8": ("fp8",)}
+        # DeepSeek-V4's is packed whatever it is called (vLLM, ``_resolve_dsv4_kv_cache_dtype`` and, of the others,
+        # ``_canonicalize_sparse_mla_kv_cache_dtype``).
         if self.selection.second:
             return dict.fromkeys(("auto", "fp8", "fp8_v4"), ("fp8_v4",))
-        if self.dims[3] != 512:  # a packed entry's latent
-            return {"auto": ("auto",), "fp8": ("fp8",)}
         return {"auto": ("auto",), "fp8": ("fp8", "fp8_ds_mla"), "fp8_ds_mla": ("fp8_ds_mla",)}
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run was asked about, as its plan and its report hold it.
-
-    Attributes:
-        model: the model's name, or the file that describes it.
-        tp: ranks that share its heads.
-        kv_cache: what its cache is called.
-        heads: heads of a rank.
-    """
-
-    model: str
-    tp: Annotated[int, Meta(ge=1)]
-    kv_cache: str
-    heads: Annotated[int, Meta(ge=1)]
+    model: str  # its name, or the file that describes it
+    tp: Annotated[int, Meta(ge=1)]  # ranks that share its heads
+    kv_cache: str  # what its cache is called
+    heads: Annotated[int, Meta(ge=1)]  # of a rank
 
     @staticmethod
     def of(profile: ModelProfile, tp: int, kv_cache: str) -> "Deployment":

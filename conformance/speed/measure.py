@@ -1,8 +1,4 @@
-"""Timing one backend, in the process that has it: its calls at shapes too large to be drawn, by the field's timers.
-
-A call of a shape is that of a small case whose rows, or pages of its cache, are repeated: each byte has an address of
-its own, which is what counts.
-"""
+"""Timing one backend, in the process that has it, at shapes too large to be drawn: those of a small case, repeated."""
 
 import ctypes
 import gc
@@ -23,6 +19,7 @@ from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.driving.driver import parts_of
+from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import device_lost
 from mla_conformance.problems.operands import TORCH_DTYPES, start_loc
@@ -33,7 +30,7 @@ from mla_conformance.speed.times import KINDS, SHAPES, Interval, Shape, Speed, T
 from mla_conformance.trials.subject import Subject, device_reasons
 
 PATIENCE = {"cuda": 45.0, "cpu": 45.0}
-"""Seconds after which no further shape of a kernel is begun; the second pass has what the first one has."""
+"""Seconds after which no further shape of a kernel is begun."""
 SLOWEST = 1.0  # seconds of the slowest call that is timed
 _LINE = 300  # characters of a reason
 _PASSES, _ROUNDS = 2, 3
@@ -77,26 +74,21 @@ class Clocks:
     def words(self) -> str:
         if self._why or not self._seen:
             return self._why or "clocks not read: NVML tells none"
-        limits = ", ".join(name for bit, name in _LIMITS.items() if self._limits & bit)
+        limits = ", ".join(name for bit, name in enumerate(_LIMITS, start=1) if self._limits & 1 << bit)
         throttled = f"throttled by {limits}" if limits else "not throttled"
         return f"SM clock {min(self._seen):,} to {max(self._seen):,} MHz, {throttled}"
 
 
 _MULTIPROCESSORS = 1  # whose clock NVML is asked for
-_LIMITS = {
-    0x2: "application clocks",
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal limit",
-    0x40: "hardware thermal limit",
-    0x80: "power brake",
-}
-"""Bits of NVML's reasons for clocks below the highest."""
+# NVML's reasons for clocks below the highest, from bit 1.
+_LIMITS = (
+    "application clocks", "power cap", "hardware slowdown", "sync boost", "thermal limit", "hardware thermal limit",
+    "power brake",
+)  # fmt: skip
 
 
 class Rounds:
-    """Microseconds of calls that have been made before; each pass over the shapes adds its rounds to those before."""
+    """Microseconds of calls; each pass over the shapes adds its rounds to those before."""
 
     def __init__(self, device: torch.device, clocks: Clocks | None = None) -> None:
         self._device, self._clocks, self._found = device, clocks, defaultdict[str, list[float]](list)
@@ -112,16 +104,16 @@ class Rounds:
                 if self._clocks:
                     self._clocks.look()
         else:
-            timer = Timer(call, timer=self._clock)
+
+            def clock() -> float:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                return time.perf_counter()
+
+            timer = Timer(call, timer=clock)
             calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1), 1e-7)))
             found += [1e6 * timer.timeit(calls) / calls for _ in range(_ROUNDS)]
         return Interval(*(round(each, 3) for each in (median(found), min(found), max(found))))
-
-    def _clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
@@ -207,9 +199,9 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         return told(found, called=None, graph=None, why=why)
     called = rounds.take("called", once)
     found = told(found, called=called, moved=moved + size, operations=case.operations())
-    captured = replace(case, capability="cuda_graph")
+    as_graph = replace(case, capability="cuda_graph")
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
-    if is_captured and not device_reasons(captured, device, subject.class_of(case.role)):
+    if is_captured and not device_reasons(as_graph, device, subject.class_of(case.role)):
         try:
             stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -247,18 +239,8 @@ def _card(device: torch.device) -> tuple[float, float]:
 
 def call_of(case: Any, device: torch.device) -> tuple[KernelCall, int]:
     """A call of a case's shape, and the bytes of its operands that are read once."""
-    if case.call in (Call.NEW_TOKENS, Call.CONTEXT_CHUNK):
-        return _prefill(case, device)
-    new, requests = case.q[0], len(case.q)
-    if case.call == Call.SPARSE_PREFILL:
-        rows = min(new, _ROWS)
-        small: Any = build_problem(replace(case, q=(rows,), kv=(_ROWS,)), device).calls[0].handed()
-        return _gathered(case, small, device)
-    unit = 4 * case.extra_page if getattr(case, "has_extra", False) else 1  # whole pages of a second cache as well
-    unit = math.lcm(unit, case.page)
-    tokens = unit * max(1, _PAGES * case.page // unit // requests, -(-2 * new // unit))
-    small = build_problem(replace(case, kv=(tokens - new,) * requests), device).calls[0].handed()
-    return _paged(case, small, device)
+    made = {Call.NEW_TOKENS: _prefill, Call.CONTEXT_CHUNK: _prefill, Call.SPARSE_PREFILL: _gathered}
+    return made.get(case.call, _paged)(case, device)
 
 
 def _prefill(case: Any, device: torch.device) -> tuple[KernelCall, int]:
@@ -274,9 +256,14 @@ def _prefill(case: Any, device: torch.device) -> tuple[KernelCall, int]:
     return call, q.nbytes + k.nbytes + v.nbytes
 
 
-def _paged(case: Any, small: Any, device: torch.device) -> tuple[KernelCall, int]:
+def _paged(case: Any, device: torch.device) -> tuple[KernelCall, int]:
     """A decode: its own queries, its pages repeated and shuffled, and lists drawn anew where there are some."""
-    requests, new, total = len(case.q), case.q[0], case.totals[0]
+    new, requests = case.q[0], len(case.q)
+    unit = 4 * case.extra_page if getattr(case, "has_extra", False) else 1  # whole pages of a second cache as well
+    unit = math.lcm(unit, case.page)
+    tokens = unit * max(1, _PAGES * case.page // unit // requests, -(-2 * new // unit))
+    small: Any = build_problem(replace(case, kv=(tokens - new,) * requests), device).calls[0].handed()
+    total = case.totals[0]
     own = small.metadata.block_table[:, : small.metadata.max_seq_len // case.page].flatten()
     cache, table = _pages(small.given["kv_cache"], own, requests, total, case.page)
     lengths, named = torch.full((requests,), total, dtype=torch.int32), dict(small.named)
@@ -297,34 +284,27 @@ def _paged(case: Any, small: Any, device: torch.device) -> tuple[KernelCall, int
             moved += _read(lists, second)
         small = replace(small, case=case)
     else:
-        moved += requests * total * _entry_bytes(cache)
+        moved += requests * total * cache[0, 0].nbytes
     big = {"given": {**small.given, "kv_cache": cache}, "named": named, "key_start_loc": start_loc((total,) * requests)}
     return replace(small, metadata=replace(small.metadata, **changed), **big), moved
 
 
-def _gathered(case: Any, small: Any, device: torch.device) -> tuple[KernelCall, int]:
+def _gathered(case: Any, device: torch.device) -> tuple[KernelCall, int]:
     """A sparse prefill of one request: rows and gathered keys repeated, lists drawn anew."""
+    few: Any = replace(case, q=(min(case.q[0], _ROWS),), kv=(_ROWS,))
+    small: Any = build_problem(few, device).calls[0].handed()
     rows, keys = case.q[0], case.totals[0]
     first, held = int(small.metadata.workspace_starts[0]), small.metadata.max_seq_len
     stored = grown(small.given["kv"], keys, small.given["kv"][first : first + held])
     queries = grown(small.given["q"], rows)
     lists = positions(torch.arange(keys - rows + 1, keys + 1, device=device), case.topk)
-    lengths, new = torch.tensor([keys], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
-    metadata = replace(
-        small.metadata,
-        query_start_loc=torch.tensor([0, rows], dtype=torch.int32, device=device),
-        req_id_per_token=torch.zeros(rows, dtype=torch.int32, device=device),
-        seq_lens=lengths.to(device),
-        workspace_starts=torch.zeros(1, dtype=torch.int32, device=device),
-        max_query_len=rows,
-        max_seq_len=keys,
-        query_lens_cpu=new,
-        seq_lens_cpu=lengths,
-    )
-    moved = queries.nbytes + _read(lists, stored)
-    named = {**small.named, "topk_indices": lists.int()}
-    given = {**small.given, "q": queries, "kv": stored}
-    return replace(small, given=given, named=named, metadata=metadata, query_start_loc=(0, rows), case=case), moved
+    there = {"query_start_loc": [0, rows], "req_id_per_token": [0] * rows, "seq_lens": [keys], "workspace_starts": [0]}
+    counts = {"query_lens_cpu": int32([rows], torch.device("cpu")), "seq_lens_cpu": int32([keys], torch.device("cpu"))}
+    counts |= {name: int32(numbers, device) for name, numbers in there.items()}
+    metadata = replace(small.metadata, max_query_len=rows, max_seq_len=keys, **counts)
+    named, given = {**small.named, "topk_indices": lists.int()}, {**small.given, "q": queries, "kv": stored}
+    call = replace(small, given=given, named=named, metadata=metadata, query_start_loc=(0, rows), case=case)
+    return call, queries.nbytes + _read(lists, stored)
 
 
 def _pages(
@@ -357,13 +337,9 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def _entry_bytes(cache: torch.Tensor) -> int:
-    return cache.shape[-1] * cache.element_size()
-
-
 def _read(lists: torch.Tensor, cache: torch.Tensor) -> int:
     """Bytes of lists, as int32, and of the entries that they name; each entry that there is once at most."""
-    return min(int((lists >= 0).sum()), cache.shape[0] * cache.shape[1]) * _entry_bytes(cache) + 4 * lists.numel()
+    return min(int((lists >= 0).sum()), cache.shape[0] * cache.shape[1]) * cache[0, 0].nbytes + 4 * lists.numel()
 
 
 def _slots(lists: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:

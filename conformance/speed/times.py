@@ -1,11 +1,11 @@
 """Shapes that kernels are timed at, and the cases that have them; times as data, and the table of several. No torch.
 
-Times come from a process that the kernel's code shares, so that they are the library's own word; texts and numbers in
-them are bounded as everything that such a process says.
+The kernel's code shares the process that times come from: they are its word, and bounded as all that it says.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any
@@ -200,28 +200,18 @@ def forms_of(passed: Iterable[str], heads: int, device: str) -> tuple[str, ...]:
     A deployed model has its number of ``heads``, and all else of it; without one, 0, DeepSeek-V3's dims come first, at
     the numbers of heads that kernels have.
     """
-    found = dict[Case, None]()
     cases = [case for case in map(Case.parse, passed) if case.call in KINDS]
-    for case in () if heads else cases:
-        for number in HEADS[device]:
-            found |= dict.fromkeys(_formed(case, {**_V3, "heads": number, "dtype": "bf16"}))
     usual = sorted(cases, key=lambda case: (case.heads != heads, case.dtype != "bf16", case.heads))
-    for case in usual:
-        found |= dict.fromkeys(_formed(case, {}))
-    of_call = {call: [case.id for case in found if case.call == call][:_MOST_FORMS] for call in KINDS}
-    return tuple(form for forms in of_call.values() for form in forms)
-
-
-def _formed(case: Case, otherwise: dict[str, Any]) -> Iterator[Case]:
-    """The case's form, with some fields otherwise; nothing where they do not go together."""
-    own = case.defaults()
-    told = {name: getattr(case, name) for name in _FORM if name in own}
-    told |= {name: value for name, value in otherwise.items() if name in own}
-    kv = {} if case.call == Call.NEW_TOKENS else {"kv": (64,)}
-    try:
-        yield Case.of(capability=case.call, call=case.call, q=(1,), lse=False, **kv, **told)
-    except CaseError:
-        return
+    of_v3 = [{**_V3, "heads": number, "dtype": "bf16"} for number in (() if heads else HEADS[device])]
+    found = dict[Case, None]()
+    for case, otherwise in [*product(cases, of_v3), *product(usual, [{}])]:
+        own = case.defaults()
+        told = {name: getattr(case, name) for name in _FORM if name in own}
+        told |= {name: value for name, value in otherwise.items() if name in own}
+        kv = {} if case.call == Call.NEW_TOKENS else {"kv": (64,)}
+        with suppress(CaseError):  # of fields that do not go together
+            found[Case.of(capability=case.call, call=case.call, q=(1,), lse=False, **kv, **told)] = None
+    return tuple(form for call in KINDS for form in [case.id for case in found if case.call == call][:_MOST_FORMS])
 
 
 def sized(form: Case, shape: Shape) -> Iterator[Case]:

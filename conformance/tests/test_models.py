@@ -12,8 +12,9 @@ import pytest
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
+from mla_conformance.files.whole import has_letters
 from mla_conformance.models.caselist import cases_of, dims_of
-from mla_conformance.models.config import find_model, model_names, read_config, stored_model
+from mla_conformance.models.config import _Config, find_model, model_names, read_config, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -22,6 +23,14 @@ STORED = {name: stored_model(name) for name in model_names()}
 ALIKE = ("deepseek-r1", "glm-5.2", "kimi-k2.5")
 """Models whose attention is that of others; their cases take no time of the tests."""
 DEPLOYED = [(name, list(find_model(name).cache_layouts)[1]) for name in model_names() if name not in ALIKE]
+
+
+def test_each_stored_figure_was_read_once_at_a_named_place() -> None:
+    for name, model in STORED.items():
+        figures = [figure for reading in model.readings for figure in reading.config]
+        assert set(figures) <= set(_Config.__struct_fields__) and len(set(figures)) == len(figures), name
+        assert all(has_letters(each.source) for each in model.readings), name
+        assert all(each.unconfirmed is None or has_letters(each.unconfirmed) for each in model.readings), name
 
 
 def test_a_deployment_has_ordinary_cases_at_its_sizes() -> None:

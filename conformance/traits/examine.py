@@ -1,15 +1,13 @@
 """What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread.
 
-Whether a row's result has the same bits however its call is made is asked in questions. Each has variants of a case
-that keep the row's operands. Cases go from small to large, and what differs is made smaller, so that a "no" comes with
-a small counterexample. Errors are measured in units of their budget, and of the last place.
+A question about bits has variants of a case that keep a row's operands; what differs is made smaller before it is told.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -98,68 +96,55 @@ class Variant:
     problem: Problem
     # numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None
     rows: torch.Tensor | None = None
-    run: Callable[[Any, Problem], Any] | None = None  # makes the call otherwise than the driver
     against: Problem | None = None  # what it is compared with, where that is not the case as it is
 
 
 def variants(trial: Trial, question: Question) -> Iterator[Variant]:
-    """Other ways to call for rows of a trial's case."""
+    """Other ways to call for rows of a trial's case, as far as it can have them and they are supported."""
+    is_layer, everyone = isinstance(trial.case, LayerCase), range(len(trial.case.q))
     if question is Question.REPEATS:
         yield from (Variant(f"call {number} of the same", trial.problem) for number in range(2, _REPEATS + 1))
-    elif question not in _CHANGES:
-        yield from _regrouped(trial, question)
-    elif question is not Question.GRAPH or trial.subject.device.type == "cuda":
-        yield from _changed(trial, question)
-
-
-def _regrouped(trial: Trial, question: Question) -> Iterator[Variant]:
-    """Some of the requests, or all of them otherwise; not where a layer's workspace is too small for them."""
-    everyone = list(range(len(trial.case.q)))
-    groups = [everyone]
-    if isinstance(trial.case, LayerCase):  # those that prefill and those that decode stay in this order
-        groups = [[each for each in everyone if (each in trial.case.decoding) is decodes] for decodes in (False, True)]
-    asked: list[tuple[str, list[int]]]
-    if question is Question.ALONE:
-        asked = [(f"request {request} alone", [request]) for request in everyone]
-    elif question is Question.PLACE:
-        asked = [
-            ("the requests reversed", [request for group in groups for request in group[::-1]]),
-            ("the first request moved to the end", [each for group in groups for each in (*group[1:], *group[:1])]),
-        ]
-    else:
-        asked = [(f"each request {n} times", [each for group in groups for each in group * n]) for n in (2, 8, 33)]
-    for what, requests in asked:
-        try:
-            problem = regroup(trial.problem, requests)
-        except ValueError:
-            continue
-        yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
-
-
-def _changed(trial: Trial, question: Question) -> Iterator[Variant]:
-    """The case with other values of a field; not where it cannot have them, or where that is not supported."""
+        return
+    if question not in _CHANGES:
+        decoding = trial.case.decoding if isinstance(trial.case, LayerCase) else ()
+        for what, requests in _orders(question, everyone, decoding):
+            with suppress(ValueError):  # a layer's workspace may be too small for them
+                problem = regroup(trial.problem, requests)
+                yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
+        return
     words, name, values = _CHANGES[question]
-    for value in values if isinstance(trial.case, LayerCase) or question not in _OF_LAYERS else ():
+    is_asked = (
+        is_layer if question in _OF_LAYERS else question is not Question.GRAPH or trial.subject.device.type == "cuda"
+    )
+    for value in values if is_asked else ():
         try:
             case = replace(trial.case, **{name: value})
         except (CaseError, TypeError):
             continue
-        if trial.unsupported(case):
-            continue
-        problem, what = trial.build(case), words.format(value)
-        if question is Question.GRAPH:
-            yield Variant(what, problem, run=_through_a_graph)
-        elif question is Question.PADDING:
-            # What is drawn may depend on the padding, so that it is taken away from a padded batch.
-            yield Variant(what, problem, against=regroup(problem, range(len(trial.case.q))))
-        else:
-            yield Variant(what, problem)
+        if not trial.unsupported(case):
+            # What is drawn may depend on padding, so that it is taken away from a padded batch.
+            problem = trial.build(case)
+            against = regroup(problem, everyone) if question is Question.PADDING else None
+            yield Variant(words.format(value), problem, against=against)
 
 
 def _through_a_graph(backend: Any, problem: Problem) -> Any:
     prepare(backend, problem)
     replay, _ = captured(problem.device, partial(invoke, backend, problem))
     return replay()
+
+
+def _orders(question: Question, everyone: Sequence[int], decoding: Container[int]) -> list[tuple[str, list[int]]]:
+    """Requests of a case in other batches; those that prefill stay before those that decode."""
+    groups = [[each for each in everyone if (each in decoding) is decodes] for decodes in (False, True)]
+    if question is Question.ALONE:
+        return [(f"request {request} alone", [request]) for request in everyone]
+    if question is Question.PLACE:
+        return [
+            ("the requests reversed", [request for group in groups for request in group[::-1]]),
+            ("the first request moved to the end", [each for group in groups for each in (*group[1:], *group[:1])]),
+        ]
+    return [(f"each request {n} times", [each for group in groups for each in group * n]) for n in (2, 8, 33)]
 
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
@@ -177,8 +162,14 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
             refused = refused or str(failure)
             continue
         compared += count
+        # The simplest case that is found to differ, one step after the other.
+        candidates, tried = simpler(case), 0
+        while difference and tried < _TRIES and (candidate := next(candidates, None)):
+            tried += 1
+            with suppress(Nonconformance):
+                if told := _compared(subject, context, candidate, question)[1]:
+                    case, difference, candidates = candidate, told, simpler(candidate)
         if difference:
-            case, difference = _smallest(subject, context, case, question, difference)
             return BitwiseAnswer(question, role, Answer.NO, compared, f"{case.id}: {difference}")
     if compared:
         return BitwiseAnswer(question, role, Answer.YES, compared)
@@ -186,10 +177,7 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
 
 
 def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
-    """How many variants of a case were compared, up to one that differs, and how that differs.
-
-    It is a Nonconformance if the case is unsupported or a call failed.
-    """
+    """How many variants of a case were compared, up to one that differs, and how that differs."""
     trial, count = begun(subject, context, case), 0
     first = _values(trial, Variant("", trial.problem))
     for variant in variants(trial, question):
@@ -202,12 +190,13 @@ def _compared(subject: Subject, context: Context, case: Case, question: Question
 
 def _values(trial: Trial, variant: Variant) -> list[torch.Tensor]:
     """Copies of output, rows first, and of the LSE if there is one."""
-    backend = trial.backend if variant.problem.case == trial.case else trial.create(variant.problem.case)
-    if variant.run is not None:
-        found = trial.call(variant.what, partial(variant.run, backend, variant.problem))
+    case, problem = variant.problem.case, variant.problem
+    backend = trial.backend if case == trial.case else trial.create(case)
+    if case.capability == "cuda_graph":
+        found = trial.call(variant.what, partial(_through_a_graph, backend, problem))
         output, *lse = found if isinstance(found, tuple | list) else [found]
     else:
-        seen = trial.run(backend, variant.problem)
+        seen = trial.run(backend, problem)
         if seen.error:
             raise Nonconformance(replace(trial.verdict, message=f"{variant.what or trial.case.id}: {seen.error.error}"))
         output, *lse = results(seen)
@@ -226,24 +215,6 @@ def _difference(first: list[torch.Tensor], other: list[torch.Tensor], rows: torc
             count, row = int(differs.sum()), int(differs.nonzero()[0])
             return f"{name} differs in {count} of {len(differs)} rows, first in row {row}"
     return ""
-
-
-def _smallest(subject: Subject, context: Context, case: Case, question: Question, seen: str) -> tuple[Case, str]:
-    """The simplest case that was found to differ, one step after the other, and how."""
-    tried = 0
-    while tried < _TRIES:
-        for candidate in islice(simpler(case), _TRIES - tried):
-            tried += 1
-            try:
-                _, difference = _compared(subject, context, candidate, question)
-            except Nonconformance:
-                continue
-            if difference:
-                case, seen = candidate, difference
-                break
-        else:
-            break
-    return case, seen
 
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
@@ -265,16 +236,15 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
             parts.append(_errors(subject, context, case))
     if not parts:
         return None
-    budget, ulp = (torch.cat(errors) for errors in zip(*parts, strict=True))
-    dtype = f"{case.dtype}, {form['cache']} cache" if "cache" in form else case.dtype
-    return ErrorSpread(role, dtype, data, len(parts), len(budget), _quantiles(budget), _quantiles(ulp))
+    dtype, quantiles = f"{case.dtype}, {form['cache']} cache" if "cache" in form else case.dtype, list[Any]()
+    for errors in (torch.cat(each) for each in zip(*parts, strict=True)):
+        ordered = errors.nan_to_num(nan=_MOST, posinf=_MOST).clamp(max=_MOST).sort().values
+        quantiles.append(tuple(float(ordered[round(share * (len(ordered) - 1))]) for share in _QUANTILES))
+    return ErrorSpread(role, dtype, data, len(parts), len(ordered), *quantiles)
 
 
 def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] each, of the elements that may have an error: in units of the budget, and of the last place.
-
-    It is a Nonconformance if the case is unsupported or its call failed.
-    """
+    """[n] each, of the elements that may have an error: in units of the budget, and of the last place."""
     trial = begun(subject, context, case)
     expectation = trial.context.expect(trial.problem)
     seen = trial.run(trial.backend, trial.problem)
@@ -288,9 +258,3 @@ def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tenso
     _, exponent = output.golden.abs().clamp(min=form.tiny).frexp()
     last_place = torch.exp2((exponent - 1).double()) * form.eps
     return (error / output.allowed)[counted].cpu(), (error / last_place)[counted].cpu()
-
-
-def _quantiles(errors: torch.Tensor) -> tuple[float, float, float]:
-    ordered = errors.nan_to_num(nan=_MOST, posinf=_MOST).clamp(max=_MOST).sort().values
-    median, tail, worst = (float(ordered[round(share * (len(ordered) - 1))]) for share in _QUANTILES)
-    return median, tail, worst

@@ -30,7 +30,6 @@ _SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
 
 
 def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repeated:
-    """What so many further calls of a case show, which has to hold first."""
     try:
         trial = begun(subject, context, case)
         if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
@@ -51,67 +50,51 @@ def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) 
     It gives the numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of
     all; then the tensors of the first call and those of the first that differs.
     """
-    for call in problem.calls:
-        call.prepare(backend)
-    first, flags, differing = [part.clone() for part in _once(backend, problem)], [], list[torch.Tensor]()
-    _wait(problem)
+
+    def another() -> None:  # as of an engine's step
+        if other is not None:
+            _once(backend, other, prepares=True)
+
+    first = [part.clone() for part in _once(backend, problem, prepares=True)]
+    flags, differing = list[torch.Tensor](), list[torch.Tensor]()
+    on_gpu = problem.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(problem.device)
     began = time.perf_counter()
-    with _streams(problem.device) if problem.device.type == "cuda" else _threads() as more:
-        for results in _blocks(backend, problem, calls, more, other):
-            flags += [_differs(first, result) for result in results]
-            if not differing and bool(torch.stack(flags[-len(results) :]).any()):
-                differing = next(result for result in results if bool(_differs(first, result)))
-    _wait(problem)
+    with _streams(problem.device) if on_gpu else _threads() as more:
+        for start in range(1, calls, _AT_ONCE):
+            before, block = (lambda: None, more, another)[_surroundings(start)], list[list[torch.Tensor]]()
+            for _ in range(start, min(start + _AT_ONCE, calls)):
+                before()
+                block.append(_once(backend, problem, prepares=before is another and other is not None))
+            for result in block:
+                pairs = (
+                    [x.contiguous().view(-1).view(torch.uint8) for x in pair]
+                    for pair in zip(first, result, strict=True)
+                )
+                flags.append(torch.stack([(mine != theirs).any() for mine, theirs in pairs]).any())
+            if not differing and bool((found := torch.stack(flags[-len(block) :])).any()):
+                differing = block[int(found.nonzero()[0])]
+    if on_gpu:
+        torch.cuda.synchronize(problem.device)
     seconds = time.perf_counter() - began
     numbers = torch.stack(flags).nonzero().flatten().cpu() + 2 if flags else torch.zeros(0)
     return torch.cat([numbers.double(), torch.tensor([seconds], dtype=torch.float64)]), *first, *differing
 
 
-def _blocks(
-    backend: Any, problem: Problem, calls: int, more: Callable[[], None], other: Problem | None
-) -> Iterator[list[list[torch.Tensor]]]:
-    """The results of all calls but the first, block by block, each block in surroundings of its own."""
-
-    def another() -> None:
-        """Another batch's calls, as of an engine's step, then the metadata of this one."""
-        if other is not None:
-            for call in other.calls:
-                call.prepare(backend)
-            _once(backend, other)
-            for call in problem.calls:
-                call.prepare(backend)
-
-    for start in range(1, calls, _AT_ONCE):
-        before, block = (lambda: None, more, another)[_surroundings(start)], list[list[torch.Tensor]]()
-        for _ in range(start, min(start + _AT_ONCE, calls)):
-            before()
-            block.append(_once(backend, problem))
-        yield block
-
-
-def _surroundings(number: int) -> int:
-    """Which of them a call has, counted from 0."""
-    return (number - 1) // _AT_ONCE % len(_SURROUNDINGS)
-
-
-def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
-    """The tensors that all calls of a problem return; ranks share the instance, so that each has its metadata first."""
-    parts, ranks = list[torch.Tensor](), isinstance(problem.case, CachedCase) and len(problem.calls) > 1
+def _once(backend: Any, problem: Problem, prepares: bool) -> list[torch.Tensor]:
+    ranks, parts = isinstance(problem.case, CachedCase) and len(problem.calls) > 1, list[torch.Tensor]()
+    for call in problem.calls if prepares else ():
+        call.prepare(backend)
     for call in problem.calls:
-        if ranks:
+        if ranks:  # which share the instance
             call.prepare(backend)
         parts += parts_of(call.invoke(backend, call.output_buffer()))
     return parts
 
 
-def _differs(first: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
-    pairs = ([x.contiguous().view(-1).view(torch.uint8) for x in pair] for pair in zip(first, other, strict=True))
-    return torch.stack([(mine != theirs).any() for mine, theirs in pairs]).any()
-
-
-def _wait(problem: Problem) -> None:
-    if problem.device.type == "cuda":
-        torch.cuda.synchronize(problem.device)
+def _surroundings(number: int) -> int:
+    return (number - 1) // _AT_ONCE % len(_SURROUNDINGS)
 
 
 def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Tensor]) -> Repeated:

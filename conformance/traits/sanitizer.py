@@ -1,8 +1,7 @@
 """Calls of a backend under NVIDIA's compute-sanitizer, and its XML: errors, grouped by kernel and cause.
 
-Source of the form: what Compute Sanitizer 2025.3.1 wrote on an H200, of each tool one kernel with a planted error.
-The process that the tool watches is ``python -m`` this module, which judges nothing. It writes lines of JSON into a
-file: what it is about to call and where, then a line for each case once it was called. Only that process imports torch.
+The form is that of Compute Sanitizer 2025.3.1. The process that the tool watches is ``python -m`` this module: it alone
+imports torch, and writes lines of JSON: what it is about to call and where, then what became of each case.
 """
 
 import json
@@ -17,14 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import msgspec
-
-if TYPE_CHECKING:
-    from mla_conformance.cases.case import Case
-    from mla_conformance.trials.subject import Subject
 
 NO_DEVICE = "torch sees no CUDA device"
 PROGRAM = "compute-sanitizer"
@@ -98,10 +92,8 @@ def _error(record: ElementTree.Element) -> SanitizerError:
     return SanitizerError(kernel[:LONGEST], cause, place=place, launch=next(python, ""))
 
 
-def _place(record: ElementTree.Element, name: str) -> str:
-    return _first(record, f"where/{name}") or _first(
-        record, f"what/destination/where/{name}"
-    )  # of a race the second one
+def _place(record: ElementTree.Element, name: str) -> str:  # of a race the second one
+    return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
 
 
 def _first(record: ElementTree.Element, path: str) -> str:
@@ -307,7 +299,16 @@ def main(told: Sequence[str]) -> None:
         if subject.unavailable:
             tell(CallsBegin(environment, unavailable="; ".join(subject.unavailable)))
             return
-        chosen, unsupported = _chosen(subject, [Case.parse(each) for each in ids], int(most))
+        chosen, unsupported, taken = list[Case](), list[str](), Counter[tuple[str, str]]()
+        for case in map(Case.parse, ids):
+            kind = case.capability, case.role
+            if int(most) and taken[kind] == int(most):
+                continue
+            if subject.unsupported(case):
+                unsupported.append(case.id)
+                continue
+            taken[kind] += 1
+            chosen.append(case)
         named = tuple(case.id for case in chosen)
         tell(CallsBegin(environment, describe(subject).versions, "", named, tuple(unsupported)))
         for case in chosen:
@@ -318,21 +319,6 @@ def main(told: Sequence[str]) -> None:
             except Exception as failure:  # a constructor may raise, and a lost context makes no inputs
                 raised = one_line(failure)
             tell(CallEnded(case.id, round(time.perf_counter() - began, 2), raised))
-
-
-def _chosen(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[list[Case], list[str]]":
-    """The cases that are called, and the ids of those that are not supported here."""
-    chosen, unsupported, taken = list["Case"](), list[str](), Counter[tuple[str, str]]()
-    for case in cases:
-        kind = case.capability, case.role
-        if most and taken[kind] == most:
-            continue
-        if subject.unsupported(case):
-            unsupported.append(case.id)
-            continue
-        taken[kind] += 1
-        chosen.append(case)
-    return chosen, unsupported
 
 
 if __name__ == "__main__":
