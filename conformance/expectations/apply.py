@@ -1,7 +1,4 @@
-"""Expectations: one of them and the files that hold them, what they make of records, and how a report rewrites them.
-
-Rewriting keeps what fails now and nothing else, with the reasons that were written before.
-"""
+"""Expectations: one of them and the files that hold them, what they make of records, and how a report rewrites them."""
 
 import datetime
 import json
@@ -168,12 +165,8 @@ class Expectations:
         return Expectations(tuple(found))
 
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
-        """The record as these expectations see it, of which an earlier one is undone.
-
-        What is ``known`` is what conditions compare with: a report's environment and a backend's libraries.
-        """
-        record = record.as_judged
-        today = self.today or datetime.date.today()
+        """The record by these expectations and no others; conditions compare with what is ``known``."""
+        record, today = record.as_judged, self.today or datetime.date.today()
         covering = [each for each in self.entries if each.covers(record, known) and not each.is_expired(today)]
         if record.status is Status.PASS and covering and not any(entry.sometimes for entry in covering):
             first = covering[0]
@@ -233,20 +226,16 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
             holding[text] = not covered or one.sometimes or any(map(one.foresees, covered))
         for into, holds in ((kept, True), (removed, False)):
             if texts := tuple(text for text in holding if holding[text] is holds):
-                into.append(replace(entry, case=_shortest(texts)))
+                into.append(replace(entry, case=texts if texts[1:] else texts[0]))
     failing = [(each, known) for each, known in run if each.failed and each.status is not Status.HARNESS_ERROR]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
     ways = grouped(new, lambda record: (record.backend, record.status, record.check)).values()
     added = []
     for first, *others in ways:  # one reason for what a backend fails in one way, unless a person splits it
-        cases = _shortest((first.case, *(each.case for each in others)))
+        cases = (first.case, *(each.case for each in others)) if others else first.case
         name, status = str(folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"), first.status.value
         added.append(Expectation(backend=first.backend, case=cases, status=status, check=first.check, file=name))
     return Update(tuple(kept), tuple(added), tuple(removed))
-
-
-def _shortest(texts: tuple[str, ...]) -> str | tuple[str, ...]:
-    return texts[0] if len(texts) == 1 else texts
 
 
 def to_toml(entry: Expectation) -> str:
@@ -258,8 +247,6 @@ def to_toml(entry: Expectation) -> str:
 
 
 def _value(value: str | tuple[str, ...] | bool) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return "\n".join(["[", *(f"    {_value(text)}," for text in value), "]"])
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

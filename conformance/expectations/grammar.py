@@ -1,9 +1,7 @@
 """Where an entry holds: a query of cases in the grammar of their ids, and a condition that compares versions.
 
-A condition such as ``compute_capability >= 9.0 and flash-attn < 2.8`` is ``or`` over ``and`` over comparisons
-``NAME OPERATOR VALUE``, each with an optional ``not`` before it. A NAME is a library of the backend, or one of what a
-report's environment holds: torch, python, device, compute_capability, platform, version. A comparison with something
-that is not there does not hold.
+A condition such as ``compute_capability >= 9.0 and not flash-attn < 2.8`` is ``or`` over ``and`` over comparisons with
+a library of the backend or what a report's environment holds; one with something that is not there does not hold.
 """
 
 import contextlib
@@ -21,13 +19,8 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
 _COMPARISON = re.compile(r"""(not\s+)?([A-Za-z][\w.-]*)\s*(<=|>=|==|!=|<|>)\s*("[^"]*"|'[^']*'|[^\s"'<>=!]+)""")
 _LIMIT = re.compile(r"\s*(?P<name>\w+)\s*(?P<sign>[<>~])\s*(?P<value>\S+)\s*")
 
@@ -59,20 +52,14 @@ class Condition:
         return Condition(tuple(alternatives) or ((),))
 
     def holds(self, facts: Mapping[str, str]) -> bool:
-        return any(
-            all(_compare(facts.get(name, ""), sign, value) != negated for name, sign, value, negated in part)
-            for part in self.alternatives
-        )
+        def compares(name: str, sign: str, value: str) -> bool:
+            actual = facts.get(name, "")
+            versions = _version(actual), _version(value)
+            if None not in versions:
+                return _OPERATORS[sign](*versions)
+            return bool(actual) and sign in ("==", "!=") and _OPERATORS[sign](actual, value)
 
-
-def _compare(actual: str, sign: str, value: str) -> bool:
-    """Two versions compare as such, anything else for equality only."""
-    if not actual:
-        return False
-    versions = _version(actual), _version(value)
-    if None not in versions:
-        return _OPERATORS[sign](*versions)
-    return sign in ("==", "!=") and _OPERATORS[sign](actual, value)
+        return any(all(compares(*said) != negated for *said, negated in part) for part in self.alternatives)
 
 
 def _version(text: str) -> Version | None:
