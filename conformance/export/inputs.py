@@ -3,7 +3,7 @@
 import base64
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -35,16 +35,13 @@ def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
     """What a backend is handed in a call, by the names that a script gives it."""
     own = ("ql_nope", "q_pe", "kv_cache", "k_scale") if isinstance(call, DecodeCall) else ("q", "k", "v")
     assert isinstance(call, DecodeCall | PrefillCall)
-    return {**{name: getattr(call, name) for name in own}, **_tensors_in(call.metadata)}
-
-
-def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name, part in ((field.name, getattr(value, field.name)) for field in fields(value)):
-        if isinstance(part, torch.Tensor):
-            found[name] = part
-        elif is_dataclass(part):
-            found |= _tensors_in(part)
+    found, parts = {name: getattr(call, name) for name in own}, list[Any]([call.metadata])
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                found[name] = value
+            elif is_dataclass(value):
+                parts.append(value)
     return found
 
 
@@ -61,8 +58,7 @@ def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Ten
 def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
     shapes = {"k": (call.key_start_loc[-1], *call.k.shape[1:]), "v": (call.key_start_loc[-1], *call.v.shape[1:])}
     shapes["q"] = (call.query_start_loc[-1], *call.q.shape[1:])
-    lines = [_generator(case)]
-    lines += [_randn(name, shape, f".to({call.q.dtype})") for name, shape in shapes.items()]
+    lines = [_generator(case), *(_randn(name, shape, call.q.dtype) for name, shape in shapes.items())]
     drawn = _carried_out(lines)
     return lines + [line for name in shapes for line in _amended(name, drawn[name], getattr(call, name))]
 
@@ -70,11 +66,11 @@ def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
 def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
     latent, page = call.ql_nope.shape[-1], call.kv_cache.shape[1]
     entries, queries = _cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
-    lines = [_generator(case), _randn("latents", entries.shape, f".to({queries.dtype})")]
+    lines = [_generator(case), _randn("latents", entries.shape, queries.dtype)]
     if call.holds_codes:
         scale = float(call.k_scale)
         lines += [f"latents = (latents.double() / {scale!r}).clamp(-448, 448).to({entries.dtype})  # codes"]
-    lines += [_randn("queries", (call.query_start_loc[-1], *queries.shape[1:]), f".to({queries.dtype})")]
+    lines += [_randn("queries", (call.query_start_loc[-1], *queries.shape[1:]), queries.dtype)]
     drawn = _carried_out(lines)
     lines += _amended("latents", drawn["latents"], entries) + _amended("queries", drawn["queries"], queries)
     lines += _plain("block_table", call.metadata.block_table.cpu())
@@ -94,8 +90,8 @@ def _generator(case: Case) -> str:
     return f"generator = torch.Generator().manual_seed({Draw(case, torch.device('cpu')).generator.initial_seed()})"
 
 
-def _randn(name: str, shape: Iterable[int], cast: str) -> str:
-    return f"{name} = torch.randn({', '.join(map(str, shape))}, generator=generator){cast}"
+def _randn(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{name} = torch.randn({', '.join(map(str, shape))}, generator=generator).to({dtype})"
 
 
 def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.export.recording import METHOD, Handle, Step, aliases, bare, leaves, needed, owner_of
+from mla_conformance.export.recording import METHOD, Handle, Step, bare, leaves, needed, owner_of
 
 WIDTH = 112  # characters of a line at most, unless it cannot be broken
-LIBRARY = "library"
-"""A script's own name for the module that it calls, with a number behind it for every further one: whatever modules are
-called, they never take the place of something else."""
+LIBRARY = "library"  # a script's own name for the module that it calls, with a number behind it for every further one
 _INLINED = 72  # characters of an expression that stands within another one at most
 _OPERATORS = {
     "__eq__": "==", "eq": "==", "__ne__": "!=", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
@@ -55,37 +53,27 @@ class _Writer:
         self.lines: list[str] = []
         self.modules: dict[str, str] = {}
         self.used: set[str] = set()
-        self._same = aliases(steps)
-        mentioned = [(index, step) for index, step in enumerate(steps) if not step.is_alias]
-        uses = [(index, self._key(leaf)) for index, s in mentioned for leaf in leaves([s.arguments, s.keywords])]
-        returned = list(map(self._key, results))
+        uses = [
+            (index, owner_of(x)) for index, step in enumerate(steps) for x in leaves([step.arguments, step.keywords])
+        ]
+        returned = list(map(owner_of, results))
         self._uses = Counter([*(key for _, key in uses), *returned])
         self._returned = dict(zip(returned, ("output", "lse"), strict=False))
         self._last = {key: index for index, key in uses}
-        self._effects = [index for index, step in mentioned if step.source is not None or step.writes]
-
-    def _key(self, leaf: torch.Tensor | Handle) -> int:
-        return self._same.get(owner_of(leaf), owner_of(leaf))
+        self._effects = [index for index, step in enumerate(steps) if step.source is not None or step.writes]
 
     def write(self, index: int, step: Step) -> None:
         """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
-        if step.is_alias:
-            return
-        expression = self._expression(step)
+        expression, key = self._expression(step), owner_of(step.result) if isinstance(step.result, torch.Tensor) else 0
+        last = self._last.get(key, 0)
+        is_passing = step.source is None and self._uses[key] == 1 and key in self._last
         if step.writes or not list(leaves(step.result)):
             self.lines += folded(expression)
-        elif self._is_passing(index, step) and len(expression) <= _INLINED:
-            self._names[self._key(step.result)] = expression
+        elif is_passing and len(expression) <= _INLINED and not any(index < each < last for each in self._effects):
+            self._names[key] = expression
         else:
             target = self._named(step.result)
             self.lines += folded(expression if target in ("_", "*_") else f"{target} = {expression}")
-
-    def _is_passing(self, index: int, step: Step) -> bool:
-        """Whether a result may be written where it is used: there alone, and nothing is written in between."""
-        key = self._key(step.result) if isinstance(step.result, torch.Tensor) else 0
-        if step.source is not None or self._uses[key] != 1 or key not in self._last:
-            return False
-        return not any(index < effect < self._last[key] for effect in self._effects)
 
     def _named(self, result: Any) -> str:
         """Names for what came back: none for what nobody mentions again, or had one before."""
@@ -94,7 +82,7 @@ class _Writer:
             while names[-2:] == ["_", "_"]:
                 names.pop()
             return ", ".join([*names[:-1], "*_"] if names[-1] == "_" else names)
-        key = self._key(result)
+        key = owner_of(result)
         if key in self._names or not (isinstance(result, Handle) or self._uses[key]):
             return "_"
         if key in self._returned:
@@ -120,15 +108,13 @@ class _Writer:
             return f"{tensor}[{self._index(arguments[1])}] = {self.text(arguments[2])}"
         if name == "__invert__":
             return f"~{tensor}"
-        return self._infix(name, step) or f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
-
-    def _infix(self, name: str, step: Step) -> str:
-        if len(step.arguments) != 2 or step.keywords:
-            return ""
-        left, right = map(self.text, step.arguments)
-        if name in ("__rsub__", "rsub"):
-            left, right, name = right, left, "sub"
-        return f"({left} {_OPERATORS[name]} {right})" if name in _OPERATORS else ""
+        if len(arguments) == 2 and not step.keywords:
+            other = self.text(arguments[1])
+            if name in ("__rsub__", "rsub"):
+                return f"({other} - {tensor})"
+            if name in _OPERATORS:
+                return f"({tensor} {_OPERATORS[name]} {other})"
+        return f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
 
     def _place(self, source: Any, name: str) -> str:
         if not isinstance(source, str):
@@ -147,9 +133,8 @@ class _Writer:
         return ", ".join([*map(self.text, positional), *(f"{name}={self.text(x)}" for name, x in keywords.items())])
 
     def _index(self, key: Any) -> str:
-        return ", ".join(map(self._index_part, key)) if isinstance(key, tuple) and key else self._index_part(key)
-
-    def _index_part(self, key: Any) -> str:
+        if isinstance(key, tuple) and key:
+            return ", ".join(map(self._index, key))
         if isinstance(key, slice):
             ends = ("" if end is None else self.text(end) for end in (key.start, key.stop))
             return ":".join([*ends, *([] if key.step is None else [self.text(key.step)])])
@@ -157,7 +142,7 @@ class _Writer:
 
     def text(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return self._known(self._key(value), value)
+            return self._known(owner_of(value), value)
         if isinstance(value, Handle):
             return self._place(*value.place)
         if isinstance(value, dict):
@@ -190,7 +175,14 @@ def folded(text: str) -> list[str]:
     if len(text) <= WIDTH:
         return [text]
     lines = [""]
-    for part in _arguments_of(text):
+    # Cut behind its first bracket and behind each comma that stands in one bracket alone.
+    depth, start, parts = 0, 0, list[str]()
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 1 and (character == "," or (character in "([{" and not parts)):
+            parts.append(text[start : at + 1 + (character == ",")])
+            start = at + 1 + (character == ",")
+    for part in [*parts, text[start:]]:
         lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     return [row for line in lines for row in wrapper.wrap(line)]
@@ -208,15 +200,3 @@ def assigned(values: Mapping[str, str]) -> list[str]:
             rows.append({})
         rows[-1][name] = value
     return [line for row in rows for line in folded(assignment(row))]
-
-
-def _arguments_of(text: str) -> list[str]:
-    """A text, cut behind its first bracket and behind each comma that stands in one bracket alone."""
-    depth, start = 0, 0
-    parts: list[str] = []
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 1 and (character == "," or (character in "([{" and not parts)):
-            parts.append(text[start : at + 1 + (character == ",")])
-            start = at + 1 + (character == ",")
-    return [*parts, text[start:]]

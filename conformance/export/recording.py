@@ -1,7 +1,6 @@
 """What an adapter calls between the operands it is given and the result it returns, step by step; what a result needs.
 
-Calls of torch are seen by a function mode. Libraries are handed out as handles, through which an adapter calls them;
-what a library calls in turn is its own affair and not recorded.
+A function mode sees torch's calls; libraries are handed out as handles, and what they call in turn is not recorded.
 """
 
 import inspect
@@ -42,14 +41,6 @@ class Step:
         if self.source is not None:
             return self.arguments, self.keywords
         return self.keywords.get("out", self.arguments[:1]) if self.writes else ()
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether what came back is the first argument as it was, such as a copy that was not necessary."""
-        made, given = self.result, self.arguments[0] if self.arguments else None
-        if self.source is not None or self.writes or not isinstance(made, torch.Tensor):
-            return False
-        return isinstance(given, torch.Tensor) and _view_of(made) == _view_of(given)
 
 
 class Handle:
@@ -95,7 +86,9 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__:
+        makes = any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__
+        is_same = args and result is args[0] and not Step(func.__name__, (), kwargs or {}, None).writes
+        if makes and not is_same:  # such as a copy that was not necessary
             name = resolve_name(func) or str(func)
             name = f"torch.ops.{name}" if name.startswith("aten.") else name
             # Without keywords that only repeat a default.
@@ -106,8 +99,16 @@ class Recorder(TorchFunctionMode):
 
     def __enter__(self) -> "Recorder":
         self._loads = {cls: vars(cls)[_LOAD] for cls in (Library, *Library.__subclasses__()) if _LOAD in vars(cls)}
+
+        def handing_out(load: Any) -> Any:
+            def handed_out(library: Library) -> Any:
+                with self._library():
+                    return Handle(bare(load(library)), self, library.module)
+
+            return handed_out
+
         for cls, load in self._loads.items():
-            setattr(cls, _LOAD, self._handing_out(load))
+            setattr(cls, _LOAD, handing_out(load))
         super().__enter__()
         return self
 
@@ -115,13 +116,6 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*error)
         for cls, load in self._loads.items():
             setattr(cls, _LOAD, load)
-
-    def _handing_out(self, load: Any) -> Any:
-        def handing_out(library: Library) -> Any:
-            with self._library():
-                return Handle(bare(load(library)), self, library.module)
-
-        return handing_out
 
     def call(self, handle: Handle, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         source, name = handle.place
@@ -189,19 +183,6 @@ def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]
     return kept[::-1]
 
 
-def aliases(steps: Sequence[Step]) -> dict[int, int]:
-    """The ids of tensors that are others, with those of the others."""
-    found: dict[int, int] = {}
-    for step in steps:
-        if step.is_alias:
-            found[id(step.result)] = found.get(id(step.arguments[0]), id(step.arguments[0]))
-    return {mine: others for mine, others in found.items() if mine != others}
-
-
 def _storages(value: Any) -> set[int]:
     tensors = (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
     return {pointer for tensor in tensors if (pointer := tensor.untyped_storage().data_ptr())}
-
-
-def _view_of(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
