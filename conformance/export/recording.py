@@ -86,15 +86,16 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        makes = any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__
-        is_same = args and result is args[0] and not Step(func.__name__, (), kwargs or {}, None).writes
-        if makes and not is_same:  # such as a copy that was not necessary
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__:
             name = resolve_name(func) or str(func)
             name = f"torch.ops.{name}" if name.startswith("aten.") else name
             # Without keywords that only repeat a default.
             known = inspect.signature(func).parameters if isinstance(func, FunctionType) else {}
             told = {n: value for n, value in (kwargs or {}).items() if n not in known or value is not known[n].default}
-            self.steps.append(Step(name, tuple(args), told, result))
+            step = Step(name, tuple(args), told, result)
+            if not step.writes and args and _view_of(result) == _view_of(args[0]) != ():
+                return args[0]  # in the place of another view of all of it, which is no step
+            self.steps.append(step)
         return result
 
     def __enter__(self) -> "Recorder":
@@ -186,3 +187,9 @@ def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]
 def _storages(value: Any) -> set[int]:
     tensors = (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
     return {pointer for tensor in tensors if (pointer := tensor.untyped_storage().data_ptr())}
+
+
+def _view_of(x: Any) -> tuple[Any, ...]:
+    if not isinstance(x, torch.Tensor):
+        return ()
+    return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
