@@ -1,7 +1,4 @@
-"""Failures by their cause, or by what is seen of them, with the kind of cases and advice, where there is any. No torch.
-
-What one bug did to fifty cases is told once; of a pytest run what is wrong with each function, in a few lines.
-"""
+"""Failures by their cause, or by what is seen of them, with the kind of cases and advice. No torch."""
 
 import math
 import re
@@ -18,6 +15,7 @@ from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED,
 from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wrapped
 
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 _K = TypeVar("_K")
@@ -70,11 +68,12 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     likely = {one for one in named if not any(other in one for other in named - {one})}
     found = []
     for sentence, group in said.items():
-        apart = not likely or _is_exception(group[0]) or _is_undeclared(group[0])
+        is_undeclared = [record.check in (Check.UNDECLARED_SUPPORT, Check.UNSAFE_REFUSAL) for record in group]
+        apart = not likely or _is_exception(group[0]) or is_undeclared[0]
         kind: CauseKind = "likely" if sentence in likely else "seen" if apart else "further"
-        found.append(Cause(sentence + _compared(group), tuple(group), kind, circumstances(group, records)))
-    order = {id(each): all(map(_is_undeclared, each.failures)) for each in found}
-    return tuple(sorted(found, key=lambda each: (order[id(each)], each.kind != "likely", -len(each.failures))))
+        cause = Cause(sentence + _compared(group), tuple(group), kind, circumstances(group, records))
+        found.append(((all(is_undeclared), kind != "likely", -len(group)), cause))
+    return tuple(cause for _, cause in sorted(found, key=lambda each: each[0]))
 
 
 def _key(record: Record) -> tuple[str, str]:
@@ -87,7 +86,6 @@ def _key(record: Record) -> tuple[str, str]:
 
 
 def _named(record: Record) -> str:
-    """The mistake that its numbers give away or that does the same, if there is one."""
     return record.finding or (record.explanation if record.is_explained else "")
 
 
@@ -114,17 +112,10 @@ def _is_exception(record: Record) -> bool:
     return record.check == Check.CALL or record.status in (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
 
 
-def _is_undeclared(record: Record) -> bool:
-    return record.check in (Check.UNDECLARED_SUPPORT, Check.UNSAFE_REFUSAL)
-
-
 def _raised(record: Record) -> str:
     """What was raised, or what else ended the call, without where in the procedure."""
     text = record.message.removesuffix(f" (SPEC {record.clause})")
     return raised[1] if (raised := _RAISED.search(text)) else text
-
-
-_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def raised_at(record: Record) -> str:
@@ -205,7 +196,7 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     if len(failures) < _FEWEST:
         return ""
     failing = [Case.parse(record.case) for record in failures]
-    least = min(map(_keys, failing)), min(case.heads for case in failing)
+    least = min(_keys(case) for case in failing), min(case.heads for case in failing)
     common = _facts(failing[0], least)  # with the fields that decide each
     shared = frozenset(common).intersection(*(_facts(case, least) for case in failing))
     roles = {case.role for case in failing}

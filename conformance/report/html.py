@@ -1,12 +1,9 @@
-"""The outcome of a run as one HTML page that needs no other file, and what all pages share: templates, cells, pictures.
-
-A heat map is SVG that takes the colours of the page it stands on, or has its own as a file.
-"""
+"""The outcome of a run as one HTML page that needs no other file, and what pages share: templates, cells, pictures."""
 
 import math
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +14,11 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report import summary
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of
@@ -91,7 +89,7 @@ def answer_cell(traits: Traits, question: Question) -> dict[str, str] | None:
 
 
 def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[ErrorSpread | None]]]:
-    """A row for the same cases of all kernels: role, dtype and regime, and each kernel's errors there."""
+    """A row for each role, dtype and regime, with each kernel's errors there."""
     found = [{(each.role, each.dtype, each.data): each for each in traits.accuracy} for _, traits in kernels]
     keys = dict.fromkeys(key for spreads in found for key in spreads)
     return [(" · ".join(key), [spreads.get(key) for spreads in found]) for key in keys]
@@ -138,11 +136,21 @@ def picture(heat_map: HeatMap) -> str:
     """The cells as an element of a page, whose styles decide the colours: ``ground``, ``over`` and ``between``."""
     down, right, cell = len(heat_map.lines), len(heat_map.lines[0]), _pixels(heat_map)
     between = [f"M0 {y}h{right}" for y in range(1, down)] + [f"M{x} 0v{down}" for x in range(1, right)]
+    over = ""
+    for digit in range(1, BEYOND + 1):  # the cells of each digit, neighbours in a line as one
+        found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
+        if runs := "".join(f"M{left} {y}h{end - left}v1h-{end - left}z" for y, (left, end) in found):
+            further = (
+                f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
+            )
+            opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
+            over += f'<path class="over" d="{runs}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
+            over += f"<title>{further}</title></path>\n"
     return (
         f'<svg role="img" viewBox="0 0 {right} {down}" width="{right * cell}" height="{down * cell}">\n'
         f"<title>{escape(shown(heat_map.part))}, by head and row</title>\n"
         f'<path class="ground" d="M0 0h{right}v{down}H0z" fill="#eef1f4"/>\n'
-        f"{''.join(_over(heat_map, digit) for digit in range(1, BEYOND + 1))}"
+        f"{over}"
         f'<path class="between" d="{"".join(between)}" stroke="#fff" stroke-width="0.1"/>\n</svg>'
     )
 
@@ -163,22 +171,10 @@ def _pixels(heat_map: HeatMap) -> int:
     return min(_CELL, _SIDE // max(len(heat_map.lines), len(heat_map.lines[0])))
 
 
-def _over(heat_map: HeatMap, digit: int) -> str:
-    """The cells of this digit, neighbours in a line as one; nothing where there are none."""
-    found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
-    runs = [f"M{left} {y}h{right - left}v1h-{right - left}z" for y, (left, right) in found]
-    further = f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
-    opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
-    path = f'<path class="over" d="{"".join(runs)}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
-    return f"{path}<title>{further}</title></path>\n" if runs else ""
-
-
 def html(run: summary.RunSummary) -> str:
     run_backends = [backend for backend in run.backends if not backend.reasons]
-    waived = defaultdict[tuple[str, str], list[Record]](list)
-    for record in run.records:
-        if record.status is Status.EXPECTED_FAILURE:
-            waived[record.backend, record.expectation].append(record)
+    expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
+    waived = grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     named = [{each.name: each for each in backend.capabilities} for backend in run_backends]
     matrix = []  # a cell for each backend that was asked, and where its failures stand, if it has any
@@ -188,12 +184,10 @@ def html(run: summary.RunSummary) -> str:
         matrix.append((name, definition(name), cells))
     refusals = []  # why cases are unsupported, the reason for most first: said, how many cases, of which capabilities
     for backend in run_backends:
-        why = defaultdict[str, list[Record]](list)
-        for record in backend.records:
-            if record.status is Status.UNSUPPORTED:
-                why[record.message].append(record)
+        refused = [record for record in backend.records if record.status is Status.UNSUPPORTED]
         rows = [
-            (said, len(of), ", ".join(dict.fromkeys(record.capability for record in of))) for said, of in why.items()
+            (said, len(of), ", ".join(dict.fromkeys(record.capability for record in of)))
+            for said, of in grouped(refused, lambda record: record.message).items()
         ]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))

@@ -1,8 +1,4 @@
-"""``report.json``: the outcome of a run as data for machines; its form by name and type, and what stands in it.
-
-``mla-conformance report schema`` prints the form as a JSON Schema. What is read back is only what a run wrote; shards
-of one list are put together again.
-"""
+"""``report.json``: the outcome of a run as data for machines and its form; only what a run wrote is read back."""
 
 import json
 import re
@@ -37,6 +33,7 @@ SCHEMA_VERSION = 5
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 ENVIRONMENT = ("tier", "device", "torch")  # what of the environment every view shows
 
+_F = TypeVar("_F", bound=Struct)
 _CaseList = Annotated[tuple[str, ...], Meta(extra_json_schema={"uniqueItems": True})]
 _Texts = dict[str, str]
 
@@ -101,14 +98,6 @@ class DeviationForm(_Form, frozen=True, kw_only=True):
     adapter: str
 
 
-class PairsForm(_Form, frozen=True, kw_only=True):
-    """Pairs of classes of a role's space."""
-
-    claimed: Annotated[summary.Number, Meta(description="Of what the backend declares.")]
-    judged: summary.Number
-    not_judged: Annotated[tuple[str, ...], Meta(description="Those that were claimed and not judged.")]
-
-
 class BackendForm(_Form, frozen=True, kw_only=True):
     """One backend."""
 
@@ -127,7 +116,9 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     region: Annotated[
         str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")
     ]
-    pairs: Annotated[dict[str, PairsForm], Meta(description="By role, of a tier that holds every pair of classes.")]
+    pairs: Annotated[
+        dict[str, summary.JudgedPairs], Meta(description="By role, of a tier that holds every pair of classes.")
+    ]
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]
     heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]
@@ -157,7 +148,6 @@ def schema() -> dict[str, Any]:
 
 
 def report_json(run: summary.RunSummary) -> dict[str, Any]:
-    """The report as plain data; the keys are part of the interface."""
     plain: dict[str, Any] = msgspec.to_builtins(report_form(run))
     return plain
 
@@ -171,9 +161,6 @@ def report_form(run: summary.RunSummary) -> ReportForm:
         code=dict(run.code),
         backends={backend.name: _backend(backend) for backend in run.backends},
     )
-
-
-_F = TypeVar("_F", bound=Struct)
 
 
 def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
@@ -212,9 +199,7 @@ def _backend(backend: summary.BackendSummary) -> BackendForm:
         status=backend.outcome,
         evidence=tuple(evidence),
         deviations=tuple(DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations),
-        pairs={role: _form(PairsForm, pairs) for role, pairs in backend.pairs.items()},
         causes=tuple(causes),
-        heat=dict(backend.heat),
         speed=backend.speed or UNSET,
         capabilities=capabilities,
         records=tuple(records),
@@ -270,9 +255,7 @@ def load_report(path: Path) -> summary.RunSummary:
     return run
 
 
-_NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")
-"""A registered name, one with a variant, or the name of a class."""
-_EXPECTED = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
+_NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")  # a registered name, one with a variant, or of a class
 
 
 class _Head(msgspec.Struct):
@@ -315,16 +298,16 @@ def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, r
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     drawn = [EXPLORED] if EXPLORED in part.capabilities else []
     capabilities = () if part.reasons else summary.summarise(records, (*cases, *drawn))
-    pairs = {role: summary.JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
     facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
-    about = part.stopped, part.traced, part.heat, pairs, part.traits, part.speed or None
+    about = part.stopped, part.traced, part.heat, part.pairs, part.traits, part.speed or None
     return summary.BackendSummary(facts, capabilities, *about)
 
 
 def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
     failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
+    expected = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
     for entry in part.records:
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
@@ -332,7 +315,7 @@ def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Rec
         case = Case.parse(entry.case)
         tells = failures.get((capability, entry.case), entry)
         said = {name: getattr(tells, name) for name in Said.__struct_fields__}
-        if (said["judged"] is not None) != (entry.status in _EXPECTED):
+        if (said["judged"] is not None) != (entry.status in expected):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
         if said["too_large"] and entry.status is not Status.UNAVAILABLE:
             raise ValueError(f"{name} {entry.case}: {entry.status}, yet too large to be judged")
@@ -392,7 +375,7 @@ def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
 
 
 def _unlike(first: summary.RunSummary, run: summary.RunSummary) -> Iterator[tuple[str, object, object]]:
-    """What the shards of one list have in common and these have not, the most telling first: name, expected, found."""
+    """What the shards of one list have in common and these have not: name, expected, found."""
     yield from differing(first.environment, run.environment)
     names = ([backend.name for backend in each.backends] for each in (first, run))
     yield from differing(*({"choice of backends": each} for each in names))

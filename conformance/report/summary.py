@@ -246,11 +246,13 @@ def is_right(backend: BackendSummary, by_default: bool) -> bool:
     return held and not (by_default and backend.facts.emulated)
 
 
-@dataclass(frozen=True)
-class JudgedPairs:
-    claimed: int  # of the cases that the backend declares
-    judged: int  # of those that have a verdict
-    not_judged: tuple[str, ...]  # the others, each as ``dimension=class · dimension=class``
+class JudgedPairs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Pairs of classes of a role's space."""
+
+    claimed: Annotated[Number, Meta(description="Of what the backend declares.")]
+    judged: Number
+    # each as ``dimension=class · dimension=class``
+    not_judged: Annotated[tuple[str, ...], Meta(description="Those that were claimed and not judged.")]
 
     def __str__(self) -> str:
         return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
@@ -302,7 +304,7 @@ def right_on(records: Iterable[Record]) -> str:
     by_role: dict[str, Counter[str]] = {}
     pages, others = set[int](), 0
     for record in records:
-        role, page = _role_and_page(record.case)
+        role, page = role_and_page(record.case)
         due = record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU)
         by_role.setdefault(role, Counter())[DUE_ON_GPU if due else record.status] += record.cases
         pages |= {page} if page and record.status is Status.PASS else set()
@@ -318,13 +320,9 @@ def right_on(records: Iterable[Record]) -> str:
     return ", ".join(said) + (f"; {others:,} of other roles do not apply" if others and said else "")
 
 
-def role_of(case: str) -> str:
-    return _role_and_page(case)[0]
-
-
 @lru_cache(8192)
-def _role_and_page(case: str) -> tuple[str, int]:
-    """With the tokens of a page of its cache, 0 without one."""
+def role_and_page(case: str) -> tuple[str, int]:
+    """A case's role, and the tokens of a page of its cache, 0 without one."""
     try:
         parsed = Case.parse(case)
     except ValueError:

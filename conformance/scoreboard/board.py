@@ -110,7 +110,7 @@ class Entry:
     def roles(self) -> dict[str, dict[str, summary.CapabilitySummary]]:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
         found = {}
-        for role, records in grouped(self._records, lambda record: summary.role_of(record.case)).items():
+        for role, records in grouped(self._records, lambda record: summary.role_and_page(record.case)[0]).items():
             counts = summary.Counts.of(records)
             if counts.listed > counts.unsupported:
                 summaries = summary.summarise(records, [record.case for record in records])
