@@ -48,7 +48,6 @@ NO_FUNCTION = {
     **dict.fromkeys((Role.COMPRESS, Role.CACHE), _NO_CACHE),
     Role.TREE: f"a tree's masks are in the metadata that a class is prepared with, so judge a class: {_CLASS}",
 }
-"""Why functions cannot be judged in some roles."""
 AT_DEFAULT = (
     "dims", "dtype", "cache", "scales", "ranks", "out", "quant", "far", "length", "space", "repeats", "sink", "extra",
     "gathered",

@@ -1,7 +1,8 @@
 """Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,10 +66,7 @@ def prefill(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    problem = own_tensors.prefill(
-        q=q, k=k, v=v, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-    )
-    return _result(problem, declaration)
+    return _result(own_tensors.prefill, **locals())
 
 
 def decode(
@@ -100,11 +98,7 @@ def decode(
     Raises:
         ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
     """
-    problem = own_tensors.decode(
-        q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, scale=scale,
-        kv_lora_rank=kv_lora_rank, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
-    )  # fmt: skip
-    return _result(problem, declaration)
+    return _result(own_tensors.decode, **locals())
 
 
 def sparse(
@@ -132,12 +126,10 @@ def sparse(
     Raises:
         ValueError: shapes that do not fit together, or a list that names a key which is not there.
     """
-    is_cache = kv.dtype == torch.uint8 or kv.shape[1] != 1
-    problem = own_tensors.sparse(
-        q=q, topk_indices=topk_indices, scale=scale, kv=None if is_cache else kv, kv_cache=kv if is_cache else None,
-        kv_lora_rank=kv_lora_rank, attn_sink=attn_sink, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
-    )  # fmt: skip
-    return _result(problem, declaration)
+    given = locals()
+    if kv.dtype == torch.uint8 or kv.shape[1] != 1:
+        given["kv_cache"] = given.pop("kv")
+    return _result(own_tensors.sparse, **given)
 
 
 def index_scores(
@@ -168,11 +160,11 @@ def index_scores(
     return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
 
 
-def _result(problem: Problem, declaration: Declaration) -> GoldenResult:
-    (call,), rows, numbers = problem.attention, JudgedRows(problem.query_start_loc), tolerance()
-    operands = call.operands()
-    state = golden_state(problem, rows, operands)
-    rounding = declaration.rounding_of(problem.dtype)
+def _result(make: Callable[..., Problem], *, declaration: Declaration, **inputs: Any) -> GoldenResult:
+    problem, numbers = make(**inputs), tolerance()
+    (call,) = problem.attention
+    operands, rounding = call.operands(), declaration.rounding_of(problem.dtype)
+    state = golden_state(problem, JudgedRows(problem.query_start_loc), operands)
     keys, dequantised = max(call.key_lens), operands.dequantised
     allowed = roundoffs(problem.output_dtype, rounding, numbers, keys=keys, dequantised=dequantised)
     element = error_budget.element_budget(state, allowed) * numbers.element_limit

@@ -1,7 +1,6 @@
 """A kernel of each role around a plain function: the interface on one side, named inputs on the other.
 
-What a function is called with stands here and nowhere else: cases hand out the same, which is remembered until results
-are judged, and docs/python-api.md lists it.
+What a function is called with stands here and nowhere else; docs/python-api.md lists it.
 """
 
 import threading

@@ -169,6 +169,21 @@ def slots_of_positions(
     return slots.where(numbers != NO_KEY, NO_KEY)
 
 
+def lengths_told(
+    queries: Sequence[int], totals: Sequence[int], device: torch.device, longest: int = 0
+) -> dict[str, Any]:
+    """What the metadata of any call say of the lengths of its requests."""
+    lengths, cpu = lengths_of(queries), torch.device("cpu")
+    return {
+        "query_start_loc": int32(queries, device),
+        "seq_lens": int32(totals, device),
+        "max_query_len": max(lengths),
+        "max_seq_len": longest or max(1, *totals),
+        "query_lens_cpu": int32(lengths, cpu),
+        "seq_lens_cpu": int32(totals, cpu),
+    }
+
+
 def batch_of(
     queries: Sequence[int],
     totals: Sequence[int],
@@ -182,14 +197,9 @@ def batch_of(
     lengths = lengths_of(queries)
     request = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     return MLASparseMetadata(
-        query_start_loc=int32(queries, device),
+        **lengths_told(queries, totals, device, longest),
         req_id_per_token=request.to(device),
-        seq_lens=int32(totals, device),
         block_table=block_table,
         workspace_starts=workspace_starts,
         index_space=IndexSpace(space),
-        max_query_len=max(lengths),
-        max_seq_len=longest or max(1, *totals),
-        query_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
-        seq_lens_cpu=torch.tensor(totals, dtype=torch.int32),
     )

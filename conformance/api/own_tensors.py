@@ -1,7 +1,6 @@
 """An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case.
 
-Each role's inputs are what ``tables`` lists; which role is meant follows from the names. What is not there has its
-default, and what does not fit is refused in a sentence that names the input.
+Each role's inputs are what ``tables`` lists, and their names tell the role; what does not fit is refused by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.reference.selected import NO_KEY
@@ -116,15 +114,7 @@ def decode(
         query_start_loc=queries,
         key_start_loc=start_loc(totals),
         given={**given, "k_scale": torch.as_tensor(k_scale, dtype=torch.float32, device=q.device)},
-        metadata=MLACommonDecodeMetadata(
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start_loc=int32(queries, q.device),
-            max_query_len=max(lengths),
-            max_seq_len=max(1, *totals),
-            query_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
-            seq_lens_cpu=torch.tensor(totals, dtype=torch.int32),
-        ),
+        metadata=MLACommonDecodeMetadata(block_table=block_table, **forms.lengths_told(queries, totals, q.device)),
         holds_codes=kv_cache_dtype != "auto",
         lse=lse,
     )

@@ -1,7 +1,6 @@
 """Tests made by ``mla.cases``, as pytest runs them: a record of each, and in the end what is wrong with each function.
 
-A function that keeps a plan from call to call fails after other cases only, so that its replay line passes. Therefore
-the simplest failing case of each function runs once more in a process of its own. No torch.
+A function that keeps a plan fails after other cases only: its simplest failure runs once more, alone. No torch.
 """
 
 import json
@@ -25,7 +24,7 @@ from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
-from mla_conformance.report.terminal import columns, shown_line, wrapped
+from mla_conformance.report.terminal import columns, counted, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this process
 PROPERTY = "mla_conformance_function"
@@ -45,15 +44,10 @@ def running_test() -> str:
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
 
-def replay_of(test: str) -> str:
-    """The command that runs a test again."""
-    return f"pytest {shlex.quote(test)}"
-
-
 def say_meanwhile(text: str) -> None:
     """Show a line while a test runs whose output is captured; none where pytest is quiet, or a worker of xdist."""
-    reporter = _CONFIG[-1].pluginmanager.getplugin("terminalreporter") if _CONFIG else None
-    capture = _CONFIG[-1].pluginmanager.getplugin("capturemanager") if _CONFIG else None
+    plugins = ("terminalreporter", "capturemanager")
+    reporter, capture = (_CONFIG[-1].pluginmanager.getplugin(name) if _CONFIG else None for name in plugins)
     if reporter and capture and UNEXPLAINED not in os.environ and reporter.verbosity >= 0:
         with capture.global_and_fixture_disabled():
             for line in wrapped(text, columns(), further=" " * 5):
@@ -137,10 +131,9 @@ class OwnTests:
                 others = sorted(self._left_out[name].items(), key=lambda item: -item[1])
                 shown = ", ".join(f"{value} ({count})" for value, count in others[:_SHOWN])
                 more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-                right = f"{name}: right on {len(found[name])} {'case' if len(found[name]) == 1 else 'cases'}"
+                right = f"{name}: right on {counted(len(found[name]), 'case')}"
                 text = f"{right}. Left out, unless named in mla.cases: {shown}{more}"
-                for line in wrapped(text, columns(), further="  "):
-                    terminalreporter.write_line(line)
+                terminalreporter.write_line("\n".join(wrapped(text, columns(), further="  ")))
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
             return  # a worker of xdist has its own records and nobody who reads it: the controller tells them all
         from mla_conformance.report.causes import function_lines, simplest
@@ -153,7 +146,6 @@ class OwnTests:
                 terminalreporter.write_line(line)
 
     def _passes_alone(self, test: str, seconds: float) -> bool:
-        """Whether a test passes in a process of its own; not if that cannot be seen."""
         if seconds <= 0 or self._interrupted or self._config.option.usepdb:
             return False
         option, run = self._config.option, self._config.invocation_params
@@ -191,13 +183,11 @@ class OwnTests:
 
 
 def _case_of(item: pytest.Item) -> str:
-    """The id of the case that a test is of; empty of any other test."""
     arguments = getattr(getattr(item, "callspec", None), "params", {})
     return next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
 
 
 def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: str) -> Record:
-    """What became of a case: it passed, or was judged to fail, or the test raised something else."""
     judged = JUDGED.pop() if JUDGED else None
     passed = Record("", "", case.partition(":")[0], case, Status.PASS)
     if call.excinfo is None:
@@ -207,7 +197,7 @@ def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: s
     for trace, *_ in getattr(report.longrepr, "chain", ()):
         for entry in trace.reprentries:
             entry.reprfuncargs = None  # twenty lines of tensors
-    report.sections.append(("mla-conformance", f"replay: {replay_of(report.nodeid)}"))
+    report.sections.append(("mla-conformance", f"replay: pytest {shlex.quote(report.nodeid)}"))
     error, clause = call.excinfo.value, CLAUSES[Check.CALL]
     return passed.with_fields(
         status=Status.FAIL,

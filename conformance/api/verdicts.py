@@ -1,5 +1,6 @@
 """The verdict over a plain function, by the judge that ``certify`` has: as data, or as a failed assertion."""
 
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,10 +38,10 @@ _STRICTEST = Declaration()
 _INDENT = " " * 5
 _MARGIN = 8  # columns that pytest puts before each line of a message
 _NAMED = " " * len("AssertionError: ")  # what pytest puts before the first line, beside the margin
+# By test function and the name of what is judged: what the numbers of some failures give away, and the kinds of those
+# of which one was compared with all known mistakes.
 _FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-"""What the numbers of some failures give away, by test function and by the name of what is judged."""
 _LOOKED_FOR: set[tuple[str, str, str]] = set()
-"""The kinds of failures of these whose first one was seen, which is compared with all known mistakes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,8 +79,6 @@ class FunctionVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _FunctionSubject(Subject):
-    """A kernel that is known by its class alone, since nothing has to load it again."""
-
     kernel: Any  # a class of the case's role
     role: Role
 
@@ -229,10 +228,7 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
 
 
 def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
-    """What was found; of a failure in lines that pytest need not break, with ``expression``, which runs it again.
-
-    Own tensors have none, and no case either that known defects could be tried on.
-    """
+    """What was found, in lines that pytest need not break, with ``expression``, which runs a case again."""
     record = with_reach(trial, record)
     record = _with_explanation(trial, record) if expression else record
     width, test = columns() - _MARGIN, own_tests.running_test()
@@ -246,7 +242,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     if heat := heat_of(trial, record):
         shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
         lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
-    if again := own_tests.replay_of(test) if test else expression:
+    if again := f"pytest {shlex.quote(test)}" if test else expression:
         lines.append(f"{_INDENT}replay: {again}")
     return FunctionVerdict(
         status=record.status,

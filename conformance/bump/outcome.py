@@ -71,7 +71,6 @@ def _require_device(options: argparse.Namespace) -> None:
 
 
 def _judged(environment: Environment, names: Sequence[str], options: argparse.Namespace) -> "JudgedVersion":
-    """One version, judged by ``certify`` in the folder that holds its environment."""
     pin, folder = environment.pin, environment.folder.parent
     say(f"judging with {pin}")
     asked = {"backend": options.backend, "capability": options.capability}
@@ -160,28 +159,26 @@ class Bump:
         return " · ".join([verdict, *kinds, alike, *(f"{name} could not be compared" for name in self.unjudged)])
 
     @property
-    def installed(self) -> list[tuple[str, str, str]]:
-        """The library first, then whatever else of what was installed for it is not the same with both."""
-        found = differing(self.before.versions, self.after.versions)
-        return [(name, old or "none", new or "none") for name, old, new in found]
-
-    @property
-    def times(self) -> list[tuple[str, str, str, str]]:
-        """Of each backend that was timed the shapes of the table, with both versions; they decide nothing."""
-        rows = []
+    def tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """What was installed and differs, verdicts, and times, which decide nothing; each row ends before and after."""
+        versions = differing(self.before.versions, self.after.versions)
+        times = list[tuple[str, ...]]()
         for pair in self.pairs:
             timed = [each.speed or Speed() for each in pair]
             for shape in columns_of([(each.name, speed) for each, speed in zip(pair, timed, strict=True)]):
-                before, after = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
-                rows.append((pair[0].name, shape, before, after))
-        return rows
+                taken = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
+                times.append((pair[0].name, shape, *taken))
+        return {
+            "installed": [(name, old or "none", new or "none") for name, old, new in versions],
+            "backend": [(old.name, _counts(old), _counts(new)) for old, new in self.pairs],
+            **({"backend,time": times} if times else {}),
+        }
 
 
 def bump_lines(bump: Bump) -> Iterator[str]:
     """The verdict, last, and before it everything that it follows from."""
-    yield from (f"{name} {before} → {after}" for name, before, after in bump.installed)
-    yield from (f"{old.name} {_counts(old)} → {_counts(new)}" for old, new in bump.pairs)
-    yield from (f"{name} {shape} {before} → {after}" for name, shape, before, after in bump.times)
+    rows = (row for rows in bump.tables.values() for row in rows)
+    yield from (f"{' '.join(names)} {before} → {after}" for *names, before, after in rows)
     for changes in bump.kinds:
         yield from (change.line for change in changes[:_SHOWN])
         if hidden := len(changes[_SHOWN:]):
@@ -195,10 +192,8 @@ def bump_markdown(bump: Bump) -> str:
     old, new = bump.before.pin, bump.after.pin
     title = inline(f"{old.name} {old.version} → {new.version}")
     lines = [f"## MLA conformance: {title}", "", inline(bump.sentence), ""]
-    lines += _table(["installed", "before", "after"], bump.installed)
-    lines += _table(["backend", "before", "after"], [(old.name, _counts(old), _counts(new)) for old, new in bump.pairs])
-    if times := bump.times:
-        lines += _table(["backend", "time", "before", "after"], times)
+    for names, rows in bump.tables.items():
+        lines += _table([*names.split(","), "before", "after"], rows)
     for changes in bump.kinds:
         lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes)})", ""]
         lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:_SHOWN]])

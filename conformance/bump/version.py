@@ -1,7 +1,4 @@
-"""A library in one exact version: as a person names it, ``flashinfer-python==0.6.13``, and in its own environment.
-
-``python -m mla_conformance.bump.version NAME...`` prints what that Python finds of these distributions.
-"""
+"""A library in one exact version, in its own environment, whose Python runs this module to say what it finds there."""
 
 import contextlib
 import os
@@ -87,10 +84,7 @@ def find(names: Sequence[str]) -> dict[str, Found]:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment whose packages come first, and behind them those that this process sees.
-
-    What a version needs is therefore taken from here if it fits, torch above all, and is installed beside it otherwise.
-    """
+    """A virtual environment whose packages come first, and behind them those that this process sees."""
 
     folder: Path
     pin: Pin  # the library and its version
@@ -118,11 +112,7 @@ class Environment:
         return made
 
     def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run a module by the environment's Python, which finds programs as if the environment were activated.
-
-        What it prints is kept or shown. Stopped by a signal, it and whatever is in its process group was sent that as
-        well, and nothing of it is left.
-        """
+        """Run a module by the environment's Python; a signal that stops this process ends all of it as well."""
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         reported, running = list[int](), list[int]()

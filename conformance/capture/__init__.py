@@ -26,7 +26,6 @@ VARIABLE = "MLA_CONFORMANCE_CAPTURE"
 LIMIT = 1000
 _PREPARE = "prepare_metadata"
 _ROLES = ((_PREPARE, "run_prefill_new_tokens", "run_prefill_context_chunk"), (_PREPARE, "run_decode"))
-"""The methods of a prefill backend, and of a decode backend."""
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
 
 
@@ -72,7 +71,6 @@ class _Capture:
         self._lock = threading.Lock()
 
     def __call__(self, backend: Any, method: str, arguments: dict[str, Any]) -> None:
-        """Take one call, before it is made."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # copying a length to the host would spoil the CUDA graph
         try:

@@ -149,7 +149,6 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
 
 
 def _placed(operands: Mapping[str, torch.Tensor]) -> list[str]:
-    """Operands on their device, in their memory layouts."""
     texts = {}
     for name, tensor in operands.items():
         there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"

@@ -59,7 +59,6 @@ FAMILIES: Mapping[str, Family] = {
     "mistral4": Family(outside=("queries scaled by position",)),
     "youtu": Family(),
 }
-"""Families by ``model_type``."""
 
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -177,7 +176,6 @@ class _Reader:
         return int(value)
 
     def _kinds(self) -> Sequence[str]:
-        """The kind of each layer."""
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
         if self.config.layer_types:
             kinds: Sequence[str] = self.config.layer_types[:count]

@@ -170,7 +170,6 @@ _MASKED: dict[str, str] = {
     r"\bLSE is inf\b.*expected -inf": "the LSE is +inf where -inf is expected",
     r"\bLSE is .*expected -inf": "the LSE is a number where -inf is expected",
 }
-"""What was seen of a failure of the check of masks, by what its message says."""
 
 
 def symptom(record: Record) -> str:
@@ -304,7 +303,6 @@ def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> 
 
 
 def _cause(cases: str, cause: Cause, only: str, test: str) -> Iterator[str]:
-    """A cause, with what was seen of its simplest case where that says more."""
     said, _, _ = cause.example.message.removesuffix(f" (SPEC {cause.example.clause})").partition(", first at")
     seen = "" if cause.example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
     yield from wrapped(f"{cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)

@@ -37,6 +37,7 @@ def pages(room: str) -> Environment:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
+    environment.globals.update(counted=counted, definition=definition, traits_view=VIEW, picture=picture, words=words)
     return environment
 
 
@@ -118,7 +119,6 @@ VIEW = {
     "picture": spread_picture,
     "words": in_words,
 }
-"""What the templates show traits with."""
 _SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
 _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
@@ -201,7 +201,6 @@ def html(run: summary.RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         traits_of=[(backend.name, backend.traits) for backend in run_backends],
-        traits_view=VIEW,
         timed=[(backend.name, backend.speed) for backend in run_backends if backend.speed],
         remarks_of=remarks_of,
         waived=[(reason, records) for (_, reason), records in waived.items()],
@@ -218,9 +217,6 @@ def html(run: summary.RunSummary) -> str:
         closest=sorted(near, key=lambda case: -case[2])[:8],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
-        picture=picture,
-        words=words,
-        counted=counted,
         cases_of=cases_of,
     )
 

@@ -232,7 +232,6 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
 
 
 def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
-    """The table of what was timed, and what is to be said of the times."""
     rows = table_of(kernels)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, (name, *cells) in enumerate(rows):

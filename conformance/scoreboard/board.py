@@ -1,7 +1,4 @@
-"""The scoreboard as a value: its records, what each is worth today, and which one stands for a kernel.
-
-What engines pick on a GPU stands in ``fixtures/engines.toml``, with its sources.
-"""
+"""The scoreboard as a value: its records, what each is worth today, and which one stands for a kernel."""
 
 import datetime
 import re
@@ -11,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -95,9 +93,8 @@ class Entry:
 
     @property
     def pairs_in_words(self) -> str:
-        if self.pairs is None:
-            return "pairs of classes not counted: its suite had others"
-        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
+        counted = str(self.pairs) if self.pairs and self.pairs.claimed else "claims no pair of classes"
+        return counted if self.pairs is not None else "pairs of classes not counted: its suite had others"
 
     @property
     def unjudged_pairs(self) -> list[str]:
@@ -118,7 +115,6 @@ class Entry:
         return found
 
 
-_SHOWN_ROLES = (*ROLES, summary.OTHER_ROLE)  # the order in which roles are shown
 _NUMBERS = 6  # of a version, by which records are in order
 
 
@@ -172,13 +168,10 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     candidates: tuple[RankedKernel, ...]  # in that order
 
 
-class _File(Struct, frozen=True, forbid_unknown_fields=True):
-    profile: tuple[Profile, ...]
-
-
 def profiles() -> tuple[Profile, ...]:
     path = files("mla_conformance.fixtures") / "engines.toml"
-    return convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, str(path)).profile
+    read = tomllib.loads(path.read_text(encoding="utf-8"))
+    return convert(read, dict[Literal["profile"], tuple[Profile, ...]], str(path))["profile"]
 
 
 @dataclass(frozen=True)
@@ -201,7 +194,7 @@ class Board:
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
         """Each role with the capabilities that any kernel has of it, and these kernels."""
         found = []
-        for role in _SHOWN_ROLES:
+        for role in (*ROLES, summary.OTHER_ROLE):
             entries = [entry for entry in self.newest if role in entry.roles]
             judged = (name for entry in entries for name, each in entry.roles[role].items() if each.counts.judged)
             found += [(role, list(dict.fromkeys(judged)), entries)] if entries else []
@@ -224,6 +217,5 @@ def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
 
 
 def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
-    """By names in their order, the newest of each group first."""
     newest_first = sorted(entries, key=lambda entry: entry.order, reverse=True)
     return dict(sorted(grouped(newest_first, key).items()))

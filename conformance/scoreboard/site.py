@@ -1,7 +1,6 @@
 """``scoreboard``: records as a static site, which is a page, a badge for each kernel, and its failures as SARIF 2.1.0.
 
-The page needs no network and no other file; its script answers from models as they are deployed, and from what became
-of every case in every record. Viewers of static analyses read SARIF, a result for each case that fails.
+The page needs no network and no other file; its script answers from models, and from every case in every record.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from markupsafe import Markup
 
 from mla_conformance.backends.roles import ROLES, Role
@@ -31,11 +31,11 @@ from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import WRONG, grouped
-from mla_conformance.report.html import VIEW, Cell, cell, definition, pages
+from mla_conformance.report.html import Cell, cell, pages
 from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.outcome import answers
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary, Group, RunSummary
-from mla_conformance.report.terminal import counted, say, shown
+from mla_conformance.report.terminal import say, shown
 from mla_conformance.scoreboard.board import (
     Board,
     Entry,
@@ -69,10 +69,8 @@ def scoreboard(options: argparse.Namespace) -> int:
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     badges: dict[str, str] = {}
     for kernel, (entry, *_) in board.by_kernel.items():
-        # Without signs that a file's name must not have.
-        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")
-        name = f"{plain or 'kernel'}.svg"
-        if name in badges:
+        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")  # as a file may be called
+        if (name := f"{plain or 'kernel'}.svg") in badges:
             raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
         badges[name] = badge(entry)
     for name, text in badges.items():
@@ -99,16 +97,13 @@ def page(board: Board) -> str:
         shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
         traits_of=[(f"{x.record.backend}, {x.versions}, {x.record.device}", x.record.traits) for x in current],
-        traits_view=VIEW,
         sanitized=[(entry, found) for entry in current for found in entry.sanitized],
         style=_style,
         cell=_cell,
-        definition=definition,
         build=_build,
         anchor=lambda entry: anchors[id(entry)],
         replay=_replay,
         replay_line=replay_line,
-        counted=counted,
         served=served(board),
         places=lambda failure: " ".join(str(numbers[each.case]) for each in failure.findings if each.case in numbers),
         answered=answered,
@@ -135,7 +130,6 @@ def _replay(entry: Entry, case: str) -> str:
 
 
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
-    """Of which build the record is, beside the engine's own, and under which torch."""
     torch = entry.record.environment.get("torch", "not stated")
     reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
     is_own = is_own_build(entry, candidate)
@@ -204,12 +198,16 @@ def served(board: Board) -> Markup:
     cases = cases_on(board)
     kinds = list(dict.fromkeys(map(kind_of, cases)))
     place = {kind: number for number, kind in enumerate(kinds)}
-    named, engines = _named(board, cases), []
-    for profile in board.profiles:
-        told = ("name", "kernel", "when", "packages")
-        candidates = [{name: getattr(each, name) for name in told} for each in profile.candidates]
-        asked = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
-        engines.append({**asked, "candidates": candidates})
+    named = _named(board, cases)
+    engines = [
+        {
+            "name": profile.engine,
+            "capability": profile.compute_capability,
+            "role": profile.role,
+            "candidates": [msgspec.structs.asdict(each) for each in profile.candidates],
+        }
+        for profile in board.profiles
+    ]
     data = {
         "suite": SUITE_VERSION,
         "models": models(),
@@ -217,7 +215,7 @@ def served(board: Board) -> Markup:
         "cases": [[case if case in named else "", place[kind_of(case)]] for case in cases],
         "records": [_record(entry, cases) for entry in board.entries],
         "engines": engines,
-        "runs": [_run(run) for run in board.deployed],
+        "runs": [_run(run, run.deployment) for run in board.deployed if run.deployment],
     }
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     return Markup(base64.b64encode(packed).decode())
@@ -293,12 +291,11 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
     }
 
 
-def _run(run: RunSummary) -> dict[str, Any]:
-    assert run.deployment is not None, "the board holds no other runs"
+def _run(run: RunSummary, deployment: Deployment) -> dict[str, Any]:
     return {
-        "model": run.deployment.model,
-        "tp": run.deployment.tp,
-        "cache": run.deployment.kv_cache,
+        "model": deployment.model,
+        "tp": deployment.tp,
+        "cache": deployment.kv_cache,
         "device": run.environment.get("device", ""),
         "date": run.date,
         "suite": run.environment.get("suite", ""),
@@ -310,12 +307,12 @@ def _run(run: RunSummary) -> dict[str, Any]:
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
     """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
     styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
-    found = {}
-    for answer in answers(run):
-        found[answer.backend.name] = {
+    return {
+        answer.backend.name: {
             "says": str(answer.backend.group),
             "style": styles.get(answer.backend.group, "unavailable"),
             "judged": answer.reported,
             "versions": versions_of(answer.backend.facts.versions),
         }
-    return found
+        for answer in answers(run)
+    }

@@ -158,7 +158,6 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
 
 
 def _supported(subject: Subject, shape: Shape, forms: Iterable[Case]) -> tuple[Case | None, str]:
-    """The first case of a shape that the backend supports, or why it supports none."""
     said = ""
     for form in forms:
         for case in sized(form, shape):

@@ -144,7 +144,6 @@ KINDS = {
     Call.SPARSE_DECODE: "sparse decode",
     Call.SPARSE_PREFILL: "sparse prefill",
 }
-"""What the calls are that are timed."""
 
 
 @dataclass(frozen=True)
