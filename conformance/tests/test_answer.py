@@ -130,9 +130,7 @@ def first_of_each_role(*arguments: Any) -> tuple[Case, ...]:
 CASES_OF = certify.cases_of
 
 
-def test_a_deployed_model_is_judged_and_the_run_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deployed_model_is_judged_and_the_run_resumed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(certify, "cases_of", first_of_each_role)
     asked = ["--model", "youtu-llm-2b", "--tp", "8", "--backend", "TORCH_SDPA", "--device", "cpu", "-n", "1"]
     out = tmp_path / "out"

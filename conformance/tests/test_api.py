@@ -197,9 +197,7 @@ def test_results_belong_to_the_inputs_handed_out_last() -> None:
         mla.assert_conforms(first, *results)
 
 
-def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(
-    compared: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(compared: str, monkeypatch: Any) -> None:
     wrong = decode_with("no causal mask")
     message = mla.judge(mla.case(SEVERAL), wrong, device="cpu").message
     assert f"looks like: {compared}" in " ".join(message.split())

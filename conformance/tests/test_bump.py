@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -130,9 +131,7 @@ time.sleep(100)
 """It has a child that does not heed signals; as long as one of the two runs, somebody may write into the fifo."""
 
 
-def test_a_signal_reaches_what_runs_and_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_reaches_what_runs_and_all_that_it_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "pip.py").write_text(PIP)
     os.mkfifo(reported := tmp_path / "told")
     for name, value in {"PYTHONPATH": tmp_path, "TOLD": reported, "NUMBER": int(signal.SIGHUP)}.items():

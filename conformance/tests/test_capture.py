@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,9 +172,7 @@ def wrapped(**changes: object) -> str:
         (b"\xff\xfe", "expected UTF-8 text"),
     ],
 )
-def test_a_bad_case_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, said: str
-) -> None:
+def test_a_bad_case_file_is_named(tmp_path: Path, capsys: Any, content: str | bytes, said: str) -> None:
     write_case(tmp_path / "good.json", Case.parse("lse:q=[1]"))
     bad = tmp_path / "bad.json"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -137,9 +137,7 @@ ENTRY = '[[expectation]]\nbackend = "MINE"\ncase = "lse"\n'
         (ENTRY.replace("lse", "gone") + 'reason = "r"\n', "entry 1: stale: no case of the suite matches"),
     ],
 )
-def test_bad_expectations_are_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_bad_expectations_are_refused_before_anything_runs(tmp_path: Path, capsys: Any, text: str, said: str) -> None:
     (tmp_path / "mine.toml").write_text(text)
     out = tmp_path / "out"
     assert main(["certify", "--device", "cpu", "--expectations", str(tmp_path), "--out", str(out)]) == 2

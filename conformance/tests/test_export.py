@@ -164,9 +164,7 @@ def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
     assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
 
 
-def test_a_place_for_no_file_is_refused_before_anything_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.delattr(command, "reproduced")
     (tmp_path / "kernel.py").write_text("mine")
     for out, said in (
@@ -196,9 +194,7 @@ def test_what_no_script_shows_or_cannot_run_here_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_case_that_is_too_large_gets_the_commands_that_come_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_is_too_large_gets_the_commands_that_come_next(tmp_path: Path, capsys: Any) -> None:
     case, out = "lse:q=[64];data=needle", tmp_path / "a script.py"
     assert main(["export", case, "--backend", "TORCH_SDPA", "--device", "cpu", "--out", str(out)]) == 2
     said = capsys.readouterr().err

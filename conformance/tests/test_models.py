@@ -103,9 +103,7 @@ BAD: dict[str, tuple[Config, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_field_is_named_with_what_was_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
+def test_a_bad_field_is_named_with_what_was_expected(tmp_path: Path, capsys: Any, what: str) -> None:
     changed, said = BAD[what]
     config = {name: value for name, value in {**GLM, **changed}.items() if value is not ...}
     path = tmp_path / "config.json"

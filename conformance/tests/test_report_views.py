@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -200,9 +201,7 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
         ("text", "wrong: Broken, 1 likely cause, 4 cases: perhaps The LSE is in base 2, "),
     ],
 )
-def test_render_prints_or_writes(
-    real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, said: str
-) -> None:
+def test_render_prints_or_writes(real_run: Path, tmp_path: Path, capsys: Any, kind: str, said: str) -> None:
     report, out = str(real_run / "report.json"), tmp_path / "out"
     assert main(["report", "render", report, "--format", kind]) == 0
     printed = capsys.readouterr().out

@@ -177,9 +177,7 @@ def test_two_kernels_do_not_share_a_badge(tmp_path: Path, capsys: pytest.Capture
     assert "expected another name, a second kernel has the badge A-b.svg" in capsys.readouterr().err
 
 
-def test_an_old_record_without_what_is_shown_says_how_to_renew_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_record_without_what_is_shown_says_how_to_renew_it(tmp_path: Path, capsys: Any) -> None:
     record = {name: value for name, value in earlier(certificate("FLASHMLA")).items() if name != "cases"}
     (tmp_path / "record.json").write_text(json.dumps(record))
     assert main(["scoreboard", str(tmp_path / "record.json"), "--out", str(tmp_path / "site")]) == 1
