@@ -29,25 +29,17 @@ CALLS: Mapping[Role, tuple[Call, ...]] = {
     Role.INDEXER: (Call.INDEX_LOGITS,),
 }
 """The calls of a role that one function serves, since they have the same inputs."""
-_CLASS = "mla-conformance certify --backend file.py:Class"
-_NO_LAYER = (
-    "a layer keeps weights and a cache from call to call, which no function does; judge its kernels as functions, by "
-    f"role prefill and decode, or the class: {_CLASS}"
-)
-_NO_CACHE = (
-    "a cache operation is judged by what it writes into memory around its operands, which no result shows; judge a "
-    f"class: {_CLASS}"
-)
-_NO_STEP = (
-    "a top-k over logits, and the preparation of index queries and keys, are judged by the conventions that a class "
-    f"declares; judge a class: {_CLASS}"
-)
-NO_FUNCTION = {
-    **dict.fromkeys((Role.LAYER, Role.SPARSE_LAYER), _NO_LAYER),
-    **dict.fromkeys((Role.TOPK, Role.PREPARE), _NO_STEP),
-    **dict.fromkeys((Role.COMPRESS, Role.CACHE), _NO_CACHE),
-    Role.TREE: f"a tree's masks are in the metadata that a class is prepared with, so judge a class: {_CLASS}",
+_WHY_NONE = {
+    (Role.LAYER, Role.SPARSE_LAYER): "a layer keeps weights and a cache from call to call, which no function does; "
+    "judge its kernels as functions, by role prefill and decode, or the class",
+    (Role.TOPK, Role.PREPARE): "a top-k over logits, and the preparation of index queries and keys, are judged by the "
+    "conventions that a class declares; judge a class",
+    (Role.COMPRESS, Role.CACHE): "a cache operation is judged by what it writes into memory around its operands, which "
+    "no result shows; judge a class",
+    (Role.TREE,): "a tree's masks are in the metadata that a class is prepared with, so judge a class",
 }
+_CLASS = "mla-conformance certify --backend file.py:Class"
+NO_FUNCTION = {role: f"{why}: {_CLASS}" for roles, why in _WHY_NONE.items() for role in roles}
 AT_DEFAULT = (
     "dims", "dtype", "cache", "scales", "ranks", "out", "quant", "far", "length", "space", "repeats", "sink", "extra",
     "gathered",
@@ -58,13 +50,9 @@ _SHOWN = 24
 
 @dataclass(frozen=True, repr=False)
 class FunctionCase:
-    """A case of the suite that a plain function can be asked.
+    """A case of the suite that a plain function can be asked."""
 
-    Attributes:
-        suite_case: the case; its attributes are the fields of the id, such as ``suite_case.heads``.
-    """
-
-    suite_case: Case
+    suite_case: Case  # whose attributes are the fields of the id, such as ``suite_case.heads``
 
     @property
     def id(self) -> str:
@@ -80,14 +68,8 @@ class FunctionCase:
     def inputs(self, device: "str | torch.device" = "") -> dict[str, Any]:
         """Named tensors and numbers for one call; docs/python-api.md has the table of each role.
 
-        :func:`assert_conforms` judges what was made of the inputs that this thread was handed last. They are new
-        tensors each time, with the same values.
-
-        Args:
-            device: ``cpu`` or ``cuda``, or one GPU as ``cuda:1``; by default CUDA where there is a GPU.
-
-        Raises:
-            InputError: no such device, or a case that takes several calls, which ``judge`` makes.
+        They are new tensors each time, with the same values, on ``cpu``, ``cuda`` or one GPU as ``cuda:1``, by default
+        on a GPU where there is one. Of a case that takes several calls it is an InputError: ``judge`` makes them.
         """
         from mla_conformance.api.kernels import hand_out
 
@@ -95,12 +77,9 @@ class FunctionCase:
 
 
 class CaseSelection(tuple[FunctionCase, ...]):
-    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``.
+    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``."""
 
-    Attributes:
-        left_out: how many of the tier's lists are not among them, by the value that has to be named for it.
-    """
-
+    # how many of the tier's lists are not among them, by the value that has to be named for it
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:

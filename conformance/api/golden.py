@@ -1,4 +1,7 @@
-"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
+"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2).
+
+Inputs are those of docs/python-api.md; shapes that do not fit together are a ValueError that names the input.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,18 +56,8 @@ def prefill(
 ) -> GoldenResult:
     """Attention of queries to keys, request by request; causal ones are aligned bottom-right (SPEC 1.5).
 
-    Args:
-        q: [T, N, P + R] of any float dtype; the budget is that of a kernel with operands of this dtype.
-        k: [S, N, P + R], or [S, 1, P + R] shared by all heads.
-        v: [S, N, V] or [S, 1, V].
-        scale: of the softmax.
-        causal: whether query i of a request sees all keys but its last (queries - 1 - i).
-        cu_seqlens_q: first query of each request, and the end; None for one request.
-        cu_seqlens_k: first key of each request, and the end; by default as of the queries where there are as many.
-        declaration: where the kernel rounds; by default the strictest classes.
-
-    Raises:
-        ValueError: shapes that do not fit together.
+    The budget is that of a kernel with operands of q's dtype that rounds as declared, by default in the strictest way.
+    Without ``cu_seqlens_q`` all is one request; keys and values may have one head, which all share.
     """
     return _result(own_tensors.prefill, **locals())
 
@@ -84,19 +77,7 @@ def decode(
 ) -> GoldenResult:
     """Attention of absorbed queries to the cached latents of their requests, which end with the queries (SPEC 6.2).
 
-    Args:
-        q: [T, N, L + R], absorbed and rotated.
-        kv_cache: [blocks, page, width], one entry a token.
-        block_table: [B, max blocks] integers; entries past a request's last page are not read.
-        seq_lens: [B] integers, tokens of each request, its queries included.
-        scale, declaration: as of :func:`prefill`.
-        kv_lora_rank: L, the columns of an entry that are its value.
-        cu_seqlens_q: first query of each request, and the end; by default one query a request.
-        kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
-        k_scale: what code 1.0 of an ``fp8`` cache stands for.
-
-    Raises:
-        ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
+    Without ``cu_seqlens_q`` each request has one query; ``k_scale`` is what code 1.0 of an ``fp8`` cache stands for.
     """
     return _result(own_tensors.decode, **locals())
 
@@ -115,16 +96,8 @@ def sparse(
 ) -> GoldenResult:
     """Attention of each query to the keys that its list names (SPEC 7).
 
-    Args:
-        q: [T, N, L + R], absorbed and rotated.
-        kv: gathered keys [S, 1, width], or a cache [blocks, page, width], whose slots are block · page + offset.
-        topk_indices: [T, K] integers, rows or slots of ``kv``; -1 names none, and a key named twice counts twice.
-        attn_sink: [N], the logit of each head's sink.
-        scale, declaration: as of :func:`prefill`.
-        kv_lora_rank, kv_cache_dtype, k_scale: as of :func:`decode`.
-
-    Raises:
-        ValueError: shapes that do not fit together, or a list that names a key which is not there.
+    ``kv`` holds gathered keys [S, 1, width], or a cache [blocks, page, width], whose slots are block · page + offset;
+    an index of -1 names none of its rows or slots, and a key that is named twice counts twice.
     """
     given = locals()
     if kv.dtype == torch.uint8 or kv.shape[1] != 1:
@@ -143,14 +116,7 @@ def index_scores(
 ) -> GoldenIndexScores:
     """Σ_h weights · relu(q · k) for the tokens of each query's request up to its own (SPEC 8).
 
-    Args:
-        q: [T, H, D] of any float dtype.
-        weights: [T, H], whatever scales queries and heads in them.
-        k: [S, D], what the keys mean: codes times their scales.
-        cu_seqlens_q, cu_seqlens_k, declaration: as of :func:`prefill`.
-
-    Raises:
-        ValueError: shapes that do not fit together.
+    ``k`` [S, D] is what the keys mean, codes times their scales; requests are told as of a prefill.
     """
     queries = starts_of("cu_seqlens_q", cu_seqlens_q, len(q))
     same = cu_seqlens_k is None and len(q) == len(k)

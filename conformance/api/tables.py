@@ -45,7 +45,7 @@ class Input:
 
     form: Form | None
     says: str
-    when: str
+    when: str = ""
 
     @property
     def line(self) -> str:
@@ -65,20 +65,12 @@ class Table:
     returns: Mapping[str, str]
 
 
-def _inputs_of(role: str, told: Mapping[str, str | list[str]]) -> dict[str, Input]:
-    inputs = {}
-    for name, words in told.items():
-        says, when = (words, "") if isinstance(words, str) else words
-        form = None if (role, name) in _IN_WORDS else _FORMS[role].get(name)
-        inputs[name] = Input(form, says, when)
-    return inputs
-
-
 _TOLD = tomllib.loads((files("mla_conformance.api") / "tables.toml").read_text(encoding="utf-8"))
-TABLES: Mapping[str, Table] = {
-    role: Table(_inputs_of(role, told["inputs"]), told["returns"]) for role, told in _TOLD.items()
-}
-"""By role; that of a top-k is for ``assert_close`` alone."""
+TABLES: dict[str, Table] = {}  # by role; that of a top-k is for ``assert_close`` alone
+for _role, _table in _TOLD.items():
+    _words = {name: [each] if isinstance(each, str) else each for name, each in _table["inputs"].items()}
+    _forms = {name: None if (_role, name) in _IN_WORDS else _FORMS[_role].get(name) for name in _words}
+    TABLES[_role] = Table({name: Input(_forms[name], *words) for name, words in _words.items()}, _table["returns"])
 
 
 def table_lines(name: str) -> list[str]:

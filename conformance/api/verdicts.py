@@ -46,27 +46,16 @@ _LOOKED_FOR: set[tuple[str, str, str]] = set()
 
 @dataclass(frozen=True, repr=False)
 class FunctionVerdict:
-    """What was found of a function on a case.
+    """What was found of a function on a case."""
 
-    Attributes:
-        status: ``pass``, ``fail``, ``unsupported`` or ``unavailable`` (by device or memory) or ``harness_error``.
-        case: the case id.
-        call: which call it is about, such as ``decode``.
-        check: what failed, such as ``lse``; empty if nothing did.
-        where: request, query, head and column of the worst element, as far as there is one.
-        used: largest share of the error budget, by rule; 1 is the limit.
-        message: of a failure what is wrong and what it looks like, with a line that runs it again; empty of a pass.
-        detail: the traceback of a function that raised.
-    """
-
-    status: Status
-    case: str
-    call: str
-    check: str
-    where: Mapping[str, int]
-    used: BudgetUse
-    message: str
-    detail: str
+    status: Status  # pass, fail, unsupported or unavailable (by device or memory), or harness_error
+    case: str  # its id
+    call: str  # which call it is about, such as ``decode``
+    check: str  # what failed, such as ``lse``; empty if nothing did
+    where: Mapping[str, int]  # request, query, head and column of the worst element, as far as there is one
+    used: BudgetUse  # largest share of the error budget, by rule; 1 is the limit
+    message: str  # of a failure what is wrong and what it looks like, with a line that runs it again; empty of a pass
+    detail: str  # the traceback of a function that raised
 
     @property
     def passed(self) -> bool:
@@ -110,14 +99,8 @@ def judge(
 ) -> FunctionVerdict:
     """The verdict over a function on a case, with as many calls as the case's capability takes.
 
-    Args:
-        case: the case.
-        function: takes the named inputs of docs/python-api.md, returns (output, lse), or what an indexer returns.
-        device: as for ``case.inputs``.
-        declaration: where the function rounds; by default the strictest classes (SPEC 4.2).
-
-    Raises:
-        InputError: no such device.
+    It takes the named inputs of docs/python-api.md and returns (output, lse), or what an indexer returns; where it
+    rounds is declared, by default in the strictest classes (SPEC 4.2). The device is as for ``case.inputs``.
     """
     subject = _subject(case.suite_case, function, find_torch_device(device), declaration)
     trial, record = judged_trial(subject, case.suite_case, Context())
@@ -128,14 +111,8 @@ def judge(
 def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration = _STRICTEST) -> None:
     """Assert that these are right results of the inputs that ``case.inputs`` handed out last in this thread.
 
-    Args:
-        case: the case.
-        results: output and LSE, or what an indexer returns; an LSE that the case does not ask for is left aside.
-        declaration: as for :func:`judge`.
-
-    Raises:
-        AssertionError: they are wrong; the message says how, and what that looks like.
-        InputError: no inputs of this case were handed out.
+    They are output and LSE, or what an indexer returns; an LSE that the case does not ask for is left aside. It is an
+    InputError if no inputs of this case were handed out.
     """
     __tracebackhide__ = True
     handed = handed_last(case.suite_case)
@@ -149,16 +126,9 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
 def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs: Any) -> None:
     """Assert that these are right results for your own tensors: no case, the same golden result, budget and judge.
 
-    Args:
-        results: output and LSE, or the output alone; scores or indices of an indexer; indices of a top-k.
-        declaration: as for :func:`judge`.
-        inputs: what the kernel was called with, by the names of docs/python-api.md: ``q``, ``k`` and ``v`` of a
-            prefill, ``q`` and ``kv_cache`` of a decode, ``topk_indices`` besides of a sparse one, ``weights`` of an
-            indexer, ``logits`` of a top-k. They must be as they were before the call.
-
-    Raises:
-        AssertionError: they are wrong; the message says how, and what that looks like.
-        InputError: inputs of no role, or that do not fit together; names the input and what was expected.
+    Results are output and LSE, or the output alone; scores or indices of an indexer; indices of a top-k. Inputs are
+    what the kernel was called with, as it was before the call, by the names of docs/python-api.md, which tell what it
+    is. It is an InputError, which names the input, if they do not fit together.
     """
     __tracebackhide__ = True
     given = results[0] if len(results) == 1 and isinstance(results[0], tuple | list) else results

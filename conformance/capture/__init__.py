@@ -36,15 +36,9 @@ def capture(backend: Any, directory: str | Path, values: bool = False, limit: in
     No tensor of the model is read; a length that is on the device only is copied, which waits for it. A call that no
     case describes is passed on and warned about once.
 
-    Args:
-        backend: an instance, or a class whose instances are all captured; anything with the methods of
-            ``MLAPrefillBackend``, vLLM's own backends included, or of ``MLADecodeBackend``.
-        directory: receives one case file per distinct call.
-        values: also read the one tensor value that a case can hold, the scale of the output or of the cache.
-        limit: the most distinct calls to write.
-
-    Raises:
-        TypeError: it has the methods of neither, as a whole layer.
+    A backend is an instance, or a class whose instances are all captured, with the methods of ``MLAPrefillBackend`` or
+    ``MLADecodeBackend``, which a whole layer has not. The directory receives one case file per distinct call, ``limit``
+    at most. With ``values`` the one tensor value that a case can hold is read, the scale of the output or of the cache.
     """
     undo = _install(backend, _Capture(Path(directory), values, limit))
     try:
