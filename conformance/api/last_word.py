@@ -53,10 +53,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def give_way() -> Callable[[int], Any] | None:
-    """Fork: the child goes on and has what takes its last word, the exit status; the parent ends as the child did.
-
-    Call it before anything starts threads or uses a GPU, neither of which a fork has.
-    """
+    """Fork, before threads or a GPU: the child goes on and has what takes its exit status; the parent ends so."""
     told, word = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a caller ignored it, nothing would tell of the child's end

@@ -27,10 +27,7 @@ from mla_conformance.roles.topk.problem import TopKCall
 
 
 def problem_of(inputs: Mapping[str, Any], lse: bool) -> Problem:
-    """The problem that these inputs are, by the names of a role's table, with or without an LSE to be judged.
-
-    It is an InputError if the names are of no role, or the inputs do not fit together.
-    """
+    """The problem that inputs of a role's table are, with or without an LSE to be judged; an InputError of others."""
     role = next((role for name, role in _TOLD_BY.items() if name in inputs), "")
     if not role:
         kinds = "q, k, v (prefill); q, kv_cache (decode); q, topk_indices (sparse); q, weights, k (indexer); or logits"

@@ -94,10 +94,7 @@ class Expectation:
         return f"{self.source}: {self.category}: {self.reason}{link}"
 
     def covers(self, record: Record, facts: Mapping[str, str]) -> bool:
-        """Whether this entry speaks of the record's backend and case, here.
-
-        A registered name is that of the registered backend: a class of a file may be called so, too.
-        """
+        """Whether this entry speaks of the record's backend and case, here; a file's class is no registered backend."""
         another = record.reference != record.backend and record.backend in _registered()
         named = self.backend == "*" or (self.backend == record.backend and not another)
         if not named or not self.condition.holds(facts):

@@ -62,14 +62,12 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     trial, record = judged_trial(subject, case, Context())
     if record.status is not Status.PASS and (record.status is not Status.FAIL or record.check not in ARITHMETIC):
         raise NotWritable(f"a script shows wrong numbers; the verdict is {record.status}: {record.message}")
-    if trial.last is None:
+    if trial.last is None or (len(trial.last.observation.returned) != 1 and not case.is_merged):
         raise NotWritable("a script holds one call; this case was decided otherwise")
     made = called(trial.last)
     if case.is_merged:
         alone = _wrong_call(made, trial.last, trial.declaration)
         return Reproduced(subject, case, alone, record, is_redrawn=True)
-    if len(made.calls) != 1:
-        raise NotWritable("a script holds one call; this case was decided otherwise")
     mine, judged, spoiled = made.attention[0], trial.last.problem.attention[0], list[int]()
     # The requests whose inputs differ, where a call was judged by what another one has to return.
     if mine is not judged and mine.query_start_loc == judged.query_start_loc:
@@ -84,10 +82,8 @@ def called(seen: Observed) -> Problem:
 
 
 def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Problem:
-    """The first of several calls that is wrong by itself, on operands that its seed draws; the tensors change.
-
-    Keys of a chunk come out of a cache and through a projection, which no script of one call holds. So whether the
-    call is wrong on others as well, only the script itself can tell.
+    """The first of several calls that is wrong by itself, on operands that its seed draws, since keys of a chunk come
+    out of a cache and through a projection; whether it is wrong on these as well, only the script can tell.
     """
     wrong = {part.part for part in heat_maps(compared(seen, declaration)) if part.wrong}
     for call in made.calls:

@@ -1,7 +1,4 @@
-"""An issue for whoever maintains a kernel: what is wrong with which version, how to see it, what is expected. No torch.
-
-A cause of a run, and a failure of a submitted record, become the same text.
-"""
+"""An issue for whoever maintains a kernel: what is wrong with which version, how to see it, what is expected."""
 
 import re
 import shlex

@@ -58,16 +58,6 @@ _MADE = """    name = f"mla_conformance{name}"
     vars(module).update(names, __path__=[])"""
 
 
-def own_files(start: str) -> list[Path]:
-    """The file of a module, or a file itself, and of what it imports, those of its package and those of no wheel."""
-    package = start.partition(".")[0]
-
-    def is_own(name: str) -> bool:
-        return name.partition(".")[0] == package or (not name.startswith(f"{_OURS}.") and is_followed(name))
-
-    return list(source_files([start], is_own).values())
-
-
 def stand_ins(files: Iterable[Path]) -> list[str]:
     """Statements that put modules in the place of those of this project that files import, if nothing computes."""
     rooms: dict[str, None] = {}
@@ -120,7 +110,14 @@ class OwnClass:
 
     @property
     def files(self) -> list[Path]:
-        return own_files(str(self.path or self.module))
+        """Its file, and of what it imports, those of its package and those of no wheel."""
+        start = str(self.path or self.module)
+        package = start.partition(".")[0]
+
+        def is_own(name: str) -> bool:
+            return name.partition(".")[0] == package or (not name.startswith(f"{_OURS}.") and is_followed(name))
+
+        return list(source_files([start], is_own).values())
 
     @property
     def needs(self) -> list[str]:
@@ -129,20 +126,16 @@ class OwnClass:
         return [self.module, *beside]
 
     def load_lines(self, script: Path) -> list[str]:
-        """Statements that load its file, for a script that stands in a certain place.
-
-        A file is not imported by its name, which may be that of another module, or no name at all.
-        """
+        """Statements that load its file, for a script that stands in a certain place; by its place, not its name."""
         lines = stand_ins(self.files)
         if self.path is None:
             return lines
         place = os.path.relpath(self.path, script.resolve().parent)
-        lines.append(f"file = Path(__file__).resolve().parent / {json.dumps(place)}")
-        if place != self.path.name:
-            beside = f"Path(__file__).resolve().with_name({json.dumps(self.path.name)})"
-            lines.append(f"file = file if file.exists() else {beside}")
+        beside = f"Path(__file__).resolve().with_name({json.dumps(self.path.name)})"
         return [
             *lines,
+            f"file = Path(__file__).resolve().parent / {json.dumps(place)}",
+            *([f"file = file if file.exists() else {beside}"] if place != self.path.name else []),
             "sys.path.append(str(file.parent))",
             "spec = importlib.util.spec_from_file_location(file.name, file)",
             f"{LIBRARY} = sys.modules[file.name] = importlib.util.module_from_spec(spec)",

@@ -167,10 +167,7 @@ def owner_of(leaf: torch.Tensor | Handle) -> int:
 
 
 def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]:
-    """The steps that the results come from: those that made something needed, or may have written to it.
-
-    A library's call may also have changed the object, or the module, that a needed one is made of.
-    """
+    """The steps that made something that results need, or may have written to it, or changed what it is made of."""
     objects, storages = set(map(owner_of, results)), _storages(list(results))
     kept = []
     for step in reversed(steps):

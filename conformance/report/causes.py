@@ -188,10 +188,7 @@ _MOST_PASSING = 4  # one of so many passing cases may have what all failures hav
 
 
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
-    """What the failures of one cause have in common, and how many such cases of its backend's records pass.
-
-    Told is only what decides by itself: a case that differs in that alone passes. Empty if it tells them not apart.
-    """
+    """What failures of one cause have in common that decides by itself, and how many such cases pass."""
     if len(failures) < _FEWEST:
         return ""
     failing = [Case.parse(record.case) for record in failures]

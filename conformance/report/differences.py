@@ -1,8 +1,4 @@
-"""What is other than before: the one rule for two runs, two reports, two records and two locks.
-
-Of runs that is what the kernels did, as judged, before any expectation. An error grew or shrank if the share of its
-budget that some rule used did, by more than a given share, which means the same for every case.
-"""
+"""What is other than before: the one rule for two runs, as judged before any expectation, two records and two locks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,10 +36,7 @@ def differences(before: Any, after: Any, place: str = "report") -> Iterator[tupl
 
 
 def contradicts(stated: Status, found: Status | None) -> bool:
-    """Whether a verdict speaks against the stated one of the same case.
-
-    A known failure is one however it fails, and what one of two devices had no memory for is not compared.
-    """
+    """Whether a verdict speaks against the stated one of a case: not how it fails, nor that a device lacks memory."""
     known = stated is Status.EXPECTED_FAILURE and found in FAILED
     return found is not stated and not known and Status.UNAVAILABLE not in (stated, found)
 

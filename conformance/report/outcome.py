@@ -191,10 +191,7 @@ class Detail(IntEnum):
 
 
 def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Detail = Detail.FULL) -> Iterator[str]:
-    """What is wrong, then all backends; or the groups that backends fall into for a model.
-
-    Brief, those that cannot run here, of which nobody asked for any, are told in one line, and quietly not at all.
-    """
+    """What is wrong, then all backends, or their groups for a model; brief, what cannot run here is one line."""
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
     found = answers(reported) if run.deployment else []

@@ -125,10 +125,7 @@ class CapabilitySummary:
     records: tuple[Record, ...]  # what was run
 
     def __post_init__(self) -> None:
-        """A failure decides; then a case that was not run, or could not be judged; then whether anything was judged.
-
-        A case that is too large for the device by the suite's own estimate takes nothing from those that are not.
-        """
+        # What is too large for the device by the suite's own estimate takes nothing from the rest.
         counts = self.counts = Counts.of(self.records, self.listed)
         self.failures = tuple(record for record in self.records if record.failed)  # for a fault of the harness as well
         if counts.failed:
@@ -297,10 +294,7 @@ OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or th
 
 
 def right_on(records: Iterable[Record]) -> str:
-    """On which cases a kernel is right, role by role, of records of which none failed; empty if it passed none.
-
-    Cases of roles of which nothing was judged do not apply: they are counted apart, as no part of what it is right on.
-    """
+    """On which cases a kernel is right, role by role; those of roles of which nothing was judged are counted apart."""
     by_role: dict[str, Counter[str]] = {}
     pages, others = set[int](), 0
     for record in records:

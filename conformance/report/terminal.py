@@ -1,8 +1,6 @@
 """Lines for a terminal, and texts from elsewhere as they may be shown: cut where long, and nothing in them acted upon.
 
-A report may come from anywhere. What a terminal obeys instead of showing it (control and bidi characters, ends of
-lines), what no encoding holds (halves of surrogate pairs) and what a CI system takes for a command in a job's log
-stands there as an escape. Every printer shows texts through these functions.
+What a terminal obeys, no encoding holds, or a CI system takes for a command in a job's log stands there as an escape.
 """
 
 import contextlib
@@ -53,10 +51,7 @@ def refuse(program: str, reason: str) -> None:
 
 
 def put(text: str, error: bool = False) -> None:
-    """Print what is fit to be shown, or made for machines, as it stands.
-
-    Where nobody takes it, that is said once, and what else a command does goes on.
-    """
+    """Print what is fit to be shown, or made for machines, as it stands; that nobody takes it is said once."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -142,10 +137,7 @@ _STYLES = {
 
 
 def painted(line: str, stream: TextIO) -> str:
-    """A line of a report with colours, if the stream is a terminal that has some.
-
-    NO_COLOR omits them, FORCE_COLOR puts them into a pipe, and TERM says what a terminal can do.
-    """
+    """A line of a report with colours, where the stream, NO_COLOR, FORCE_COLOR and TERM let it have some."""
     if os.environ.get("NO_COLOR") or not (stream.isatty() or os.environ.get("FORCE_COLOR")):
         return line
     from rich.console import Console

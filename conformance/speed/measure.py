@@ -117,10 +117,7 @@ class Rounds:
 
 
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
-    """The times of a backend that is imported after the card was measured.
-
-    ``forms`` are ids of small cases, best first; each shape is timed in the first form that is supported.
-    """
+    """The times of a backend that is imported after the card was measured, each in the first form that is supported."""
     device, kind = subject.device, subject.device.type
     try:
         copy, product = _card(device)

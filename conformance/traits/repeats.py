@@ -45,10 +45,9 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
 
 
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
-    """Make a problem's calls so often, between calls of another batch if there is one, and compare.
+    """Make a problem's calls so often: the numbers of those that differ from the first, and the seconds of all.
 
-    It gives the numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of
-    all; then the tensors of the first call and those of the first that differs.
+    Behind these stand the tensors of the first call, and those of the first that differs.
     """
 
     def another() -> None:  # as of an engine's step

@@ -194,10 +194,7 @@ class Watch:
     seconds: float
 
     def calls(self, cases: Sequence[str], most: int = 0) -> Watched:
-        """Call cases in one process, and what is not clean there in one of its own, which tells whose an error is.
-
-        It is at most so many of each capability and role that the backend supports; 0 is for all.
-        """
+        """Call cases, ``most`` of each capability and role, and what is not clean in a process of its own."""
         first, errors = self._attempt(cases, most)
         if first.begin is None:
             reported = (f"{each.kernel}: {each.cause}" for each in errors[:1])
@@ -213,10 +210,7 @@ class Watch:
         return Watched(first.begin, tuple(found))
 
     def _attempt(self, cases: Sequence[str], most: int) -> tuple[Watched, tuple[SanitizerError, ...]]:
-        """What became of the calls in one process, and the errors in it, which are told as if each case had all.
-
-        They count whatever became of the process; that there are none, only of a call that returned.
-        """
+        """What became of the calls in one process, and the errors in it, which count however it ended."""
         with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
             output, lines = Path(folder, "output.xml"), Path(folder, "called")
             command = [self.tool.path, "--tool", self.check, "--xml", "--save", str(output)]
@@ -267,11 +261,7 @@ def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def main(told: Sequence[str]) -> None:
-    """Make the calls of cases on a device, and write what became of them.
-
-    Told is the backend, the device, the file, how many cases of each capability and role are called at most, 0 for all,
-    and the ids of the cases.
-    """
+    """Call cases, at most so many of each capability and role or with 0 all, and write what became of them."""
     import torch  # not for whoever only reads the lines
 
     from mla_conformance.backends.foreign import one_line
