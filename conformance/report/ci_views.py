@@ -24,7 +24,7 @@ def markdown(run: RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
     lines = ["## MLA conformance", "", inline(closing_line(run)), ""]
     if run.deployment:
-        told = (f"- {each.backend.group}: {inline(each.backend.name)} {inline(each.reported)}" for each in answers(run))
+        told = (f"- {each.group}: {inline(each.name)} {inline(said)}" for each, said in answers(run))
         lines += [f"For {inline(str(run.deployment))}:", "", *told, ""]
     lines += [
         "| backend | outcome | passed / judged | failed | unsupported | not run | worst error of budget | notes |",

@@ -1,5 +1,6 @@
 """``report.json``: the outcome of a run as data for machines and its form; only what a run wrote is read back."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -222,11 +223,10 @@ def report_file(path: Path) -> Path:
 
 
 def is_report(path: Path) -> bool:
-    path = report_file(path)
-    try:
+    with contextlib.suppress(InputError):
+        path = report_file(path)
         return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
-    except InputError:
-        return False
+    return False
 
 
 def load_report(path: Path) -> summary.RunSummary:
@@ -347,7 +347,12 @@ def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
             raise InputError(f"{run.source}: holds drawn cases, which no shard has")
     first, *others = runs
     for run in others:
-        for what, expected, found in _unlike(first, run):
+        names = ({"choice of backends": [backend.name for backend in each.backends]} for each in (first, run))
+        unlike = [*differing(first.environment, run.environment), *differing(*names)]
+        for mine, theirs in zip(first.backends, run.backends, strict=False):
+            facts = differing(vars(mine.facts), vars(theirs.facts))
+            unlike += [(f"{name} of {mine.name}", *values) for name, *values in facts]
+        for what, expected, found in unlike[:1]:  # the most telling
             raise InputError(f"{run.source}: expected the {what} of {first.source}, {expected}, got {found}")
         if run.cases != first.cases:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
@@ -372,16 +377,6 @@ def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
                         f"{run.source}: {backend.name} is other code than in {other.source}: {what} {_brief(found)}, "
                         f"there {_brief(expected)}; judge one code, or take the reports one by one"
                     )
-
-
-def _unlike(first: summary.RunSummary, run: summary.RunSummary) -> Iterator[tuple[str, object, object]]:
-    """What the shards of one list have in common and these have not: name, expected, found."""
-    yield from differing(first.environment, run.environment)
-    names = ([backend.name for backend in each.backends] for each in (first, run))
-    yield from differing(*({"choice of backends": each} for each in names))
-    for mine, theirs in zip(first.backends, run.backends, strict=True):
-        for name, *values in differing(vars(mine.facts), vars(theirs.facts)):
-            yield f"{name} of {mine.name}", *values
 
 
 def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]) -> None:

@@ -4,9 +4,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
-from functools import cached_property
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
@@ -135,51 +134,34 @@ def _part_of(case: str) -> str:
     return parsed.call.replace("_", " ") if is_sparse else str(parsed.role)
 
 
-@dataclass(frozen=True)
-class ModelAnswer:
-    backend: BackendSummary
-
-    @cached_property
-    def _parts(self) -> dict[str, list[Record]]:
-        return grouped(self.backend.records, lambda record: _part_of(record.case))
-
-    @property
-    def covered(self) -> list[str]:
-        return [part for part, records in self._parts.items() if Counts.of(records).passed]
-
-    @property
-    def reported(self) -> str:
-        if self.backend.reasons:
-            return "; ".join(self.backend.reasons)
-        judged, refused = [], {}
-        for part, records in self._parts.items():
-            counts = Counts.of(records)
-            # Why cases have no verdict, in the words of most of them.
-            without = [record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE)]
-            reason = Counter(record.message for record in without).most_common(1)[0][0] if without else ""
-            if counts.verdicts:
-                why = f" ({counts.unsupported + counts.unavailable} not: {reason})" if without else ""
-                judged.append(f"{part} {counts.passed}/{counts.verdicts}{why}")
-            else:
-                refused[part] = reason
-        # Of parts of which nothing was judged those that it has a class for, or all parts if it has none.
-        own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
-        told = [f"no {part}: {reason}" for part, reason in own.items()]
-        if len(refused) == len(self._parts) and not own:
-            told = [f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values())]
-        waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
-        return " · ".join([*judged, *told, *waived, *filter(None, [self.backend.not_run])])
+def answer(backend: BackendSummary) -> str:
+    """What of a deployed model was judged, part by part, and what was not and why."""
+    if backend.reasons:
+        return "; ".join(backend.reasons)
+    judged, refused = [], {}
+    parts = grouped(backend.records, lambda record: _part_of(record.case))
+    for part, records in parts.items():
+        counts = Counts.of(records)
+        # Why cases have no verdict, in the words of most of them.
+        without = [record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE)]
+        reason = Counter(record.message for record in without).most_common(1)[0][0] if without else ""
+        if counts.verdicts:
+            why = f" ({counts.unsupported + counts.unavailable} not: {reason})" if without else ""
+            judged.append(f"{part} {counts.passed}/{counts.verdicts}{why}")
+        else:
+            refused[part] = reason
+    # Of parts of which nothing was judged those that it has a class for, or all parts if it has none.
+    own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
+    told = [f"no {part}: {reason}" for part, reason in own.items()]
+    if len(refused) == len(parts) and not own:
+        told = [f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values())]
+    waived = dict.fromkeys(record.expectation for record in backend.records if record.expectation)
+    return " · ".join([*judged, *told, *waived, *filter(None, [backend.not_run])])
 
 
-def answers(run: RunSummary) -> list[ModelAnswer]:
-    found = [ModelAnswer(backend) for backend in run.backends]
-    return sorted(found, key=lambda answer: list(Group).index(answer.backend.group))
-
-
-def uncovered(run: RunSummary, found: Sequence[ModelAnswer]) -> tuple[str, ...]:
-    """The parts that the deployed model calls and that no real kernel is right for here."""
-    right = {part for answer in found if answer.backend.group is Group.RIGHT for part in answer.covered}
-    return tuple(part for part in dict.fromkeys(map(_part_of, run.cases)) if part not in right)
+def answers(run: RunSummary) -> list[tuple[BackendSummary, str]]:
+    by_group = sorted(run.backends, key=lambda backend: list(Group).index(backend.group))
+    return [(backend, answer(backend)) for backend in by_group]
 
 
 class Detail(IntEnum):
@@ -201,18 +183,20 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
 
     def told(group: Group, head: str) -> Iterator[str]:
         listed = timed if group is Group.RIGHT and detail is not Detail.FULL else []  # in the table
-        of_group = [answer for answer in found if answer.backend.group is group and answer.backend not in listed]
+        of_group = [(backend, said) for backend, said in found if backend.group is group and backend not in listed]
         yield from [head] if of_group else []
-        for answer in of_group:
-            yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
+        for backend, said in of_group:
+            yield from wrapped(f"{backend.name}  {said}", width, "  ", _INDENT)
 
     if run.deployment:
-        if all(answer.backend.group is not Group.RIGHT for answer in found):
+        right = [backend for backend in reported.backends if backend.group is Group.RIGHT]
+        if not right:
             yield f"right for {run.deployment}: none of the backends that can run here"
         where = ", on this CPU" if run.environment.get("device") == "cpu" else ""
         for group in (Group.RIGHT, Group.EMULATED):
             yield from told(group, f"{group} for {run.deployment}{where}:")
-        if missing := uncovered(reported, found):
+        passed = {_part_of(record.case) for each in right for record in each.records if record.status is Status.PASS}
+        if missing := [part for part in dict.fromkeys(map(_part_of, reported.cases)) if part not in passed]:
             yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(reported, width) if reported.counts.failed else ()
     if run.deployment:

@@ -308,11 +308,11 @@ def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
     """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
     styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
     return {
-        answer.backend.name: {
-            "says": str(answer.backend.group),
-            "style": styles.get(answer.backend.group, "unavailable"),
-            "judged": answer.reported,
-            "versions": versions_of(answer.backend.facts.versions),
+        backend.name: {
+            "says": str(backend.group),
+            "style": styles.get(backend.group, "unavailable"),
+            "judged": said,
+            "versions": versions_of(backend.facts.versions),
         }
-        for answer in answers(run)
+        for backend, said in answers(run)
     }

@@ -16,7 +16,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_json, write_json
-from mla_conformance.report.outcome import ModelAnswer, outcome_lines
+from mla_conformance.report.outcome import answer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
 from mla_conformance.tests.reports import write_sealed
 
@@ -86,8 +86,7 @@ GROUPS: dict[str, tuple[BackendSummary, Group, str]] = {
 @pytest.mark.parametrize("what", GROUPS)
 def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
     summary, group, reported = GROUPS[what]
-    answer = ModelAnswer(summary)
-    assert answer.backend.group is group and reported in answer.reported
+    assert summary.group is group and reported in answer(summary)
 
 
 def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
