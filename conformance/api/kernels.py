@@ -148,7 +148,7 @@ class HandedInputs:
     before: Snapshot
 
 
-_LAST = threading.local()  # what each thread was handed; nothing earlier, since it may hold most of a GPU's memory
+LAST = threading.local()  # what each thread was handed; nothing earlier, since it may hold most of a GPU's memory
 
 
 def find_torch_device(wanted: str | torch.device) -> torch.device:
@@ -183,16 +183,6 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     watched |= {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
     before = Snapshot(watched)
     before.keep()
-    _LAST.handed = HandedInputs(problem, context, out, before)
+    LAST.handed = HandedInputs(problem, context, out, before)
     poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs
-
-
-def handed_last(case: Case) -> HandedInputs:
-    """What :func:`hand_out` remembers; an InputError if in this thread that is nothing, or another case's."""
-    last: HandedInputs | None = getattr(_LAST, "handed", None)
-    if last is None or last.problem.case != case:
-        got = "nothing was handed out" if last is None else f"those of {last.problem.case.id} were handed out last"
-        raise InputError(f"assert_conforms: expected results of the inputs of {case.id}, but {got}; call x = "
-                         "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
-    return last

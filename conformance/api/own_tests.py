@@ -136,12 +136,13 @@ class OwnTests:
                 terminalreporter.write_line("\n".join(wrapped(text, columns(), further="  ")))
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
             return  # a worker of xdist has its own records and nobody who reads it: the controller tells them all
-        from mla_conformance.report.causes import function_lines, simplest
+        from mla_conformance.report.causes import Cause, function_lines
 
         terminalreporter.section("mla-conformance")
         until = time.monotonic() + _PATIENCE
         for name, records in failing.items():
-            passes_alone = self._passes_alone(simplest(records).reference, until - time.monotonic())
+            example = Cause("", tuple(record for record in records if record.failed)).example
+            passes_alone = self._passes_alone(example.reference, until - time.monotonic())
             for line in function_lines(name, records, passes_alone):
                 terminalreporter.write_line(line)
 

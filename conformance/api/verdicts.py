@@ -11,7 +11,7 @@ import torch
 
 from mla_conformance.api import own_tests
 from mla_conformance.api.function_case import FunctionCase
-from mla_conformance.api.kernels import Function, HandedInputs, find_torch_device, handed_last, kernel_around, name_of
+from mla_conformance.api.kernels import LAST, Function, HandedInputs, find_torch_device, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
@@ -115,7 +115,11 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
     InputError if no inputs of this case were handed out.
     """
     __tracebackhide__ = True
-    handed = handed_last(case.suite_case)
+    handed: HandedInputs | None = getattr(LAST, "handed", None)
+    if handed is None or handed.problem.case != case.suite_case:
+        got = f"those of {handed.problem.case.id} were handed out last" if handed else "nothing was handed out"
+        raise InputError(f"assert_conforms: expected results of the inputs of {case}, but {got}; call x = "
+                         "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
     device = handed.problem.device
     # The results are there already; expected is what untouched inputs give.
     problem = handed.context.problem(case.suite_case, device)

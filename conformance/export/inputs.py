@@ -49,24 +49,26 @@ def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Ten
     """Statements that make the named tensors that are used, and what the reference is computed from."""
     if max(tensor.numel() for tensor in tensors.values()) > MOST_ELEMENTS:
         raise TooLong("its inputs are too large for a script")
-    lines = _decode_operands(case, call) if isinstance(call, DecodeCall) else _prefill_operands(case, call)
+    seed = Draw(case, torch.device("cpu")).generator.initial_seed()
+    drawn = [f"generator = torch.Generator().manual_seed({seed})"]
+    lines = _decode_operands(call, drawn) if isinstance(call, DecodeCall) else _prefill_operands(call, drawn)
     made = {"q", "k", "v"} if isinstance(call, PrefillCall) else {"ql_nope", "q_pe", "kv_cache", "block_table"}
     lines += [line for name in tensors if name in used and name not in made for line in _plain(name, tensors[name])]
     return lines + _placed({name: tensors[name] for name in tensors if name in made})
 
 
-def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
+def _prefill_operands(call: AttentionCall, lines: list[str]) -> list[str]:
     shapes = {"k": (call.key_start_loc[-1], *call.k.shape[1:]), "v": (call.key_start_loc[-1], *call.v.shape[1:])}
     shapes["q"] = (call.query_start_loc[-1], *call.q.shape[1:])
-    lines = [_generator(case), *(_randn(name, shape, call.q.dtype) for name, shape in shapes.items())]
+    lines += [_randn(name, shape, call.q.dtype) for name, shape in shapes.items()]
     drawn = _carried_out(lines)
     return lines + [line for name in shapes for line in _amended(name, drawn[name], getattr(call, name))]
 
 
-def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
+def _decode_operands(call: DecodeCall, lines: list[str]) -> list[str]:
     latent, page = call.ql_nope.shape[-1], call.kv_cache.shape[1]
     entries, queries = _cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
-    lines = [_generator(case), _randn("latents", entries.shape, queries.dtype)]
+    lines.append(_randn("latents", entries.shape, queries.dtype))
     if call.holds_codes:
         scale = float(call.k_scale)
         lines += [f"latents = (latents.double() / {scale!r}).clamp(-448, 448).to({entries.dtype})  # codes"]
@@ -84,10 +86,6 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
         f"ql_nope, q_pe = queries[..., :{latent}], queries[..., {latent}:]",
     ]
     return lines
-
-
-def _generator(case: Case) -> str:
-    return f"generator = torch.Generator().manual_seed({Draw(case, torch.device('cpu')).generator.initial_seed()})"
 
 
 def _randn(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:

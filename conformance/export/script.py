@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,18 +120,15 @@ def _reported(found: Reproduced) -> list[str]:
     head = f"{'A wrong' if failed else 'A right'} result of {name}."
     reported = [
         found.record.message if failed else "The suite finds no fault with it.",
-        *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
-        *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
+        f"Looks like: {found.looks_like}" if found.looks_like else "",
+        f"Called here: {found.call.name} alone, on other operands than the case's." if found.is_redrawn else "",
         f"{EXPORTED_BY} {__version__} on {device}, torch {torch.__version__}.",
         "Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.",
     ]
-    return [*_wrapped(head), f"Case {found.case.id}", *(line for part in reported for line in _wrapped(part))]
-
-
-def _wrapped(text: str) -> list[str]:
-    """A text in lines of a docstring; what is copied, such as the name of an issue, stays whole."""
-    plain = text.replace("\\", "/").replace('"', "'")
-    return textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    # As a docstring holds them; what is copied, such as the name of an issue, stays whole.
+    wrapper = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
+    first, *rest = (wrapper.wrap(text.replace("\\", "/").replace('"', "'")) for text in (head, *reported))
+    return [*first, f"Case {found.case.id}", *(line for lines in rest for line in lines)]
 
 
 def _budget(found: Reproduced) -> dict[str, str]:
@@ -153,16 +149,13 @@ def _budget(found: Reproduced) -> dict[str, str]:
         "": allowed.output_floor,
     }
     lse = {"(size + lse.abs() + 1)": steps, "size": moved, "": allowed.row_sum + allowed.exp}
-    return {"output": _sum(output, numbers.element_limit), "lse": _sum(lse, numbers.lse_limit)}
-
-
-def _sum(factors: Mapping[str, float], limit: float) -> str:
-    """Those that count, each before its sum; in brackets, if they take several lines."""
-    counted = {name: f"{limit * factor:.9g}" for name, factor in factors.items() if factor}
-    terms = " + ".join(f"{factor} * {name}" if name else factor for name, factor in counted.items())
-    if len(terms) <= _MARGIN:
-        return terms
-    return "\n        ".join(["(", *textwrap.wrap(terms, _MARGIN)]) + "\n    )"
+    budget = {}
+    for name, factors, limit in (("output", output, numbers.element_limit), ("lse", lse, numbers.lse_limit)):
+        counted = {of: f"{limit * factor:.9g}" for of, factor in factors.items() if factor}
+        terms = " + ".join(f"{factor} * {of}" if of else factor for of, factor in counted.items())
+        several = "\n        ".join(["(", *textwrap.wrap(terms, _MARGIN)]) + "\n    )"
+        budget[name] = terms if len(terms) <= _MARGIN else several
+    return budget
 
 
 @dataclass(frozen=True)

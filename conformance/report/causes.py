@@ -275,11 +275,6 @@ _KEPT = (
 )
 
 
-def simplest(records: Sequence[Record]) -> Record:
-    """The simplest failing case of a function, of which at least one fails."""
-    return Cause("", tuple(record for record in records if record.failed)).example
-
-
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
     """What is wrong with a test's function, whose simplest failure may pass alone; each reference is a test's id."""
     failing, found = tuple(record for record in records if record.failed), causes(records)

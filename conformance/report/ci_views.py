@@ -10,13 +10,7 @@ from mla_conformance.report.outcome import answers, cases_of, closing_line, from
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 
-SIGN = {
-    BackendOutcome.PASS: "✅",
-    BackendOutcome.FAIL: "❌",
-    BackendOutcome.UNSUPPORTED: "➖",
-    BackendOutcome.UNAVAILABLE: "⚪",
-    BackendOutcome.NOT_RUN: "❔",
-}
+SIGN = dict(zip(BackendOutcome, "✅❌➖⚪❔", strict=True))
 _MOST_CAUSES = 7
 
 
@@ -62,10 +56,8 @@ def _row(backend: BackendSummary) -> list[str]:
 
 def _example(cause: Cause) -> Iterator[str]:
     example = cause.example
-    if cause.only:
-        yield cause.only
-    yield f"{example.case}: {example.message}"
-    yield from filter(None, (raised_at(example), example.confirmed))
+    told = (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed)
+    return filter(None, told)
 
 
 def inline(text: str) -> str:
@@ -82,15 +74,14 @@ def annotations(run: RunSummary) -> str:
     def line(kind: str, title: str, text: str) -> str:
         return f"::{kind} title={_data(title).replace(':', '%3A').replace(',', '%2C')}::{_data(text)}\n"
 
-    lines = []
+    text = ""
     for backend in run.backends:
         for cause in backend.causes:
             replay = f"replay: {from_here(cause.example).replay}"
             title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
-            lines.append(line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay))))
+            text += line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay)))
     unavailable = (backend for backend in run.backends if backend.reasons)
-    lines += [line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable]
-    return "".join(lines)
+    return text + "".join(line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable)
 
 
 def _data(text: str) -> str:

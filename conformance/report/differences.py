@@ -121,36 +121,30 @@ def _records(
 ) -> Iterator[Change]:
     before, after = ({record.key: record.as_judged for record in backend.records} for backend in (old, new))
     for key in dict.fromkeys([*before, *after]):
-        kind, detail = _change(before.get(key), after.get(key), drift)
+        told = ": ".join(filter(None, (now.status, now.message))) if (now := after.get(key)) else "not run"
+        kind, detail = _change(before.get(key), now, told, drift)
         if key != EXPLORED and key not in listed_after:
             kind, detail = ChangeKind.CASE_REMOVED, f"was {before[key].status}"
         elif key != EXPLORED and key not in listed_before and kind is not ChangeKind.NEWLY_FAILING:
-            kind, detail = ChangeKind.CASE_ADDED, _told(after.get(key))
+            kind, detail = ChangeKind.CASE_ADDED, told
         if kind:
             yield Change(kind, new.name, key, detail)
 
 
-def _change(old: Record | None, new: Record | None, drift: float) -> tuple[ChangeKind | None, str]:
+def _change(old: Record | None, new: Record | None, told: str, drift: float) -> tuple[ChangeKind | None, str]:
     """What became of a case; the use of the budget is compared of passes alone, by the rule that changed most."""
     was, now = old.status if old else None, new.status if new else None
     if new and new.failed:
-        return (None, "") if old and old.failed else (ChangeKind.NEWLY_FAILING, _told(new))
+        return (None, "") if old and old.failed else (ChangeKind.NEWLY_FAILING, told)
     if was is Status.PASS and now is not Status.PASS:
-        return ChangeKind.LOST, f"was pass, now {_told(new)}"
+        return ChangeKind.LOST, f"was pass, now {told}"
     if now is Status.PASS and was is not Status.PASS:
         return ChangeKind.NEWLY_PASSING, f"was {was or 'not run'}"
     if old and new and was is Status.PASS:
         shares = {rule: (old.shares.get(rule, 0.0), new.shares.get(rule, 0.0)) for rule in {**old.used, **new.used}}
         by_growth = sorted(shares.items(), key=lambda item: item[1][1] - item[1][0])
-        for kind, (rule, (least, most)) in zip(
-            (ChangeKind.GREW, ChangeKind.SHRANK), by_growth[-1:] + by_growth[:1], strict=False
-        ):
-            if (most - least if kind is ChangeKind.GREW else least - most) > drift:
-                return kind, f"{rule}: {least:.2f} → {most:.2f} of the error budget"
+        for kind, sign, changed in ((ChangeKind.GREW, 1, by_growth[-1:]), (ChangeKind.SHRANK, -1, by_growth[:1])):
+            for rule, (before, after) in changed:
+                if sign * (after - before) > drift:
+                    return kind, f"{rule}: {before:.2f} → {after:.2f} of the error budget"
     return None, ""
-
-
-def _told(record: Record | None) -> str:
-    if record is None:
-        return "not run"
-    return f"{record.status}: {record.message}" if record.message else record.status.value

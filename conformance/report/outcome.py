@@ -39,12 +39,9 @@ _MOST_CAUSES = 7
 _MOST_AFTER = 3  # cases before another one that a line to copy names
 _MOST_REASONS = 5
 _BACKENDS = {
-    Group.RIGHT: "right",
+    **{group: str(group) for group in Group},
     Group.EMULATED: "right, but emulated",
-    Group.WRONG: "wrong",
     Group.WAIVED: "wrong, as expected",
-    Group.INCOMPLETE: "incomplete",
-    Group.REFUSED: "unsupported",
     Group.UNTESTED: "cannot run here",
 }
 _OTHER_ROLES = tuple(f"{role} only" for role in ROLES)  # how what is said of a case of another role ends
@@ -258,12 +255,9 @@ def backend_lines(
             texts.append(f"{each.name} {counts.passed}{rest}" + "".join(f" ({note})" for note in notes))
         yield from side_by_side([f"{sign} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
     untouched = [each.name for each in applicable if each not in begun]
-    refused = [each.name for each in backend.capabilities if each not in applicable]
-    for names, outcome, what in (
-        (untouched, BackendOutcome.NOT_RUN, "not begun"),
-        (refused if is_full else [], BackendOutcome.UNSUPPORTED, "unsupported"),
-    ):
-        yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
+    refused = [each.name for each in backend.capabilities if each not in applicable] if is_full else []
+    for names, what in ((untouched, "? {} not begun: "), (refused, "– {} unsupported: ")):
+        yield from [fitting(f"{_DETAIL}{what.format(len(names))}", names, width)] if names else []
     judged = {Case.parse(record.case).role for record in backend.records if record.status in _JUDGED}
     own = (record for record in backend.records if is_full or not judged or Case.parse(record.case).role in judged)
     remarks = list(_reasons(own)) if with_reasons else []
@@ -324,11 +318,12 @@ def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record
 def declared(facts: BackendFacts) -> str:
     """The rounding classes that a backend declares, all verified by the cases."""
     found: dict[str, dict[str, list[str]]] = {}
+    roles = set[str]()
     for key, value in facts.rounding.items():
         role, _, name = key.partition(": ")
         role, name = (role, name) if role in ROLES else (str(Role.PREFILL), key)
         found.setdefault(name.replace("_", " "), {}).setdefault(value, []).append(role)
-    roles = {role for values in found.values() for having in values.values() for role in having}
+        roles.add(role)
     classes = []  # each once, with the roles that have it where they do not all have the same
     for name, values in found.items():
         said = [value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items()]

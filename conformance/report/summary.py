@@ -88,13 +88,7 @@ class BackendOutcome(StrEnum):
     NOT_RUN = "not_run"
 
 
-SIGN = {
-    BackendOutcome.PASS: "✔",
-    BackendOutcome.FAIL: "✘",
-    BackendOutcome.UNSUPPORTED: "–",
-    BackendOutcome.NOT_RUN: "?",
-    BackendOutcome.UNAVAILABLE: "?",
-}
+SIGN = dict(zip(BackendOutcome, "✔✘–??", strict=True))
 FORESEEN = "!"  # the sign of what failed as an expectation says
 
 

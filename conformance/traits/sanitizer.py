@@ -4,6 +4,7 @@ The form is that of Compute Sanitizer 2025.3.1. The process that the tool watche
 imports torch, and writes lines of JSON: what it is about to call and where, then what became of each case.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -63,7 +64,6 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
         raise UnreadableOutput(f"expected XML of {PROGRAM}: {error}") from error
     if root.tag != _ROOT:
         raise UnreadableOutput(f"expected XML of {PROGRAM}, whose root is {_ROOT}, got {root.tag}")
-    found: dict[tuple[str, str], SanitizerError] = {}
     # Without what follows from others: after an error of a kernel every call of the host fails.
     telling = [
         each
@@ -71,11 +71,9 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
         if (_first(each, "kind") in _MEMCHECK or not _TORCHS.search(_place(each, "func")))
         and not _REFUSALS.search(_first(each, "what/text"))
     ]
-    for record in [each for each in telling if _first(each, "kind") != "Api"] or telling:
-        told = _error(record)
-        known = found.get((told.kernel, told.cause))
-        found[told.kernel, told.cause] = replace(known, count=known.count + 1) if known else told
-    return tuple(sorted(found.values(), key=lambda each: -each.count))
+    of_kernels = [each for each in telling if _first(each, "kind") != "Api"] or telling
+    found = (error for error, _ in joined([("", tuple(map(_error, of_kernels)))]))
+    return tuple(sorted(found, key=lambda each: -each.count))
 
 
 def _error(record: ElementTree.Element) -> SanitizerError:
@@ -128,17 +126,14 @@ class Tool:
         path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
-        done = _run([path, "--version"], _VERSION_SECONDS)
+        done, cuda = _run([path, "--version"], _VERSION_SECONDS), ""
         version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
         if done.returncode or not version:
             raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
-        for folder in Path(path).resolve().parents[:3]:  # every toolkit has a file in its first one
-            try:
+        for folder in Path(path).resolve().parents[2::-1]:  # every toolkit has a file in its first one
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 cuda = str(json.loads((folder / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-            return Tool(path, version[1], cuda)
-        return Tool(path, version[1])
+        return Tool(path, version[1], cuda)
 
     def __str__(self) -> str:
         return f"{PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
