@@ -147,22 +147,14 @@ class CallsBegin(msgspec.Struct, frozen=True):
     unsupported: tuple[str, ...] = ()  # ids of those that are not, since the backend does not support them here
 
 
-class CallEnded(msgspec.Struct, frozen=True):
-    """What became of a case: the seconds of its calls, compiling included, and what they raised, if they did."""
-
-    case: str
-    seconds: float
-    raised: str = ""
-
-
 @dataclass(frozen=True)
 class Sanitized:
-    """What became of one case, whose calls took so many seconds, or why what the tool reports says nothing of it."""
+    """What became of one case, or why what the tool reports says nothing of it."""
 
     case: str
     errors: tuple[SanitizerError, ...] = ()
     unavailable: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # of its calls, compiling included
 
     @property
     def is_clean(self) -> bool:
@@ -194,15 +186,12 @@ class Watch:
         if first.begin is None:
             reported = (f"{each.kernel}: {each.cause}" for each in errors[:1])
             return Watched(unavailable="; ".join([first.unavailable, *reported]))
-        if first.begin.unavailable:
-            return Watched(first.begin, unavailable=first.begin.unavailable)
         found = list(first.cases)
-        if len(found) > 1:
-            for number, each in enumerate(first.cases):
-                if errors or not each.is_clean:
-                    alone, own = self._attempt([each.case], 0)
-                    found[number] = next(iter(alone.cases), Sanitized(each.case, own, alone.unavailable))
-        return Watched(first.begin, tuple(found))
+        for number, each in enumerate(first.cases if len(found) > 1 else ()):
+            if errors or not each.is_clean:
+                alone, own = self._attempt([each.case], 0)
+                found[number] = next(iter(alone.cases), Sanitized(each.case, own, alone.unavailable))
+        return Watched(first.begin, tuple(found), first.begin.unavailable)
 
     def _attempt(self, cases: Sequence[str], most: int) -> tuple[Watched, tuple[SanitizerError, ...]]:
         """What became of the calls in one process, and the errors in it, which count however it ended."""
@@ -225,15 +214,13 @@ class Watch:
             # What the process wrote before it ended, however it did.
             first, *others = (lines.read_bytes() if lines.exists() else b"").split(b"\n")[:-1] or [b""]
             begin = msgspec.json.decode(first, type=CallsBegin) if first else None
-            ended = tuple(msgspec.json.decode(line, type=CallEnded) for line in others)
+            ended = {each.case: each for each in (msgspec.json.decode(line, type=Sanitized) for line in others)}
             if not why and (begin is None or len(ended) != len(begin.chosen) or done.returncode):
                 why = f"the calls were not made under it; {_last_words(done)}"
-        calls, found = {each.case: each for each in ended}, list[Sanitized]()
-        for case in begin.chosen if begin else ():
-            call = calls.get(case)
-            raised = f"the call raised {call.raised}" if call and call.raised else ""
-            unclear = "" if errors else why or raised or ("" if call else "it was not called")
-            found.append(Sanitized(case, errors, unclear, call.seconds if call else 0.0))
+        chosen = begin.chosen if begin else ()
+        called = [ended.get(case, Sanitized(case, unavailable="it was not called")) for case in chosen]
+        unclear = ["" if errors else why or each.unavailable for each in called]
+        found = [replace(each, errors=errors, unavailable=said) for each, said in zip(called, unclear, strict=True)]
         return Watched(begin, tuple(found), why), errors
 
 
@@ -269,7 +256,7 @@ def main(told: Sequence[str]) -> None:
     reference, device, path, most, *ids = told
     with Path(path).open("ab", buffering=0) as file:
 
-        def tell(what: msgspec.Struct) -> None:
+        def tell(what: CallsBegin | Sanitized) -> None:
             file.write(msgspec.json.encode(what) + b"\n")
 
         environment = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
@@ -303,7 +290,8 @@ def main(told: Sequence[str]) -> None:
                 raised = error.error if error else ""
             except Exception as failure:  # a constructor may raise, and a lost context makes no inputs
                 raised = one_line(failure)
-            tell(CallEnded(case.id, round(time.perf_counter() - began, 2), raised))
+            why = f"the call raised {raised}" if raised else ""
+            tell(Sanitized(case.id, unavailable=why, seconds=round(time.perf_counter() - began, 2)))
 
 
 if __name__ == "__main__":
