@@ -6,10 +6,9 @@ What no configuration tells of an architecture is from transformers 5.17.0 and v
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,15 +21,10 @@ from mla_conformance.reference.yarn import Yarn
 _STORED = files("mla_conformance.fixtures") / "models"
 
 
-class Attends(StrEnum):
-    ALL = "all keys"
-    SELECTED = "selected keys"
-    COMPRESSED = "a window and compressed keys"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    attends: Attends = Attends.ALL  # what their layers attend to
+    # what their layers attend to: all keys, selected keys, or a window and compressed keys
+    attends: Literal["all", "selected", "compressed"] = "all"
     sinks: bool = False  # whether heads have an attention sink
     rotates: bool = True  # whether the R columns of queries and keys are rotated
     shares_hidden_size: bool = False  # whether V is hidden_size / heads unless it is told
@@ -41,17 +35,15 @@ _GATED = ("output gate",)
 
 FAMILIES: Mapping[str, Family] = {
     "axk1": Family(),
-    "axk2": Family(attends=Attends.SELECTED, outside=_GATED),
+    "axk2": Family(attends="selected", outside=_GATED),
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
-    "deepseek_v32": Family(attends=Attends.SELECTED),
-    "deepseek_v4": Family(
-        attends=Attends.COMPRESSED, sinks=True, outside=("compressed keys", "rotation of the output back")
-    ),
+    "deepseek_v32": Family(attends="selected"),
+    "deepseek_v4": Family(attends="compressed", sinks=True, outside=("compressed keys", "rotation of the output back")),
     "glm4_moe_lite": Family(),
-    "glm5_next_text": Family(attends=Attends.SELECTED, rotates=False, outside=("pools of the indexer's tokens",)),
-    "glm_moe_dsa": Family(attends=Attends.SELECTED),
-    "hy_v4": Family(attends=Attends.SELECTED, sinks=True, outside=_GATED),
+    "glm5_next_text": Family(attends="selected", rotates=False, outside=("pools of the indexer's tokens",)),
+    "glm_moe_dsa": Family(attends="selected"),
+    "hy_v4": Family(attends="selected", sinks=True, outside=_GATED),
     "kimi_k2": Family(),
     "kimi_linear": Family(rotates=False),
     "longcat_flash": Family(outside=("rescaled latents",)),
@@ -145,7 +137,7 @@ class _Reader:
             if kind != "default":  # whatever the length is that YaRN extends
                 yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
                 scale = yarn.softmax_factor
-        if self.family.attends is Attends.COMPRESSED:
+        if self.family.attends == "compressed":
             whole = self._need("head_dim")  # rotated columns are among those of the value
             dims = (whole, 0, whole, whole)
         else:
@@ -188,21 +180,21 @@ class _Reader:
         elif linear:
             kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
         else:
-            attends_all = self.family.attends is Attends.ALL
+            attends_all = self.family.attends == "all"
             kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
         if len(kinds) != count:
             raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
         return kinds
 
     def _selection(self, kinds: Sequence[str]) -> Selection | None:
-        if self.family.attends is Attends.ALL:
+        if self.family.attends == "all":
             return None
         indexer = Indexer(
             heads=self._need("index_n_heads"),
             head_dim=self._need("index_head_dim"),
             topk=self._need("index_topk") // self.config.index_kpool,
         )
-        if self.family.attends is Attends.SELECTED:
+        if self.family.attends == "selected":
             return Selection(topk=self._need("index_topk"), indexer=indexer, sinks=self.family.sinks)
         columns = {_COMPRESSION[4]: indexer.topk, _COMPRESSION[128]: _WHOLE_COMPRESSED}
         second = tuple(columns[kind] for kind in columns if kind in kinds)

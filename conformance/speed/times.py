@@ -18,7 +18,6 @@ from mla_conformance.cases.case import Call, Case, CaseError
 _Text = Annotated[str, Meta(max_length=10_000)]
 _Figure = Annotated[float, Meta(ge=0, le=1e15)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
-_KINDS = ("decode", "prefill", "sparse decode", "sparse prefill")
 _UNITS = ("µs", "ms", "s")
 
 
@@ -102,7 +101,7 @@ def columns_of(kernels: Kernels) -> list[str]:
         common.setdefault(kind, shape)
     having = {kind: [speed for _, speed in kernels if speed.of(shape)] for kind, shape in common.items()}
     columns, left = list[str](), [speed for _, speed in kernels if speed.has_times]
-    for kind in sorted(common, key=lambda kind: (-len(having[kind]), _KINDS.index(kind))):
+    for kind in sorted(common, key=lambda kind: (-len(having[kind]), list(KINDS.values()).index(kind))):
         if len(columns) < 2 or left:
             columns.append(common[kind])
             left = [speed for speed in left if not speed.of(common[kind])]

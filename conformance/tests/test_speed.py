@@ -161,19 +161,8 @@ class Wrong(EagerPrefillBackend):
 def test_a_run_times_what_is_right_and_keeps_it(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text(WRONG)
-    asked = [
-        "certify",
-        "--capability",
-        "new_tokens",
-        "--tier",
-        "smoke",
-        "--device",
-        "cpu",
-        "--out",
-        "run",
-        "--no-explain",
-        "--speed",
-    ]
+    asked = ["certify", "--capability", "new_tokens", "--tier", "smoke", "--device", "cpu"]
+    asked += ["--out", "run", "--no-explain", "--speed"]
     assert main([*asked, "--backend", "EAGER", "--backend", "my.py:Wrong"]) == 1
     lines = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("right, fastest first"))
