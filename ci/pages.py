@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 from unittest.mock import patch
 
-from mla_conformance.api.tables import TABLES, table_lines
+from mla_conformance.api.own_forms import TABLES, table_lines
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.commands.parser import command_line, commands_of

@@ -1,6 +1,6 @@
 """An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case.
 
-Each role's inputs are what ``tables`` lists, and their names tell the role; what does not fit is refused by name.
+Each role's inputs are what ``tables.toml`` lists, and their names tell the role; what does not fit is refused by name.
 """
 
 from collections.abc import Callable, Mapping

@@ -11,8 +11,8 @@ import torch
 
 import mla_conformance as mla
 from mla_conformance.api import verdicts
+from mla_conformance.api.own_forms import TABLES
 from mla_conformance.api.own_tensors import MAKERS
-from mla_conformance.api.tables import TABLES
 from mla_conformance.files.whole import InputError
 from mla_conformance.reference.index_scores import IndexScores
 from mla_conformance.tests.own_functions import decode_with, lightest
@@ -167,4 +167,4 @@ def test_inputs_that_do_not_fit_are_refused_by_name(spoil: Callable[[Any], dict[
 def test_the_tables_list_what_is_asked_for() -> None:
     assert MAKERS.keys() == TABLES.keys()
     for role, make in MAKERS.items():
-        assert set(signature(make).parameters) - {"lse"} <= set(TABLES[role].inputs), role
+        assert set(signature(make).parameters) - {"lse"} <= set(TABLES[role]["inputs"]), role
