@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -30,29 +30,17 @@ class TooLong(NotWritable):
     """What would fit into a script, were the case smaller."""
 
 
-@dataclass(frozen=True)
 class Program:
-    lines: tuple[str, ...]  # statements, none wider than WIDTH; a device is called DEVICE
-    modules: Mapping[str, str]  # what they call, with the names that they give it
-    results: tuple[str, ...]  # expressions for what the call returned
-    used: frozenset[str]  # names of the inputs that they mention
+    """What was recorded, as statements that depend on nothing else than inputs, named, and each other."""
 
-
-def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]) -> Program:
-    """The program of what was recorded, which may depend on nothing else than inputs, named, and itself."""
-    writer = _Writer(needed(steps, results), {id(tensor): name for name, tensor in inputs.items()}, results)
-    for index, step in enumerate(writer.steps):
-        writer.write(index, step)
-    expressions = tuple(map(writer.text, results))
-    return Program(tuple(writer.lines), writer.modules, expressions, frozenset(writer.used & inputs.keys()))
-
-
-class _Writer:
-    def __init__(self, steps: Sequence[Step], names: dict[int, str], results: Sequence[torch.Tensor]) -> None:
-        self.steps, self._names, self._named_so_far = steps, names, 0
-        self.lines: list[str] = []
-        self.modules: dict[str, str] = {}
-        self.used: set[str] = set()
+    def __init__(
+        self, recorded: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> None:
+        steps, self._named_so_far = needed(recorded, results), 0
+        self._names = {id(tensor): name for name, tensor in inputs.items()}
+        self.lines: list[str] = []  # none wider than WIDTH; a device is called DEVICE
+        self.modules: dict[str, str] = {}  # what they call, with the names that they give it
+        self.used: set[str] = set()  # names of the inputs that they mention
         uses = [
             (index, owner_of(x)) for index, step in enumerate(steps) for x in leaves([step.arguments, step.keywords])
         ]
@@ -61,8 +49,12 @@ class _Writer:
         self._returned = dict(zip(returned, ("output", "lse"), strict=False))
         self._last = {key: index for index, key in uses}
         self._effects = [index for index, step in enumerate(steps) if step.source is not None or step.writes]
+        for index, step in enumerate(steps):
+            self._write(index, step)
+        self.results = tuple(map(self._text, results))  # expressions for what the call returned
+        self.used &= inputs.keys()
 
-    def write(self, index: int, step: Step) -> None:
+    def _write(self, index: int, step: Step) -> None:
         """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
         expression, key = self._expression(step), owner_of(step.result) if isinstance(step.result, torch.Tensor) else 0
         last = self._last.get(key, 0)
@@ -99,17 +91,17 @@ class _Writer:
         if not step.name.startswith(METHOD):
             function = name.replace("torch.functional.", "torch.").replace("torch._C._nn.", "torch.nn.functional.")
             return f"{function}({self._arguments(arguments, step.keywords)})"
-        tensor = self.text(arguments[0])
+        tensor = self._text(arguments[0])
         if name.endswith(".__get__"):
             return f"{tensor}.{name.removesuffix('.__get__')}"
         if name == "__getitem__":
             return f"{tensor}[{self._index(arguments[1])}]"
         if name == "__setitem__":
-            return f"{tensor}[{self._index(arguments[1])}] = {self.text(arguments[2])}"
+            return f"{tensor}[{self._index(arguments[1])}] = {self._text(arguments[2])}"
         if name == "__invert__":
             return f"~{tensor}"
         if len(arguments) == 2 and not step.keywords:
-            other = self.text(arguments[1])
+            other = self._text(arguments[1])
             if name in ("__rsub__", "rsub"):
                 return f"({other} - {tensor})"
             if name in _OPERATORS:
@@ -130,27 +122,27 @@ class _Writer:
         return self._names[key]
 
     def _arguments(self, positional: Iterable[Any], keywords: Mapping[str, Any]) -> str:
-        return ", ".join([*map(self.text, positional), *(f"{name}={self.text(x)}" for name, x in keywords.items())])
+        return ", ".join([*map(self._text, positional), *(f"{name}={self._text(x)}" for name, x in keywords.items())])
 
     def _index(self, key: Any) -> str:
         if isinstance(key, tuple) and key:
             return ", ".join(map(self._index, key))
         if isinstance(key, slice):
-            ends = ("" if end is None else self.text(end) for end in (key.start, key.stop))
-            return ":".join([*ends, *([] if key.step is None else [self.text(key.step)])])
-        return "..." if key is Ellipsis else self.text(key)
+            ends = ("" if end is None else self._text(end) for end in (key.start, key.stop))
+            return ":".join([*ends, *([] if key.step is None else [self._text(key.step)])])
+        return "..." if key is Ellipsis else self._text(key)
 
-    def text(self, value: Any) -> str:
+    def _text(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return self._known(owner_of(value), value)
         if isinstance(value, Handle):
             return self._place(*value.place)
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{self.text(key)}: {self.text(x)}" for key, x in value.items()) + "}"
+            return "{" + ", ".join(f"{self._text(key)}: {self._text(x)}" for key, x in value.items()) + "}"
         if isinstance(value, list):
-            return f"[{', '.join(map(self.text, value))}]"
+            return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, tuple):
-            return f"({', '.join(map(self.text, value))}{',' if len(value) == 1 else ''})"
+            return f"({', '.join(map(self._text, value))}{',' if len(value) == 1 else ''})"
         if is_dataclass(value):
             return f"SimpleNamespace({self._arguments((), vars(value))})"
         return literal(value)

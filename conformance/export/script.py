@@ -16,7 +16,7 @@ from mla_conformance.backends.packaged import ENVIRONMENT, InterpretedKernel
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
 from mla_conformance.export.own import OwnClass, own_class
-from mla_conformance.export.program import NotWritable, Program, TooLong, assigned, written
+from mla_conformance.export.program import NotWritable, Program, TooLong, assigned
 from mla_conformance.export.recording import Handle, Recorder
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
@@ -109,7 +109,7 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
         instance = DEFINITIONS[case.role].kernel(loaded, case, found.problem.dtype, found.problem.device)
         call.prepare(instance)
         value = call.invoke(instance, out)
-    return written(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors
+    return Program(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors
 
 
 def _reported(found: Reproduced) -> list[str]:

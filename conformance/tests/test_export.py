@@ -22,7 +22,7 @@ from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.diagnosis.explain import candidates, explain
 from mla_conformance.export.failing import dump, reproduced
 from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.program import NotWritable, written
+from mla_conformance.export.program import NotWritable, Program
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.judging.record import UNLIKE
@@ -261,7 +261,7 @@ def test_a_library_with_state_is_written_down_with_all_that_matters(monkeypatch:
     library, q = Library("q", "toy-attention", "pip install toy-attention"), torch.randn(3, 2, 4)
     with Recorder() as recorder:
         results = _adapter(library, q)
-    program = written(recorder.steps, {"q": q}, results)
+    program = Program(recorder.steps, {"q": q}, results)
     assert program.modules == {"q": "library"} and program.used == {"q"}, "a module may be called as an operand is"
     assert not re.search(r"exp|version|isfinite", "\n".join(program.lines))
     space: dict[str, Any] = {"torch": torch, "q": q.clone(), "library": sys.modules["q"]}
@@ -276,7 +276,7 @@ def test_what_came_from_nowhere_is_not_written(monkeypatch: pytest.MonkeyPatch) 
     with Recorder() as recorder:
         result = q + kept
     with pytest.raises(NotWritable, match=r"depends on a torch\.float32 \[3\] that was neither given"):
-        written(recorder.steps, {"q": q}, [result])
+        Program(recorder.steps, {"q": q}, [result])
 
 
 def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) -> None:
