@@ -84,6 +84,53 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1), x.storage_offset())
 
 
+def packed_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same of [A, B]."""
+    return x.as_strided(x.shape, (x.shape[1], 1))
+
+
+def slots_of(cache: torch.Tensor) -> int:
+    return cache.shape[0] * cache.shape[1]
+
+
+def keyless(lse: torch.Tensor) -> torch.Tensor:
+    """[T, N, 1] rows without a key, by an LSE [N, T]."""
+    return (lse == -torch.inf).mT.unsqueeze(-1)
+
+
+def in_base_2(lse: torch.Tensor) -> torch.Tensor:
+    return lse / math.log(2)
+
+
+def clear(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def several(self: Any) -> bool:
+    """Whether a request of a decode's batch has several query tokens."""
+    return int(self._decode_metadata.query_lens_cpu.max()) > 1
+
+
+def on_ranks(self: Any) -> bool:
+    return bool(self._decode_metadata.dcp_world_size > 1)
+
+
+def codes(self: Any) -> bool:
+    return bool(self.kv_cache_dtype == "fp8")
+
+
+def mixed_entries(self: Any) -> bool:
+    return bool(self.kv_cache_dtype == "fp8_ds_mla")
+
+
+def single_pages(kv_cache: torch.Tensor) -> bool:
+    return kv_cache.shape[1] == 1
+
+
+def half(q: torch.Tensor) -> bool:
+    return q.dtype is torch.float16
+
+
 def declares(**rounding: Any) -> Declaration:
     """What an emulation declares that rounds so."""
     return Declaration(rounding=Rounding(**rounding), emulated=True)

@@ -12,7 +12,7 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import before, defects
 
 _VECTOR = 16
 _libc = ctypes.CDLL(None)
@@ -33,7 +33,7 @@ def writes(x: torch.Tensor, first: int, count: int) -> None:
 
 def _mapped(x: torch.Tensor, first: int, count: int) -> Iterator[int]:
     """The first and the last address of these, as far as this process has memory there: those of a GPU are not its."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not count:
         return
     begin = x.untyped_storage().data_ptr() + first
     for address in (begin, begin + count - 1):
@@ -47,106 +47,99 @@ def end(x: torch.Tensor) -> int:
     return x.untyped_storage().nbytes()
 
 
+def an_element_behind(x: torch.Tensor | None) -> None:
+    if x is not None:
+        reads(x, end(x), x.element_size())
+
+
+def a_vector_behind(x: torch.Tensor) -> None:
+    reads(x, end(x), _VECTOR)
+
+
+def _place(x: torch.Tensor) -> int:
+    """Bytes of its storage that stand before ``x``."""
+    return x.data_ptr() - x.untyped_storage().data_ptr()
+
+
 @defects("memory_bounds")
 class _Prefill(EagerPrefillBackend):
-    def prefill_reads_an_element_behind_q__before_batch(self, q):
-        """The last row of queries is loaded with one element more."""
-        reads(q, end(q), q.element_size())
-
-    def prefill_reads_a_vector_behind_k__before_batch(self, k):
-        """The next vector of keys is loaded before the loop finds that there is none."""
-        reads(k, end(k), _VECTOR)
-
-    def prefill_reads_a_tile_behind_v__before_batch(self, v):
-        """The last tile of values is loaded whole and masked afterwards."""
-        rows = -len(v) % 64
-        if rows:
-            reads(v, end(v), rows * v[0].numel() * v.element_size())
-
-    def prefill_reads_an_element_before_k__before_batch(self, k):
-        """The key before a request's first is loaded to be masked, also of the first request."""
-        reads(k, -k.element_size(), k.element_size())
-
-    def prefill_reads_a_start_behind_the_last__before_batch(self):
-        """The end of each request is read from the entry behind it, and one more than there is."""
-        starts = self._prefill_metadata.query_start_loc
-        reads(starts, end(starts), starts.element_size())
-
-    def prefill_reads_a_chunk_behind_the_last__before_batch(self):
-        """The lengths of the next chunk are prefetched, also behind the last one."""
-        context = self._prefill_metadata.chunked_context
-        if context is not None:
-            reads(context.cu_seq_lens, end(context.cu_seq_lens), 4)
+    prefill_reads_an_element_behind_q = before("batch", q=an_element_behind)
+    """The last row of queries is loaded with one element more."""
+    prefill_reads_a_vector_behind_k = before("batch", k=a_vector_behind)
+    """The next vector of keys is loaded before the loop finds that there is none."""
+    prefill_reads_a_tile_behind_v = before("batch", lambda v: reads(v, end(v), -len(v) % 64 * v[0].nbytes))
+    """The last tile of values is loaded whole and masked afterwards."""
+    prefill_reads_an_element_before_k = before("batch", lambda k: reads(k, -k.element_size(), k.element_size()))
+    """The key before a request's first is loaded to be masked, also of the first request."""
+    prefill_reads_a_start_behind_the_last = before(
+        "batch", lambda self: an_element_behind(self._prefill_metadata.query_start_loc)
+    )
+    """The end of each request is read from the entry behind it, and one more than there is."""
+    prefill_reads_a_chunk_behind_the_last = before(
+        "batch", lambda self: an_element_behind(getattr(self._prefill_metadata.chunked_context, "cu_seq_lens", None))
+    )
+    """The lengths of the next chunk are prefetched, also behind the last one."""
 
     def prefill_writes_an_element_behind_out__before_run_prefill_new_tokens(self, out):
         """The last store of an output has one element too many, and puts back what it has read there."""
         if out is not None:
-            last = out.data_ptr() - out.untyped_storage().data_ptr() + out.nbytes
-            writes(out, last, out.element_size())
+            writes(out, _place(out) + out.nbytes, out.element_size())
 
     def prefill_writes_a_vector_before_out__before_run_prefill_new_tokens(self, out):
         """Stores to an output begin a vector before it, with what it has read there."""
         if out is not None:
-            writes(out, out.data_ptr() - out.untyped_storage().data_ptr() - _VECTOR, _VECTOR)
+            writes(out, _place(out) - _VECTOR, _VECTOR)
 
 
 @defects("memory_bounds")
 class _Decode(EagerDecodeBackend):
-    def decode_reads_a_page_behind_the_cache__before_run_decode(self, kv_cache):
-        """The next page of a sequence is prefetched where no page follows."""
-        page = kv_cache.stride(0) * kv_cache.element_size()
-        reads(kv_cache, end(kv_cache) + page - 1, 1)
-
-    def decode_reads_a_vector_behind_the_cache__before_run_decode(self, kv_cache):
-        """The last entry of the last page is loaded with one vector more."""
-        reads(kv_cache, end(kv_cache), _VECTOR)
+    decode_reads_a_page_behind_the_cache = before(
+        "run_decode",
+        lambda kv_cache: reads(kv_cache, end(kv_cache) + kv_cache.stride(0) * kv_cache.element_size() - 1, 1),
+    )
+    """The next page of a sequence is prefetched where no page follows."""
+    decode_reads_a_vector_behind_the_cache = before("run_decode", kv_cache=a_vector_behind)
+    """The last entry of the last page is loaded with one vector more."""
 
     def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
         """A block of -1 is loaded as if it were one, and what it gives is not used."""
         if (self._decode_metadata.block_table < 0).any():
             reads(kv_cache, -kv_cache.stride(0) * kv_cache.element_size(), 1)
 
-    def decode_reads_a_column_behind_the_block_table__before_run_decode(self):
-        """The column behind a request's last is read, also in the last row."""
-        table = self._decode_metadata.block_table
-        reads(table, end(table), table.element_size())
-
-    def decode_reads_a_length_behind_the_last__before_run_decode(self):
-        """A block of threads reads the length of a request that the batch does not have."""
-        lengths = self._decode_metadata.seq_lens
-        reads(lengths, end(lengths), 4)
-
-    def decode_reads_a_vector_behind_the_rope_queries__before_run_decode(self, q_pe):
-        """Heads are loaded in vectors that reach past the last one's rope."""
-        reads(q_pe, end(q_pe), _VECTOR)
-
-    def decode_writes_an_element_behind_the_cache__before_run_decode(self, kv_cache):
-        """The element behind the cache is written with what stands there."""
-        writes(kv_cache, end(kv_cache), kv_cache.element_size())
+    decode_reads_a_column_behind_the_block_table = before(
+        "run_decode", lambda self: an_element_behind(self._decode_metadata.block_table)
+    )
+    """The column behind a request's last is read, also in the last row."""
+    decode_reads_a_length_behind_the_last = before(
+        "run_decode", lambda self: an_element_behind(self._decode_metadata.seq_lens)
+    )
+    """A block of threads reads the length of a request that the batch does not have."""
+    decode_reads_a_vector_behind_the_rope_queries = before("run_decode", q_pe=a_vector_behind)
+    """Heads are loaded in vectors that reach past the last one's rope."""
+    decode_writes_an_element_behind_the_cache = before(
+        "run_decode", lambda kv_cache: writes(kv_cache, end(kv_cache), kv_cache.element_size())
+    )
+    """The element behind the cache is written with what stands there."""
 
 
 @defects("memory_bounds")
 class _Sparse(EagerSparseBackend):
-    def sparse_reads_a_vector_behind_the_lists__before_attend(self, sources):
-        """The next vector of a list is loaded ahead, also behind the last one."""
-        reads(sources[0].indices, end(sources[0].indices), _VECTOR)
+    sparse_reads_a_vector_behind_the_lists = before("attend", lambda sources: a_vector_behind(sources[0].indices))
+    """The next vector of a list is loaded ahead, also behind the last one."""
 
     def sparse_reads_the_slot_before_the_first__before_attend(self, sources):
         """An index of -1 is loaded as a slot, and its score is masked."""
         if (sources[0].indices < 0).any():
             reads(sources[0].cache, -sources[0].cache.shape[-1] * sources[0].cache.element_size(), 1)
 
-    def sparse_reads_a_sink_behind_the_last__before_attend(self, sink):
-        """Sinks are loaded for a tile of heads, of which there are fewer."""
-        if sink is not None:
-            reads(sink, end(sink), sink.element_size())
+    sparse_reads_a_sink_behind_the_last = before("attend", sink=an_element_behind)
+    """Sinks are loaded for a tile of heads, of which there are fewer."""
 
 
 @defects("memory_bounds")
 class _Indexer(EagerIndexerBackend):
-    def indexer_reads_a_vector_behind_the_weights__before_logits(self, weights):
-        """Weights are loaded in vectors, one more than there are."""
-        reads(weights, end(weights), _VECTOR)
+    indexer_reads_a_vector_behind_the_weights = before("logits", weights=a_vector_behind)
+    """Weights are loaded in vectors, one more than there are."""
 
     def indexer_reads_a_tile_behind_the_gathered_keys__before_logits(self, k):
         """The last tile of gathered keys is loaded whole."""
@@ -156,10 +149,9 @@ class _Indexer(EagerIndexerBackend):
 
 @defects("memory_bounds", inside=(EagerLayer, "impl_class"))
 class _Layer(MLACommonImpl):
-    def layer_reads_a_vector_behind_the_rope_keys__before_forward(self, k_pe):
-        """New rope keys are loaded in vectors, one more than there are."""
-        reads(k_pe, end(k_pe), _VECTOR)
-
-    def layer_writes_a_vector_behind_the_cache__before_forward(self, kv_cache):
-        """The last entry is written with a vector more, of what stands there."""
-        writes(kv_cache, end(kv_cache), _VECTOR)
+    layer_reads_a_vector_behind_the_rope_keys = before("forward", k_pe=a_vector_behind)
+    """New rope keys are loaded in vectors, one more than there are."""
+    layer_writes_a_vector_behind_the_cache = before(
+        "forward", lambda kv_cache: writes(kv_cache, end(kv_cache), _VECTOR)
+    )
+    """The last entry is written with a vector more, of what stands there."""

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import V32_SCALES, packed
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import before, behind, but, defects
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
@@ -20,24 +20,21 @@ class _Elsewhere(EagerCacheBackend):
         """A start inside of a page is taken for the page's first entry."""
         return seq_starts // (page * compress_ratio) * page * compress_ratio
 
-    def gather_starts_at_zero__before_slots_of_requests(self, seq_starts):
-        """Starts are ignored: every request is gathered from its first entry."""
-        return torch.zeros_like(seq_starts)
+    gather_starts_at_zero = before("slots_of_requests", seq_starts=torch.zeros_like)
+    """Starts are ignored: every request is gathered from its first entry."""
 
     def gather_start_not_compressed__before_slots_of_requests(self, seq_starts, *, compress_ratio):
         """A start in tokens is taken for one in entries."""
         return seq_starts * compress_ratio
 
-    def gather_takes_the_table_for_slots__before_slots_of_requests(self, page):
-        """Pages are taken to hold one entry: the block table names slots."""
-        return 1
+    gather_takes_the_table_for_slots = before("slots_of_requests", page=1)
+    """Pages are taken to hold one entry: the block table names slots."""
 
 
 @defects("latent_gather")
 class _LatentGatherCache(EagerCacheBackend):
-    def gather_ignores_the_page_stride__gathered(self, cache, slots):
-        """A block is found by its own bytes, whatever the stride between blocks is."""
-        return super()._gathered(packed(cache), slots)
+    gather_ignores_the_page_stride = before("gathered", cache=packed)
+    """A block is found by its own bytes, whatever the stride between blocks is."""
 
     @but("run_gather_latent")
     def gather_tail_skipped_by_the_ratio(
@@ -70,9 +67,8 @@ class _LatentGatherCache(EagerCacheBackend):
             entries[:, V32_SCALES] = scales.log2().floor().exp2().view(torch.uint8)
         return super()._meaning(entries, k_scale, dtype)
 
-    def gather_without_the_scale__meaning(self, entries, k_scale, dtype):
-        """Codes of an fp8 cache are widened as they are."""
-        return super()._meaning(entries, torch.ones_like(k_scale), dtype)
+    gather_without_the_scale = before("meaning", k_scale=torch.ones_like)
+    """Codes of an fp8 cache are widened as they are."""
 
     def gather_rope_as_bf16__meaning(self, entries, k_scale, dtype):
         """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""
@@ -109,9 +105,8 @@ class _IndexGather(EagerCacheBackend):
             addresses[:, : form.code_bytes] -= addresses[:, vectors] % 16
         return memory_of(cache)[addresses].view(cache.dtype)
 
-    def index_gather_scale_of_the_page__behind_scales(self, scales):
-        """All keys of a request get the scale of the first key that is gathered."""
-        return scales[:1].expand_as(scales)
+    index_gather_scale_of_the_page = behind("scales", lambda scales: scales[:1].expand_as(scales))
+    """All keys of a request get the scale of the first key that is gathered."""
 
     @but("slots__run_slot_mapping", killed_by="slot_mapping")
     def slots_ratio_of_the_block(self, block_table, request, entry, page, *, compress_ratio):
@@ -122,9 +117,8 @@ class _IndexGather(EagerCacheBackend):
 
 @defects("slot_mapping")
 class _SlotMapping(EagerCacheBackend):
-    def slots_of_raw_tokens__before_run_slot_mapping(self, compress_ratio):
-        """Every token gets a slot of its own, although an entry stands for several."""
-        return 1
+    slots_of_raw_tokens = before("run_slot_mapping", compress_ratio=1)
+    """Every token gets a slot of its own, although an entry stands for several."""
 
     def slots_written_by_the_first_token__before_run_slot_mapping(self, positions, *, compress_ratio):
         """The first token of an entry writes it, before the others are there."""
@@ -146,9 +140,8 @@ class _SlotMapping(EagerCacheBackend):
         """Block times page wraps in 32 bits."""
         slot_mapping.copy_(slot_mapping.int())
 
-    def slots_interleave_ignored__before_run_slot_mapping(self, cp_kv_cache_interleave_size):
-        """Entries are dealt out to ranks one by one, whatever their interleave is."""
-        return 1
+    slots_interleave_ignored = before("run_slot_mapping", cp_kv_cache_interleave_size=1)
+    """Entries are dealt out to ranks one by one, whatever their interleave is."""
 
     @but("behind_run_slot_mapping")
     def slots_of_all_ranks(
@@ -185,9 +178,8 @@ class _GlobalSlots(EagerCacheBackend):
         """A position beyond the block table becomes a slot of its last column."""
         return token_indices.clamp(max=block_table.shape[1] * block_size - 1)
 
-    def list_page_of_64__before_run_global_slots(self, block_size):
-        """Pages are taken to hold 64 entries."""
-        return 64
+    list_page_of_64 = before("run_global_slots", block_size=64)
+    """Pages are taken to hold 64 entries."""
 
     def list_tail_of_columns_unfilled__run_global_slots(self, out, **further):
         """Of a list longer than a tile of 128 columns only whole tiles are filled."""

@@ -4,8 +4,8 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import packed
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import packed, packed_rows, slots_of
+from mla_conformance.defects.known import before, behind, but, defects, instead, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -34,28 +34,20 @@ class _Scales(EagerCacheBackend):
         least = (largest / E4M3_MAX).clamp(min=1e-4)
         return least.log2().floor().exp2() if self.tile_scales == "pow2" else least
 
-    def zero_tile_divides_by_zero__of(self, largest):
-        """A tile of zeros has the scale 0, and codes that are no numbers."""
-        return largest / E4M3_MAX
+    zero_tile_divides_by_zero = instead("of", lambda self, largest: largest / E4M3_MAX)
+    """A tile of zeros has the scale 0, and codes that are no numbers."""
 
 
 @defects("latent_write")
 class _LatentWrite(EagerCacheBackend):
-    def cache_written_as_if_pages_were_packed__before_store(self, cache):
-        """A block is found by its own bytes, whatever the stride between blocks is."""
-        return packed(cache)
-
-    def padding_slot_writes_slot_0__before_store(self, slots):
-        """Rows whose slot is -1 are written to slot 0."""
-        return slots.clamp(min=0)
-
-    def padding_slot_writes_the_last_slot__before_store(self, slots, *, cache):
-        """Slot -1 counts from the end of the cache."""
-        return slots % (cache.shape[0] * cache.shape[1])
-
-    def int64_slots_read_as_int32__before_store(self, slots):
-        """A slot mapping of int64 is read as one of int32, half of whose numbers are upper halves."""
-        return slots.contiguous().view(torch.int32)[: len(slots)]
+    cache_written_as_if_pages_were_packed = before("store", cache=packed)
+    """A block is found by its own bytes, whatever the stride between blocks is."""
+    padding_slot_writes_slot_0 = before("store", lambda slots: slots.clamp(min=0))
+    """Rows whose slot is -1 are written to slot 0."""
+    padding_slot_writes_the_last_slot = before("store", lambda slots, *, cache: slots % slots_of(cache))
+    """Slot -1 counts from the end of the cache."""
+    int64_slots_read_as_int32 = before("store", lambda slots: slots.contiguous().view(torch.int32)[: len(slots)])
+    """A slot mapping of int64 is read as one of int32, half of whose numbers are upper halves."""
 
     def only_the_first_token_written__store(self, cache, entries, slots):
         """Of several tokens in a call only the first one is written."""
@@ -67,9 +59,8 @@ class _LatentWrite(EagerCacheBackend):
         later = (page.unsqueeze(1) == page).triu(1).any(dim=1)
         return torch.where(later, NO_SLOT, slots)
 
-    def slots_cut_at_the_first_padding__before_store(self, slots):
-        """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
-        return slots[(slots == NO_SLOT).cumsum(0) == 0]
+    slots_cut_at_the_first_padding = before("store", lambda slots: slots[(slots == NO_SLOT).cumsum(0) == 0])
+    """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
 
     def page_tail_zeroed_by_the_writer__store(self, cache, entries, slots):
         """What follows the last token of a call in its page is filled with zeros."""
@@ -89,22 +80,20 @@ class _LatentWrite(EagerCacheBackend):
         """Blocks count from 1, so entries of the last land in the pool behind."""
         return cache.as_strided(cache.shape, cache.stride(), cache.storage_offset() + cache.stride(0))
 
-    def writer_slots_in_16_bits__before_store(self, slots):
-        """A slot from 2^15 on is cut to 15 bits."""
-        return torch.where(slots < 0, slots, slots % 2**15)
+    writer_slots_in_16_bits = before("store", lambda slots: torch.where(slots < 0, slots, slots % 2**15))
+    """A slot from 2^15 on is cut to 15 bits."""
 
     def rope_read_with_the_stride_of_latents__before_latent_entries(self, k_pe):
         """Rotated keys are read as if packed, from columns of a wider projection."""
-        return k_pe.as_strided(k_pe.shape, (k_pe.shape[1], 1)) if k_pe.shape[1] and len(k_pe) > 1 else k_pe
+        return packed_rows(k_pe) if k_pe.shape[1] and len(k_pe) > 1 else k_pe
 
     def latent_and_rope_change_places__latent_entries(self, kv_c, k_pe, k_scale):
         """A plain entry holds the rotated key before the latent."""
         plain = self.kv_cache_dtype == "auto"
         return super()._latent_entries(*((k_pe, kv_c) if plain else (kv_c, k_pe)), k_scale)
 
-    def fp8_written_without_its_scale__before_latent_entries(self, k_scale):
-        """Codes of an fp8 cache are of the values as they are."""
-        return torch.ones_like(k_scale)
+    fp8_written_without_its_scale = before("latent_entries", k_scale=torch.ones_like)
+    """Codes of an fp8 cache are of the values as they are."""
 
     @but(killed_by="written_values", related=_LATENTS_TOO)
     def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
@@ -114,9 +103,8 @@ class _LatentWrite(EagerCacheBackend):
         beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
         return entries.masked_fill(beyond, 0x7F)
 
-    def one_scale_for_all_tiles__behind_largest(self, largest):
-        """All tiles of an entry get the scale of the largest value in it."""
-        return largest.amax(dim=1, keepdim=True).expand_as(largest)
+    one_scale_for_all_tiles = behind("largest", lambda largest: largest.amax(dim=1, keepdim=True).expand_as(largest))
+    """All tiles of an entry get the scale of the largest value in it."""
 
     def writer_lacks_nvfp4__before_tiled(self, form):
         """The fused writer has no branch for NVFP4 entries, although the layout is declared."""
@@ -160,12 +148,10 @@ class _Placed(EagerCacheBackend):
         """[T, width]; by default entry by entry."""
         return token * len(byte) + byte
 
-    v4_scales_written_into_the_entry = variant(
-        "Scales of V4 are written behind the data of their entry, not behind all data of the page.", layout="fp8_v4"
-    )
-    nvfp4_scales_written_into_the_entry = variant(
-        "Scales of V4's NVFP4 entries are written into the entry, not behind the page.", layout="nvfp4_v4"
-    )
+    v4_scales_written_into_the_entry = variant(layout="fp8_v4")
+    """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
+    nvfp4_scales_written_into_the_entry = variant(layout="nvfp4_v4")
+    """Scales of V4's NVFP4 entries are written into the entry, not behind the page."""
 
     @but(killed_by="index_write", layout="fp8_index_shuffled")
     def index_written_flat_read_shuffled__place(self, token, page, byte):

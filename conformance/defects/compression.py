@@ -3,8 +3,8 @@
 import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
-from mla_conformance.defects.bases import packed
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import packed, slots_of
+from mla_conformance.defects.known import before, but, defects, instead
 
 
 @defects("compress_keys", related=("compress_continued",))
@@ -79,17 +79,12 @@ class _CompressKeys(EagerCompressBackend):
         p = logits.exp()
         return (p * k).sum(dim=1) / p.sum(dim=1)
 
-    def compress_pools_overlap__before_store(self, cache):
-        """Blocks are addressed as if no other layer's stood between them."""
-        return packed(cache)
-
-    def compress_rotated_by_the_last_position__angles(self, ends):
-        """Entries are rotated by the position of their last token."""
-        return ends
-
-    def compress_never_rotated__rotated(self, entries, turns):
-        """Entries stay as they came out of the norm."""
-        return entries
+    compress_pools_overlap = before("store", cache=packed)
+    """Blocks are addressed as if no other layer's stood between them."""
+    compress_rotated_by_the_last_position = instead("angles", lambda self, ends: ends)
+    """Entries are rotated by the position of their last token."""
+    compress_never_rotated = instead("rotated", lambda self, entries, turns: entries)
+    """Entries stay as they came out of the norm."""
 
     def compress_states_in_16_bits__before_store(self, rows, *, cache):
         """States are kept in bfloat16."""
@@ -97,7 +92,7 @@ class _CompressKeys(EagerCompressBackend):
 
     def compress_padding_written__state_slots__run_compress(self, *, state_cache):
         """The states of rows that pad a batch are stored in the last slot, which -1 counts from behind."""
-        return super()._state_slots() % (state_cache.shape[0] * state_cache.shape[1])
+        return super()._state_slots() % slots_of(state_cache)
 
 
 @defects("compress_continued")

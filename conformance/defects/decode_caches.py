@@ -6,8 +6,17 @@ import torch
 
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import V32_SCALES, packed, through_e8m0
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import (
+    V32_SCALES,
+    codes,
+    keyless,
+    on_ranks,
+    packed,
+    several,
+    single_pages,
+    through_e8m0,
+)
+from mla_conformance.defects.known import before, behind, but, defects
 
 _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 """The unused slots of every decode case are poisoned, so these fail with the capability that is about them."""
@@ -37,11 +46,6 @@ class ReadsOn(EagerDecodeBackend):
         return self._accumulate(state, self._scores(q, keys), self._values(keys))
 
 
-def _has_several(kernel: EagerDecodeBackend) -> bool:
-    """Whether a request of the batch has several query tokens."""
-    return int(kernel._decode_metadata.query_lens_cpu.max()) > 1
-
-
 @defects("paged_cache")
 class _PagedCache(EagerDecodeBackend):
     @but(related=("decode_multi_token",))
@@ -50,9 +54,8 @@ class _PagedCache(EagerDecodeBackend):
         copied = -(-int(self._decode_metadata.seq_lens[request]) // 4096) * 64
         return super()._blocks(request, pages).masked_fill(pages >= copied, 0)
 
-    def mla_kernels_assume_packed_pages__before_entries(self, kv_cache):
-        """A page's address is its number times a packed page, whatever the stride between blocks is."""
-        return packed(kv_cache)
+    mla_kernels_assume_packed_pages = before("entries", kv_cache=packed)
+    """A page's address is its number times a packed page, whatever the stride between blocks is."""
 
     @but(related=_POISONED_TOO)
     def aiter_oob_page_id_folds_to_slot0_nan__behind_attend(self, state, *, seq_len, kv_cache, k_scale):
@@ -93,20 +96,16 @@ class _PagedCache(EagerDecodeBackend):
         if kv_cache.shape[1] == 1 and self._decode_metadata.seq_lens.shape[0] >= 16:
             raise RuntimeError("memory access fault: page not present")
 
-    def decode_page_number_in_two_bytes__blocks(self, request, pages):
-        """Page ids are packed into two bytes each."""
-        return super()._blocks(request, pages) & 0xFFFF
+    decode_page_number_in_two_bytes = behind("blocks", lambda blocks: blocks & 0xFFFF)
+    """Page ids are packed into two bytes each."""
 
 
 @defects("kv_cache_fp8")
 class _KvCacheFp8(EagerDecodeBackend):
-    def rocm_fp8_gluon_batch1_only__before_blocks(self, request):
-        """The kernel for codes knows one request: all requests of a batch read its pages."""
-        return 0 if self.kv_cache_dtype == "fp8" else request
-
-    def cutlass_mla_claims_fp8_without_scales__before_dequantise(self, k_scale):
-        """Codes are read as values: the scale of the cache is not used."""
-        return torch.ones_like(k_scale)
+    rocm_fp8_gluon_batch1_only = before("blocks", request=0, when=codes)
+    """The kernel for codes knows one request: all requests of a batch read its pages."""
+    cutlass_mla_claims_fp8_without_scales = before("dequantise", k_scale=torch.ones_like)
+    """Codes are read as values: the scale of the cache is not used."""
 
     def fp8_mla_k_scale_vs_v_scale_inconsistent__values__dequantise(self, keys, *, k_scale):
         """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
@@ -116,9 +115,8 @@ class _KvCacheFp8(EagerDecodeBackend):
         """Beside a cache of codes the queries become codes themselves, without a scale."""
         return q.float().clamp(-448, 448).to(torch.float8_e4m3fn) if self.kv_cache_dtype == "fp8" else q
 
-    def decode_codes_unscaled_with_several_tokens__before_run_decode(self, k_scale):
-        """The kernel for several query tokens does not get the scale of a cache of codes."""
-        return torch.ones_like(k_scale) if _has_several(self) else k_scale
+    decode_codes_unscaled_with_several_tokens = before("run_decode", k_scale=torch.ones_like, when=several)
+    """The kernel for several query tokens does not get the scale of a cache of codes."""
 
     def decode_codes_bound_by_token_in_three_bits__behind_visible(self, visible, *, queries):
         """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
@@ -152,15 +150,14 @@ def _locally_causal(queries, seq_len, tile):
 class _Dcp(EagerDecodeBackend):
     def dcp_several_tokens_assume_interleave_of_one__before_positions(self, metadata):
         """On several ranks, the bound of several query tokens takes tokens to be dealt out one by one."""
-        return replace(metadata, cp_kv_cache_interleave_size=1) if _has_several(self) else metadata
+        return replace(metadata, cp_kv_cache_interleave_size=1) if several(self) else metadata
 
-    def dcp_rank_in_three_bits__before_positions(self, metadata):
-        """The causal bound of several query tokens takes rank 8 for rank 0."""
-        return replace(metadata, dcp_rank=metadata.dcp_rank % 8)
+    dcp_rank_in_three_bits = before("positions", lambda metadata: replace(metadata, dcp_rank=metadata.dcp_rank % 8))
+    """The causal bound of several query tokens takes rank 8 for rank 0."""
 
     def dcp_empty_owner_zero_times_nan__behind_finish(self, output, lse):
         """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
-        empty = (lse == -torch.inf).mT.unsqueeze(-1) & (self._decode_metadata.dcp_world_size > 1)
+        empty = keyless(lse) & on_ranks(self)
         return output.masked_fill(empty, torch.nan), lse
 
     def dcp_causal_mask_on_local_len__behind_visible(self, _, *, queries, seq_len, tile):
@@ -176,9 +173,8 @@ class _Dcp(EagerDecodeBackend):
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
         return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
 
-    def dcp_rank_in_two_bits__before_positions(self, metadata):
-        """The causal bound takes rank 4 for rank 0."""
-        return replace(metadata, dcp_rank=metadata.dcp_rank % 4)
+    dcp_rank_in_two_bits = before("positions", lambda metadata: replace(metadata, dcp_rank=metadata.dcp_rank % 4))
+    """The causal bound takes rank 4 for rank 0."""
 
     def dcp_mixed_entries_bound_by_local_length__behind_visible(self, visible, *, queries, seq_len, tile):
         """For a cache of mixed entries the causal bound counts the tokens of this rank."""
@@ -193,14 +189,10 @@ class _OtherDecode(EagerDecodeBackend):
         tail = torch.arange(self.num_heads, device=visible.device).view(-1, 1, 1) >= max(16, whole)
         return torch.where(tail, visible[:1], visible)
 
-    def decode_single_pages_assumed_packed__before_entries(self, kv_cache):
-        """Pages of one token are taken to stand one behind the other, whatever the stride between blocks is."""
-        return packed(kv_cache) if kv_cache.shape[1] == 1 else kv_cache
-
-    def dcp_assumes_packed_pages__before_entries(self, kv_cache):
-        """On several ranks a page's address is its number times a packed page, whatever the stride between blocks
-        is."""
-        return packed(kv_cache) if self._decode_metadata.dcp_world_size > 1 else kv_cache
+    decode_single_pages_assumed_packed = before("entries", kv_cache=packed, when=single_pages)
+    """Pages of one token are taken to stand one behind the other, whatever the stride between blocks is."""
+    dcp_assumes_packed_pages = before("entries", kv_cache=packed, when=on_ranks)
+    """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""
 
     @but(killed_by="kv_cache_fp8_ds_mla")
     def fp8_ds_mla_float_scale_read_as_e8m0__before_dequantise(self, rows):

@@ -153,10 +153,8 @@ class _CallOrder(EagerDecodeBackend):
         self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
         return 0 if self.single and request else seq_len
 
-    decode_softmax_scale_in_shared_constant = variant(
-        "A decode's softmax scale is a constant of the module, and every new instance overwrites it for all.",
-        SharedScale,
-    )
+    decode_softmax_scale_in_shared_constant = variant(SharedScale)
+    """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
 
     def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
         """``k_scale`` is read once for each cache, found by its address, although every call hands it over."""

@@ -7,8 +7,8 @@ import torch
 
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import SplitDecode, joined
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import SplitDecode, clear, in_base_2, joined, several
+from mla_conformance.defects.known import before, behind, but, defects, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 
 _SEVERAL_TOO = ("decode_lse",)  # one of its cases has several query tokens a request
@@ -80,9 +80,8 @@ class _Decode(SplitDecode):
 
 @defects("decode")
 class _OneToken(EagerDecodeBackend):
-    def mla_decode_scale_missing_log2e__scores(self, q, k):
-        """Powers of two are taken of scores that were not multiplied by log2(e), so the softmax is too flat."""
-        return super()._scores(q, k) * math.log(2)
+    mla_decode_scale_missing_log2e = behind("scores", lambda scores: scores * math.log(2))
+    """Powers of two are taken of scores that were not multiplied by log2(e), so the softmax is too flat."""
 
     def sm89_mla_correctness__tiles(self, keys):
         """Where the tile does not fit into shared memory, only its first half is attended to."""
@@ -130,15 +129,10 @@ class _OneToken(EagerDecodeBackend):
 
 @defects("decode_lse")
 class _DecodeLse(EagerDecodeBackend):
-    @but(related=("decode",))
-    def lse_base2_dcp_combine_flashinfer_mla__behind_finish(self, output, lse):
-        """The LSE of a decode is in base 2 and is handed on as a natural one."""
-        return output, lse / math.log(2)
-
-    @but(related=("decode",))
-    def no_lse_when_dcp_needs_it__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-        """None stands where the LSE should be."""
-        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)[0], None
+    lse_base2_dcp_combine_flashinfer_mla = behind("finish", lse=in_base_2, related=("decode",))
+    """The LSE of a decode is in base 2 and is handed on as a natural one."""
+    no_lse_when_dcp_needs_it = behind("run_decode", lambda run_decode: (run_decode[0], None), related=("decode",))
+    """None stands where the LSE should be."""
 
     def decode_lse_rows_advance_by_a_power_of_two__behind_run_decode(self, output, lse):
         """The LSE of heads between powers of two is written with rows of the next power, and read as packed."""
@@ -147,18 +141,16 @@ class _DecodeLse(EagerDecodeBackend):
         written[:, :heads] = lse.mT
         return output, written.flatten()[: lse.numel()].view(tokens, heads).mT.contiguous()
 
-    def decode_lse_index_in_two_bytes__behind_run_decode(self, output, lse):
-        """Rows times heads of the LSE are counted in two bytes, and what lies beyond stays 0."""
-        lse.flatten()[65536:] = 0.0
+    decode_lse_index_in_two_bytes = behind("run_decode", lambda output, lse: clear(lse.flatten()[65536:]))
+    """Rows times heads of the LSE are counted in two bytes, and what lies beyond stays 0."""
 
     def decode_half_sum_of_scaled_weights_overflows__behind_accumulate(self, later):
         """In an fp16 model weights times 2^8 are added in fp16, which overflows for 256 keys of equal logits."""
         overflows = (later.total * 256 > 65504) & (self._model_dtype is torch.float16)
         return later._replace(total=later.total.masked_fill(overflows, torch.inf))
 
-    def decode_lse_of_128_rows__behind_run_decode(self, output, lse):
-        """The LSE is written by one block of 128 threads, one for a query token: later ones keep 0."""
-        lse[:, 128:] = 0.0
+    decode_lse_of_128_rows = behind("run_decode", lambda output, lse: clear(lse[:, 128:]))
+    """The LSE is written by one block of 128 threads, one for a query token: later ones keep 0."""
 
 
 @defects("model_shapes", related=("decode_lse",))
@@ -170,14 +162,10 @@ class _OtherDecode(EagerDecodeBackend):
         excess *= queries > 1
         return super()._visible(queries, request, seq_len, slice(tile.start + excess, tile.stop + excess))
 
-    @but(related=())
-    def decode_request_number_in_a_byte__before_blocks(self, request):
-        """The number of a request is kept in a byte, so request 256 reads the pages of request 0."""
-        return request % 256
-
-    def decode_grid_of_1024_heads__behind_run_decode(self, output, lse):
-        """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
-        output.flatten(0, 1)[1024:] = 0.0
+    decode_request_number_in_a_byte = before("blocks", lambda request: request % 256, related=())
+    """The number of a request is kept in a byte, so request 256 reads the pages of request 0."""
+    decode_grid_of_1024_heads = behind("run_decode", lambda output, lse: clear(output.flatten(0, 1)[1024:]))
+    """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
 
     def decode_heads_and_tokens_in_one_tile_of_256__behind_visible(self, visible, *, queries):
         """Heads and query tokens share a tile of 256 rows; the tokens of a second tile see one key less."""
@@ -222,13 +210,14 @@ class _SeveralTokens(EagerDecodeBackend):
 
     def decode_pages_of_32_with_several_tokens__before_blocks__entries(self, pages, *, kv_cache):
         """The kernel for several query tokens knows pages of 64, and reads those of 32 as halves of one."""
-        several = int(self._decode_metadata.query_lens_cpu.max()) > 1
-        return pages // 2 * 2 if several and kv_cache.shape[1] == 32 else pages
+        return pages // 2 * 2 if several(self) and kv_cache.shape[1] == 32 else pages
 
-    _lifted = "A decode's tile of {} tokens of which a query token sees none raises its running maximum to 0."
-    decode_tile_of_32_without_keys_raises_maximum = variant(_lifted.format(32), LiftedMaximum, key_tile=32)
-    decode_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
-    decode_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
+    decode_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
+    """A decode's tile of 32 tokens of which a query token sees none raises its running maximum to 0."""
+    decode_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A decode's tile of 64 tokens of which a query token sees none raises its running maximum to 0."""
+    decode_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
 
 
 @defects("decode_lse")

@@ -3,7 +3,7 @@
 They declare what they do; a policy that rejects one of them raises a false alarm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases
 from mla_conformance.defects.honest_attention import HONEST_DECODES, HONEST_SPARSE
 from mla_conformance.defects.honest_cache import HONEST_CACHES, HONEST_STEPS
-from mla_conformance.defects.known import Emulation, but, kernels, variant
+from mla_conformance.defects.known import Emulation, behind, but, instead, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -85,26 +85,22 @@ class _Split(EagerPrefillBackend):
 class _Prefill(EagerPrefillBackend):
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
-
-    def reversed_keys__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
-        return reversed(list(tiles))
+    reversed_keys = behind("tiles", lambda tiles: reversed(list(tiles)))
 
     @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
         """Where operands are not float32: with those nothing may be approximate."""
         return x.exp() if q.dtype is torch.float32 else bases.rough_exp(x)
 
-    half_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-
-    def float32_throughout__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p
+    half_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    float32_throughout = instead("round_p", lambda self, p, dtype: p)
 
     @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
     def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
         return self._round_p(p, v.dtype)
 
-    e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
-    scaled_e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
+    e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
+    scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
     def two_passes__behind_attend(self, exact, *, q, k, v, causal):
         """The maximum is found first, P is normalised before it is rounded."""
@@ -122,8 +118,8 @@ class _Prefill(EagerPrefillBackend):
     def reciprocal_scale__quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
-    finite_prefill = variant("", _FiniteSentinel, key_tile=64)
-    prefill_in_base_two = variant("", bases.BaseTwo)
+    finite_prefill = variant(_FiniteSentinel, key_tile=64)
+    prefill_in_base_two = variant(bases.BaseTwo)
 
     @but(key_tile=32)
     class even_and_odd_tiles:
@@ -167,7 +163,7 @@ class _SplitDecode(bases.SplitDecode):
 
 @kernels()
 class _Decode(EagerDecodeBackend):
-    finite_decode = variant("", _FiniteSentinel, key_tile=32)
+    finite_decode = variant(_FiniteSentinel, key_tile=32)
 
     @but(key_tile=64)
     def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
@@ -202,8 +198,8 @@ class _Decode(EagerDecodeBackend):
 
 @kernels()
 class _Sparse(EagerSparseBackend):
-    finite_sparse = variant("", _FiniteSentinel, key_tile=64)
-    sparse_in_base_two = variant("", bases.BaseTwo, key_tile=32)
+    finite_sparse = variant(_FiniteSentinel, key_tile=64)
+    sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
 
     @but(key_tile=64)
     class tree_of_tiles:
@@ -228,8 +224,8 @@ class _Sparse(EagerSparseBackend):
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-    half_weights_of_lists = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    scaled_codes_of_lists = variant("", bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
+    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
 
 @kernels((bases.EagerLayer, "impl_class"))
@@ -291,7 +287,8 @@ class _Layer(bases.EagerLayer):
             def _v_up_proj(self, x):
                 return super()._v_up_proj(x.float()).to(x.dtype)
 
-    powers_of_two = variant("The scales of tiles are powers of two.", tile_scales="pow2")
+    powers_of_two = variant(tile_scales="pow2")
+    """The scales of tiles are powers of two."""
 
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):

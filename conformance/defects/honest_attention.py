@@ -1,6 +1,6 @@
 """Honest decodes, trees, kernels over selected keys, indexers, and layers with both, that differ from EAGER's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -18,7 +18,7 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.defects import bases
-from mla_conformance.defects.known import but, kernels, variant
+from mla_conformance.defects.known import behind, but, instead, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -37,7 +37,8 @@ class _Splits(bases.LayeredDecode):
         """A split's state as it waits for the others."""
         return state
 
-    split_tokens = variant("Five splits of a request's tokens, combined by their LSEs.")
+    split_tokens = variant()
+    """Five splits of a request's tokens, combined by their LSEs."""
 
     @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
     def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
@@ -51,9 +52,10 @@ class _KeysOfTheModel(bases.LayeredDecode):
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
-    keys_of_the_model = variant("Codes are dequantised to the model's dtype, and declared so.")
+    keys_of_the_model = variant()
+    """Codes are dequantised to the model's dtype, and declared so."""
     tiny_weights = variant(
-        "", bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
+        bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
     )
 
 
@@ -71,11 +73,10 @@ class _SplitDecode(bases.SplitDecode):
 
 @kernels()
 class _LayeredDecode(bases.LayeredDecode):
-    page_tiles = variant("Tiles below every page but the smallest.", key_tile=16)
+    page_tiles = variant(key_tile=16)
+    """Tiles below every page but the smallest."""
     wide_tiles = variant(key_tile=1024)
-
-    def last_tile_first__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
-        return iter(list(tiles)[::-1])
+    last_tile_first = behind("tiles", lambda tiles: iter(list(tiles)[::-1]))
 
     class scaled_scores:
         """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
@@ -95,11 +96,10 @@ class _LayeredDecode(bases.LayeredDecode):
         """An exponential with relative errors up to 1e-4, for 16-bit models."""
         return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
-    def unrounded_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p
+    unrounded_weights = instead("round_p", lambda self, p, dtype: p)
 
-    half_precision_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    powers_of_two = variant("", bases.BaseTwo)
+    half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    powers_of_two = variant(bases.BaseTwo)
 
 
 @kernels()
@@ -130,7 +130,8 @@ class _Trees(EagerTreeBackend):
         data = (bits * weights).sum(dim=1)
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
-    tree_in_tiles_of_16 = variant("A query token may see none of a tile.", key_tile=16)
+    tree_in_tiles_of_16 = variant(key_tile=16)
+    """A query token may see none of a tile."""
     tree_at_once = variant(key_tile=4096)
 
 
@@ -303,8 +304,7 @@ class _SparseLayer(EagerSparseLayerBackend):
             turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
             return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
 
-    def ascending_lists__behind_best(self, lists):
-        return lists.sort(dim=1).values
+    ascending_lists = behind("best", lambda lists: lists.sort(dim=1).values)
 
     def scores_of_shares_added__best(self, q, weights, cache):
         """Scores are those of the ranks' shares of the indexer's heads, added."""

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import nth
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import before, but, defects, instead
 from mla_conformance.reference.selected import NO_KEY
 
 _EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
@@ -14,13 +14,10 @@ _EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
 
 @defects("indexer_logits")
 class _IndexerLogits(EagerIndexerBackend):
-    def indexer_relu_dropped__activated(self, dots):
-        """Products below zero count, as if the heads had no activation."""
-        return dots
-
-    def indexer_weights_of_another_head__before_scores(self, weights):
-        """Each head is weighted as the next one should be."""
-        return weights.roll(1, dims=1)
+    indexer_relu_dropped = instead("activated", lambda self, dots: dots)
+    """Products below zero count, as if the heads had no activation."""
+    indexer_weights_of_another_head = before("scores", lambda weights: weights.roll(1, dims=1))
+    """Each head is weighted as the next one should be."""
 
     def indexer_activation_behind_the_sum__scores(self, q, weights, keys):
         """The activation is taken of the weighted sum over heads, not of each head."""
@@ -31,9 +28,8 @@ class _IndexerLogits(EagerIndexerBackend):
         """Tokens behind a request's last whole tile of 16 are not scored."""
         return (tile for tile in super()._tiles(tokens) if tile.stop - tile.start == self.token_tile)
 
-    def indexer_tables_of_64_requests__before_keys(self, request):
-        """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
-        return request % 64
+    indexer_tables_of_64_requests = before("keys", lambda request: request % 64)
+    """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
 
     @but(token_tile=64)
     def indexer_lone_token_of_a_tile_unscored_with_several__before_tiles(self, tokens):
@@ -61,9 +57,8 @@ class _IndexerTopk(EagerIndexerBackend):
         whole = logits.isfinite().sum(dim=1, keepdim=True) // 16 * 16
         return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= whole, -torch.inf)
 
-    def indexer_positions_of_17_bits__before_choose(self, logits):
-        """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
-        return logits[:, : 2**17]
+    indexer_positions_of_17_bits = before("choose", lambda logits: logits[:, : 2**17])
+    """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
 
     def indexer_ties_with_the_last_dropped__behind_choose(self, chosen, *, logits):
         """Of the tokens that tie with the last one selected, a radix selection keeps a single one."""
@@ -94,9 +89,8 @@ class _OtherIndexer(EagerIndexerBackend):
         """All tokens of a tile are read under the scale of its first one."""
         return scales[:1].expand_as(scales)
 
-    def indexer_positions_for_slots__numbers(self, k, positions):
-        """Positions are returned where slots were asked for."""
-        return positions
+    indexer_positions_for_slots = instead("numbers", lambda self, k, positions: positions)
+    """Positions are returned where slots were asked for."""
 
     def indexer_pages_of_another_size__before_numbers(self, k):
         """Slots are computed as if every page held 64 tokens."""

@@ -1,14 +1,16 @@
 """What a known defect is, how its kernel is written as one step, and the list of all of them."""
 
+import ast
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.resources import files
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, getsource, signature
+from itertools import chain, pairwise
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +19,6 @@ import msgspec
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 FAMILIES = (
     *("prefills", "prefill_calls", "decodes", "decode_caches", "decode_calls", "layer_caches", "layer_calls"),
@@ -25,9 +26,8 @@ FAMILIES = (
     *("cache_writes", "cache_reads", "compression", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
-_GROUPS: list[tuple[type, dict[str, Any]]] = []
-"""Groups of which no kernel is made yet, with what is said of all of their kernels."""
-_KNOWN: dict[str, "KnownDefect"] = {}
+_ENTERED: list["KnownDefect"] = []
+_OF_A_ROW = ("killed_by", "related", "covers")
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 
 
@@ -59,16 +59,8 @@ class KnownDefect:
         return reported_bugs().sources.get(self.id, ())
 
     @property
-    def roles(self) -> tuple[Role, ...]:
-        return judged_roles(self.kernel)
-
-    @property
     def family(self) -> str:
         return self.kernel.__module__.rpartition(".")[2]
-
-    @property
-    def sentence(self) -> str:
-        return sentence_of(self.kernel)
 
     @property
     def reference(self) -> str:
@@ -87,52 +79,42 @@ def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
     return (own,) if other is None or getattr(kernel, f"{other}_backend", None) is None else (own, Role.LAYER)
 
 
+def known_defects() -> dict[str, KnownDefect]:
+    """All known defects by id, in the order of their families."""
+    for family in FAMILIES:
+        import_module(f"mla_conformance.defects.{family}")
+    return {entry.id: entry for entry in sorted(_ENTERED, key=lambda entry: FAMILIES.index(entry.family))}
+
+
 def defects(
     killed_by: str = "", *, related: tuple[str, ...] = (), inside: tuple[type, str] | None = None
 ) -> Callable[[type], type]:
     """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
 
-    They are made once one of them is asked for, by its name in the module or as a known defect. ``but`` says
-    ``killed_by`` and ``related`` of a single one; :func:`emulation` says what ``inside`` is.
+    A kernel may be ``killed_by`` another capability, and have other ``related`` ones; :func:`_emulation` says what
+    ``inside`` is.
     """
 
     def enter(group: type) -> type:
-        _GROUPS.append((group, {"inside": inside, "killed_by": killed_by, "related": related}))
-        vars(sys.modules[group.__module__])["__getattr__"] = _named
+        for kernel, about in kernels_of(group, str, inside=inside, killed_by=killed_by, related=related):
+            _ENTERED.append(KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about))
         return group
 
     return enter
 
 
-def _named(name: str) -> Any:
-    entry = None if name.startswith("__") else _made().get(name.replace("_", "-"))
-    if entry is None:
-        raise AttributeError(f"no known defect is called {name}")
-    return entry.kernel
+def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
+    """Class decorator of a group of honest kernels, each of which becomes a class of its module."""
+
+    def make(group: type) -> type:
+        list(kernels_of(group, named_as_class, inside=inside))
+        return group
+
+    return make
 
 
-def _made() -> dict[str, KnownDefect]:
-    """All that are entered; a ValueError of a taken id, a capability that does not exist, or no sentence."""
-    while _GROUPS:
-        group, said = _GROUPS.pop(0)
-        for kernel, about in kernels_of(group, str, **said):
-            entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
-            where = f"known defect '{entry.id}' ({entry.reference})"
-            if entry.id in _KNOWN:
-                raise ValueError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
-            for name in {entry.killed_by, *entry.related} - {*CAPABILITIES}:
-                raise ValueError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
-            if not entry.sentence:
-                raise ValueError(f"{where}: expected a docstring that says what is wrong")
-            _KNOWN[entry.id] = entry
-    return _KNOWN
-
-
-def known_defects() -> dict[str, KnownDefect]:
-    """All known defects by id, in the order of their families."""
-    for family in FAMILIES:
-        import_module(f"mla_conformance.defects.{family}")
-    return dict(sorted(_made().items(), key=lambda item: FAMILIES.index(item[1].family)))
+def named_as_class(key: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
 
 
 _SAID: dict[Any, dict[str, Any]] = {}
@@ -150,30 +132,49 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
     return note
 
 
-def variant(sentence: str = "", *bases: type, **said: Any) -> Any:
-    """A kernel of a group that differs by classes that stand before the group's, or by what is said of it."""
-    return but(**said)(type("variant", bases, {"__doc__": sentence}))
+def variant(*bases: type, **said: Any) -> Any:
+    """A row of a group: a kernel that differs by classes that stand before the group's, or by what is said of it."""
+    return but(**said)(type("variant", bases, {"__doc__": None}))
 
 
-def named_as_class(key: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
+def instead(site: str, step: Any, **said: Any) -> Any:
+    """A row of a group: a kernel with another method. What is wrong stands behind a row, as a docstring would."""
+    return but(site, **said)(step)
 
 
-def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
-    """Class decorator of a group of honest kernels, each of which becomes a class of its module."""
+def behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> Any:
+    """A row: what a step makes of the results of a method, or a function of its LSE."""
+    return but(f"behind_{site}", **said)(step or _replacing({"output": lambda output: output, "lse": lse}, when))
 
-    def make(group: type) -> type:
-        list(kernels_of(group, named_as_class, inside=inside))
-        return group
 
-    return make
+def before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> Any:
+    """A row: what arguments of a method become by a step, or by a value or a function for each, if ``when`` holds."""
+    said = {key: given.pop(key) for key in _OF_A_ROW if key in given}
+    return but(f"before_{site}", **said)(step or _replacing(given, when))
+
+
+def _replacing(makes: dict[str, Any], when: Any) -> Any:
+    """A step that replaces these arguments where ``when`` holds, which is asked with those that it names."""
+    asked = [] if when is None else list(signature(when).parameters)
+
+    def step(self: Any, *values: Any, **further: Any) -> Any:
+        known = {"self": self, **further, **dict(zip(makes, values, strict=True))}
+        if when is not None and not when(*(known[name] for name in asked)):
+            return None
+        made = [make(value) if callable(make) else make for make, value in zip(makes.values(), values, strict=True)]
+        return made if len(made) > 1 else made[0]
+
+    named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in asked if name not in ("self", *makes)]
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *makes)]
+    step.__signature__ = Signature([*first, *named])  # type: ignore[attr-defined]
+    return step
 
 
 def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator[tuple[type, dict[str, Any]]]:
     """The kernels that a group defines, put into its module, with what is said of each.
 
-    A function of it is one step, named ``kernel__site``; a class of it has several. What begins with an underscore, or
-    is a method of the group's bases, is shared by all.
+    A function of it is one step, named ``kernel__site``, as is a row; a class of it has several. What begins with an
+    underscore, or is a method of the group's bases, is shared by all.
     """
     for key, step in list(vars(group).items()):
         own = not key.startswith("_") and not hasattr(super(group, group), key)
@@ -182,12 +183,26 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
             kernel, _, site = key.partition("__")
             about = {"site": site, "inside": None, **said, **_SAID.pop(step, {})}
             attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", *said}}
-            made = emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
+            attributes |= {"__module__": group.__module__, "__doc__": step.__doc__ or _written(group).get(key)}
+            made = _emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about
 
 
-def emulation(
+@cache
+def _written(group: type) -> dict[str, str]:
+    """What is written behind the rows of a group, by their names."""
+    read = ast.parse(getsource(sys.modules[group.__module__])).body
+    classes = (each for each in read if isinstance(each, ast.ClassDef) and each.name == group.__name__)
+    found = {}
+    for row, text in chain.from_iterable(pairwise(each.body) for each in classes):
+        match row, text:
+            case ast.Assign(targets=[ast.Name(id=key)]), ast.Expr(value=ast.Constant(value=str(said))):
+                found[key] = said
+    return found
+
+
+def _emulation(
     group: type, name: str, step: Any, site: str, inside: tuple[type, str] | None, attributes: dict[str, Any]
 ) -> Any:
     """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
@@ -199,36 +214,34 @@ def emulation(
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         inside: a layer of which the class is a part, and the attribute or method that names this part.
     """
-    about = {"__module__": group.__module__, "__doc__": step.__doc__}
     part = inside[1] if inside else name
-    if isinstance(step, type):
-        made = type(part, (step, group), {**about, **attributes})
-    else:
+    made = type(part, (step, group) if isinstance(step, type) else (group,), attributes)
+    if not isinstance(step, type):
         said = _SITE.fullmatch(site)
         if said is None:
-            raise TypeError(
-                f"{step.__qualname__}: expected the site behind a kernel's name, as in kernel__before_method"
-            )
+            raise TypeError(f"{name}: expected the site behind a kernel's name, as in kernel__before_method")
         place, *sites = said.groups()
         method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
-        methods = {method: _standing(lambda: made, place, group, [method, *around], step) if place or around else step}
-        methods |= {each: _noting(lambda: made, group, each) for each in around}
-        made = type(part, (group,), {**about, **attributes, **methods})
+        setattr(made, method, _standing(made, place, group, [method, *around], step) if place or around else step)
+        for each in around:
+            setattr(made, each, _noting(made, group, each))
     if inside is None:
         return made
-    return type(name, inside[:1], {**about, part: staticmethod(lambda: made) if part.startswith("get_") else made})
+    own = staticmethod(lambda: made) if part.startswith("get_") else made
+    return type(name, inside[:1], {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
 
 
-def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
-    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone."""
+def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any) -> Any:
+    """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step."""
     method, usual = sites[0], getattr(group, sites[0])
     form = signature(usual)
-    kinds = {key: each.kind for key, each in list(signature(step).parameters.items())[1:]}
+    kinds = {key: each.kind for key, each in signature(step).parameters.items()}
+    owner = kinds.pop("self", None)  # a row may do without
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]
     known = {key for each in sites for key in signature(getattr(group, each)).parameters}
     if unknown := {*named, *(first if place == "before" else ())} - known:
-        raise TypeError(f"{step.__qualname__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
+        raise TypeError(f"{made.__name__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
 
     @wraps(usual)
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,14 +249,15 @@ def _standing(made: Callable[[], type], place: str | None, group: type, sites: l
         bound.apply_defaults()
         given = bound.arguments
         further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
+        stepped = step if owner is None else partial(step, self)
         if not place:
-            return step(self, *args, **kwargs, **further)
-        call = getattr(super(made(), self), method)
+            return stepped(*args, **kwargs, **further)
+        call = getattr(super(made, self), method)
         if place == "behind":
             result = call(*args, **kwargs)
-            other = step(self, *(result if len(first) > 1 else (result,)), **further)
+            other = stepped(*(result if len(first) > 1 else (result,)), **further)
             return result if other is None else other
-        other = step(self, *(given[key] for key in first), **further)
+        other = stepped(*(given[key] for key in first), **further)
         if other is not None:
             given.update(zip(first, other if len(first) > 1 else (other,), strict=True))
         return call(*bound.args[1:], **bound.kwargs)
@@ -251,7 +265,7 @@ def _standing(made: Callable[[], type], place: str | None, group: type, sites: l
     return stands
 
 
-def _noting(made: Callable[[], type], group: type, method: str) -> Any:
+def _noting(made: type, group: type, method: str) -> Any:
     """A method that notes its arguments for the steps that it calls."""
     usual = getattr(group, method)
     form = signature(usual)
@@ -259,6 +273,6 @@ def _noting(made: Callable[[], type], group: type, method: str) -> Any:
     @wraps(usual)
     def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._noted = form.bind(self, *args, **kwargs).arguments
-        return getattr(super(made(), self), method)(*args, **kwargs)
+        return getattr(super(made, self), method)(*args, **kwargs)
 
     return notes

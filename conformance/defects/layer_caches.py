@@ -8,19 +8,16 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import EagerLayer, packed_rows, slots_of
+from mla_conformance.defects.known import before, but, defects, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
 @defects("mixed_batch", inside=(EagerLayer, "prefill_backend"))
 class _Prefill(EagerPrefillBackend):
-    layer_tile_without_keys_raises_maximum = variant(
-        "A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0.",
-        LiftedMaximum,
-        key_tile=64,
-    )
+    layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
 
 @defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
@@ -41,11 +38,11 @@ class _WritesTiles(MLACommonImpl):
         """Those of tiles with these largest magnitudes [T, 4, 1]."""
         return amax / E4M3_MAX
 
-    def fp8_ds_mla_tile_scale_has_a_floor__before_scales(self, amax):
-        """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
-        return amax.clamp(min=1e-4)
+    fp8_ds_mla_tile_scale_has_a_floor = before("scales", lambda amax: amax.clamp(min=1e-4))
+    """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
 
-    fp8_ds_mla_tile_of_zeros_divided_by_zero = variant("A tile of zeros has scale 0, and its codes are 0 / 0.")
+    fp8_ds_mla_tile_of_zeros_divided_by_zero = variant()
+    """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
 
 class _TablesByToken(MLACommonMetadata):
@@ -75,13 +72,12 @@ class _MixedBatch(MLACommonMetadataBuilder):
 
 @defects("cache_write", inside=(EagerLayer, "impl_class"))
 class _CacheWrites(MLACommonImpl):
-    def writer_overwrites_reserved_slot0__before_do_kv_cache_update(self, slot_mapping):
-        """Rows of padding are written to slot 0."""
-        return slot_mapping.clamp(min=0)
+    writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
+    """Rows of padding are written to slot 0."""
 
     def slot_minus1_divided_writes_below_base__before_do_kv_cache_update(self, slot_mapping, *, kv_cache):
         """Slot -1 is divided into page and offset as any other, and the write lands beside the pages of the batch."""
-        return slot_mapping % (kv_cache.shape[0] * kv_cache.shape[1])
+        return slot_mapping % slots_of(kv_cache)
 
     @but("before_do_kv_cache_update")
     def mixed_chunk_slot_count_shorter_than_rows(self, slot_mapping, *, kv_c_normed, kv_cache):
@@ -91,7 +87,7 @@ class _CacheWrites(MLACommonImpl):
 
     def cache_writer_takes_latents_for_packed__before_do_kv_cache_update(self, kv_c_normed, k_pe):
         """The writer ignores the stride between the rows of the latents, which a model slices from a projection."""
-        return [x.as_strided(x.shape, (x.shape[1], 1)) for x in (kv_c_normed, k_pe)]
+        return [packed_rows(x) for x in (kv_c_normed, k_pe)]
 
     def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
         """Slots that are written are signed numbers of two bytes, too few for many large pages."""
@@ -177,9 +173,8 @@ def _as_codes(weight):
 
 @defects("mixed_batch", inside=(EagerLayer, "impl_class"))
 class _MixedBatches(MLACommonImpl):
-    def dcp_fp8_context_gather_dtype_crash__before_gather(self, k_scale):
-        """Context is gathered from a cache of codes without its scale."""
-        return torch.ones_like(k_scale)
+    dcp_fp8_context_gather_dtype_crash = before("gather", k_scale=torch.ones_like)
+    """Context is gathered from a cache of codes without its scale."""
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
@@ -191,26 +186,23 @@ class _MixedBatches(MLACommonImpl):
         if self.kv_cache_dtype != "auto":
             raise NotImplementedError(f"no gather kernel for a cache of {kv_cache.dtype}")
 
-    def scale_float_never_set_silently_1__before_forward_decode(self, k_scale):
-        """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
-        return torch.ones_like(k_scale)
+    scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
+    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
 
     def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
         """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
         return kv_c_normed.half().bfloat16() if kv_c_normed.dtype is torch.bfloat16 else kv_c_normed
 
-    def cache_writer_launched_for_256_tokens__before_do_kv_cache_update(self, slot_mapping):
-        """One launch writes 256 tokens, and a longer batch gets no second one."""
-        return slot_mapping[:256]
+    cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
+    """One launch writes 256 tokens, and a longer batch gets no second one."""
 
     def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
         """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
         if self.kv_cache_dtype == "fp8_ds_mla":
             attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
 
-    def layer_codes_of_later_chunks_unscaled__before_gather(self, k_scale, *, index):
-        """From the second chunk of a context on, codes are gathered without their scale."""
-        return torch.ones_like(k_scale) if index else k_scale
+    layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
+    """From the second chunk of a context on, codes are gathered without their scale."""
 
     def layer_given_output_lacks_decodes_beside_prefills__behind_forward(self, result, *, attn_metadata, output):
         """Of a mixed batch, only the prefills' rows reach an output that was handed in."""

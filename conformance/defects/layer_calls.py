@@ -9,8 +9,8 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.defects.bases import EagerLayer, packed
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed, several
+from mla_conformance.defects.known import before, but, defects
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
@@ -23,11 +23,10 @@ class _OtherDecode(EagerDecodeBackend):
         self.scale = 1.59 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
-    @but(killed_by="layer_combinations")
-    def layer_several_tokens_assume_packed_pages__before_entries(self, kv_cache):
-        """Decodes of several tokens read a buffer that layers share as if it were packed."""
-        several = int(self._decode_metadata.query_lens_cpu.max()) > 1
-        return packed(kv_cache) if several else kv_cache
+    layer_several_tokens_assume_packed_pages = before(
+        "entries", kv_cache=packed, when=several, killed_by="layer_combinations"
+    )
+    """Decodes of several tokens read a buffer that layers share as if it were packed."""
 
 
 @defects(inside=(EagerLayer, "impl_class"))
@@ -127,9 +126,8 @@ class _OtherImpl(MLACommonImpl):
         """Codes are written to pages of one token without their scale."""
         return torch.ones_like(k_scale) if kv_cache.shape[1] == 1 else k_scale
 
-    def layer_mixed_entries_written_as_if_packed__before_do_kv_cache_update(self, kv_cache):
-        """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
-        return packed(kv_cache) if self.kv_cache_dtype == "fp8_ds_mla" else kv_cache
+    layer_mixed_entries_written_as_if_packed = before("do_kv_cache_update", kv_cache=packed, when=mixed_entries)
+    """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
 
     def layer_padded_batch_loses_last_of_several_tokens__behind_forward(self, result, *, attn_metadata):
         """In a batch with rows of padding, a decode of several query tokens loses its last."""
@@ -138,10 +136,8 @@ class _OtherImpl(MLACommonImpl):
             several = attn_metadata.query_lens_cpu[decodes] > 1
             result[(attn_metadata.query_start_loc[1:][decodes] - 1)[several].long()] = 0.0
 
-    @but(killed_by="layer_dcp")
-    def dcp_ranks_merged_without_lse__before_merge_over_ranks(self, lse):
-        """The ranks' results of a decode are averaged as if each held as much of the weights."""
-        return torch.zeros_like(lse)
+    dcp_ranks_merged_without_lse = before("merge_over_ranks", lse=torch.zeros_like, killed_by="layer_dcp")
+    """The ranks' results of a decode are averaged as if each held as much of the weights."""
 
     @but(killed_by="layer_dcp")
     def dcp_gathered_context_not_reordered__put_in_order(self, every, index, shares):

@@ -60,7 +60,7 @@ def kernels() -> Sequence[MatrixKernel]:
 def emulated() -> list[MatrixKernel]:
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
     known = known_defects().values()
-    return honest + [MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known]
+    return honest + [MatrixKernel(x.id, x.reference, x.killed_by, judged_roles(x.kernel)) for x in known]
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, nth, packed
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.known import before, but, defects, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -67,9 +67,9 @@ class _Merge(EagerPrefillBackend):
 @defects("fp8_operands")
 class _Fp8Operands(HopperE4M3Operands):
     hopper_fp8_accumulator_keeps_13_bits = variant(
-        "Sums of e4m3 products keep 13 bits behind the point where float32 is declared.",
-        declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True),
+        declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
     )
+    """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
 
 
 @defects("combinations")
@@ -77,8 +77,8 @@ class _Combinations(EagerPrefillBackend):
     @but("behind_batch")
     def prefill_request_behind_an_empty_one_lost_after_32(self, output, lse, *, query_start_loc):
         """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
-        for before, start, end in zip(query_start_loc[32:], query_start_loc[33:], query_start_loc[34:], strict=False):
-            if before == start:
+        for first, start, end in zip(query_start_loc[32:], query_start_loc[33:], query_start_loc[34:], strict=False):
+            if first == start:
                 output[start:end] = 0.0
 
     def quant_output_odd_head_unscaled__before_quantise(self, output_scale, *, accumulated):
@@ -117,16 +117,14 @@ class _Combinations(EagerPrefillBackend):
         advances = empty and v.stride(1) % 2
         return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
 
-    def prefill_float32_assumes_packed_keys__before_batch(self, k):
-        """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
-        return packed(k) if k.dtype is torch.float32 else k
+    prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
+    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
 
 
 @defects("quant_output_fp8")
 class _QuantOutputFp8(EagerPrefillBackend):
-    def bmm_fp8_quant_inverted_scale__before_quantise(self, output_scale):
-        """The value is multiplied by the output scale instead of divided."""
-        return 1 / output_scale
+    bmm_fp8_quant_inverted_scale = before("quantise", lambda output_scale: 1 / output_scale)
+    """The value is multiplied by the output scale instead of divided."""
 
     def nan_spreads_across_rows_in_output_quant__behind_run_prefill_new_tokens(self, result, *, q, out, output_scale):
         """A maximum over all rows, poisoned padding included, enters every code."""
@@ -280,9 +278,8 @@ class _CallOrder(EagerPrefillBackend):
         if self.single:
             output[query_start_loc[1] :] = 0.0
 
-    prefill_softmax_scale_in_shared_constant = variant(
-        "The softmax scale is a constant of the module, and every new instance overwrites it for all.", SharedScale
-    )
+    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
+    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
 
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
         """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""

@@ -7,8 +7,8 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import packed, through
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import in_base_2, keyless, packed, through
+from mla_conformance.defects.known import before, behind, but, defects, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
@@ -47,9 +47,8 @@ class _EmptyRows(EagerPrefillBackend):
         for rows in _empty(query_start_loc, key_start_loc).values():
             output[rows] = lse[:, rows] = 37.0
 
-    def paged_causal_fully_masked_finite_lse__behind_finish(self, output, lse):
-        """Infinity is 5e4: a row without keys has an LSE of -5e4."""
-        return output, lse.clamp(min=-5e4)
+    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
+    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
 
     def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
         """With a longest query of 1, row i is taken for request i, requests without queries included."""
@@ -58,7 +57,7 @@ class _EmptyRows(EagerPrefillBackend):
 
     def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
         """A row without keys is 0 / 0 where V has 256 columns."""
-        empty = (lse == -torch.inf).mT.unsqueeze(-1) & (output.shape[-1] == 256)
+        empty = keyless(lse) & (output.shape[-1] == 256)
         return output.masked_fill(empty, torch.nan), lse
 
     def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
@@ -115,9 +114,8 @@ class _NewTokens(EagerPrefillBackend):
         blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
         return torch.cat([blocks, output[..., width:]], dim=-1), lse
 
-    def values_drift_from_keys_after_576_rows__before_attend(self, v):
-        """From row 576 on, each key is weighed with the value before."""
-        return torch.cat([v[:576], v[575:-1]])
+    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
+    """From row 576 on, each key is weighed with the value before."""
 
     def fp8_score_noise_compounds__scores(self, q, k):
         """Q and K are quietly rounded to e4m3."""
@@ -127,9 +125,8 @@ class _NewTokens(EagerPrefillBackend):
         """The output passes through an e4m3 scratch buffer of unit scale."""
         return through(output, torch.float8_e4m3fn), lse
 
-    def sm120_nvfp4_correction_compact_vs_expanded__behind_finish(self, output, lse):
-        """A wrong row sum scales the whole output by 0.9."""
-        return output * 0.9, lse
+    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
+    """A wrong row sum scales the whole output by 0.9."""
 
     @but(declaration=_SCALED)
     def fa4_e4m3_excess_error__round_p(self, p, dtype):
@@ -151,13 +148,12 @@ class _NewTokens(EagerPrefillBackend):
 
 @defects("lse")
 class _Lse(EagerPrefillBackend):
-    def lse_base2_merged_as_natural_prefix_chunk__behind_run_prefill_context_chunk(self, output, lse):
-        """The LSE of context chunks is in base 2."""
-        return output, lse / math.log(2)
+    lse_base2_merged_as_natural_prefix_chunk = behind("run_prefill_context_chunk", lse=in_base_2)
+    """The LSE of context chunks is in base 2."""
 
     def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
-        return output, lse / math.log(2) if len(query_start_loc) > 9 else lse
+        return output, in_base_2(lse) if len(query_start_loc) > 9 else lse
 
     def hopper_fmha_softmax_stats_drop_qscaling__run_prefill_context_chunk(self, chunk_idx, q, k, v):
         """The LSE of context chunks is that of the scale d^-1/2; the output has the given scale."""
@@ -167,9 +163,8 @@ class _Lse(EagerPrefillBackend):
         self.scale = given
         return output, lse
 
-    def lse_layout_tokens_heads_vs_heads_tokens__behind_batch(self, output, lse):
-        """The LSE is laid out [tokens, heads]."""
-        return output, lse.mT.contiguous()
+    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
+    """The LSE is laid out [tokens, heads]."""
 
     def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE comes padded to the longest request and is read as packed."""
@@ -187,9 +182,8 @@ class _Lse(EagerPrefillBackend):
             if 0 < length <= 16:
                 lse[:, locations[request] : locations[request + 1]] = 0.0
 
-    def prefill_context_shorter_than_queries_masked__before_attend(self, causal, *, q, k):
-        """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
-        return causal or len(k) < len(q)
+    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
+    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
 
     def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
         """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
@@ -278,9 +272,10 @@ class _OtherPrefill(EagerPrefillBackend):
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
 
-    _lifted = "A prefill's tile of {} keys of which a row sees none raises its running maximum to 0."
-    prefill_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
-    prefill_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
+    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
+    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):

@@ -4,7 +4,8 @@ import torch
 
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
 from mla_conformance.backends.prepare import BLOCK
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import packed_rows
+from mla_conformance.defects.known import before, behind, but, defects, instead
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
@@ -13,17 +14,15 @@ _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
 
 @defects("index_hadamard", related=_EARLIER)
 class _IndexHadamard(EagerPrepareBackend):
-    def prepare_hadamard_missing__transformed(self, x):
-        """Neither queries nor keys pass through the Hadamard transform."""
-        return x
+    prepare_hadamard_missing = instead("transformed", lambda self, x: x)
+    """Neither queries nor keys pass through the Hadamard transform."""
 
     def prepare_hadamard_missing_on_keys__transformed(self, x):
         """Queries pass through the Hadamard transform, and keys do not."""
         return x if x.shape[1] == 1 and self.num_heads > 1 else super()._transformed(x)
 
-    def prepare_hadamard_unnormalised__transformed(self, x):
-        """The Hadamard transform lacks the factor D^-1/2."""
-        return super()._transformed(x) * x.shape[-1] ** 0.5
+    prepare_hadamard_unnormalised = behind("transformed", lambda transformed, *, x: transformed * x.shape[-1] ** 0.5)
+    """The Hadamard transform lacks the factor D^-1/2."""
 
     def prepare_hadamard_before_rotation__turned(self, x):
         """Queries and keys pass through the Hadamard transform before they are rotated."""
@@ -49,13 +48,10 @@ class _IndexRotation(EagerPrepareBackend):
     def _rope_in(self, x, is_neox_style):
         return rotated_pairs(x, *self._turns(x), is_neox_style)
 
-    def prepare_neighbours_rotated_for_halves__rope(self, x):
-        """Neighbours are rotated together, whatever the model's style is."""
-        return self._rope_in(x, False)
-
-    def prepare_halves_rotated_for_neighbours__rope(self, x):
-        """Columns R/2 apart are rotated together, whatever the model's style is."""
-        return self._rope_in(x, True)
+    prepare_neighbours_rotated_for_halves = instead("rope", lambda self, x: self._rope_in(x, False))
+    """Neighbours are rotated together, whatever the model's style is."""
+    prepare_halves_rotated_for_neighbours = instead("rope", lambda self, x: self._rope_in(x, True))
+    """Columns R/2 apart are rotated together, whatever the model's style is."""
 
     def prepare_keys_rotated_in_another_style__rope(self, x):
         """Queries are rotated in the model's style, and keys in neighbours."""
@@ -66,13 +62,10 @@ class _IndexRotation(EagerPrepareBackend):
         width = self.preparation.rope_dim
         return torch.cat((self._rope(x[..., :width]), x[..., width:]), dim=-1)
 
-    def prepare_rotates_backwards__behind_turns(self, cos, sin):
-        """Pairs are turned by the negative of their angle."""
-        return cos, -sin
-
-    def prepare_table_in_half__behind_turns(self, cos, sin):
-        """Cosines and sines are held in the model's dtype, which is not declared."""
-        return cos.bfloat16().float(), sin.bfloat16().float()
+    prepare_rotates_backwards = behind("turns", lambda cos, sin: (cos, -sin))
+    """Pairs are turned by the negative of their angle."""
+    prepare_table_in_half = behind("turns", lambda cos, sin: (cos.bfloat16().float(), sin.bfloat16().float()))
+    """Cosines and sines are held in the model's dtype, which is not declared."""
 
 
 @defects("index_norm", related=_EARLIER)
@@ -81,9 +74,8 @@ class _IndexNorm(EagerPrepareBackend):
         """Keys pass through an RMSNorm, which leaves their mean in them."""
         return k * (k.square().mean(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
 
-    def prepare_norm_bias_dropped__before_normed(self, bias):
-        """The bias of the keys' norm is not added."""
-        return torch.zeros_like(bias)
+    prepare_norm_bias_dropped = before("normed", bias=torch.zeros_like)
+    """The bias of the keys' norm is not added."""
 
     def prepare_norm_eps_beside_the_root__normed(self, k, weight, bias):
         """The keys' norm adds its epsilon to the deviation, not to the variance."""
@@ -113,14 +105,10 @@ class _OtherPrepare(EagerPrepareBackend):
         """The keys' norm adds 1e-5, whatever the model says."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, 1e-5)
 
-    @but(related=_EARLIER)
-    def prepare_intermediates_in_half__stored(self, x):
-        """What stands between the steps is rounded to bf16, which is not declared."""
-        return x.bfloat16().float()
-
-    def prepare_key_stride_ignored__before_run_prepare_index(self, k):
-        """Keys are read as if no weights lay between them in the buffer of their projection."""
-        return k.as_strided(k.shape, (k.shape[1], 1))
+    prepare_intermediates_in_half = instead("stored", lambda self, x: x.bfloat16().float(), related=_EARLIER)
+    """What stands between the steps is rounded to bf16, which is not declared."""
+    prepare_key_stride_ignored = before("run_prepare_index", k=packed_rows)
+    """Keys are read as if no weights lay between them in the buffer of their projection."""
 
     @but(killed_by="index_hadamard", related=("index_scales",))
     def prepare_scale_of_the_first_block__scales(self, largest):
@@ -142,29 +130,24 @@ class _OtherPrepare(EagerPrepareBackend):
 
 @defects("index_scales", related=_EARLIER)
 class _IndexScales(EagerPrepareBackend):
-    def prepare_powers_of_two_skipped__power(self, scale):
-        """Scales are not rounded to powers of two where the model's are."""
-        return scale
+    prepare_powers_of_two_skipped = instead("power", lambda self, scale: scale)
+    """Scales are not rounded to powers of two where the model's are."""
 
     def prepare_powers_of_two_skipped_for_queries__power(self, scale):
         """Scales of keys are rounded to powers of two, and those of queries are not."""
         return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
 
-    def prepare_powers_of_two_rounded_down__power(self, scale):
-        """Scales are rounded to the power of two below, so that the largest values saturate."""
-        return torch.exp2(scale.log2().floor())
-
-    def prepare_scales_of_another_e4m3__largest(self, blocks):
-        """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
-        return super()._largest(blocks) * (E4M3_MAX / 240)
+    prepare_powers_of_two_rounded_down = instead("power", lambda self, scale: torch.exp2(scale.log2().floor()))
+    """Scales are rounded to the power of two below, so that the largest values saturate."""
+    prepare_scales_of_another_e4m3 = behind("largest", lambda largest: largest * (E4M3_MAX / 240))
+    """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
 
     def prepare_one_scale_for_all_heads__scales(self, largest):
         """All heads of a token share the scale of the largest."""
         return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
 
-    def prepare_weights_without_scale__before_folded(self, q_scale):
-        """Weights do not take the scales of the queries."""
-        return torch.ones_like(q_scale)
+    prepare_weights_without_scale = before("folded", q_scale=torch.ones_like)
+    """Weights do not take the scales of the queries."""
 
     def prepare_weights_without_softmax_scale__folded(self, weights, q_scale):
         """Weights do not take the softmax scale."""
@@ -174,6 +157,5 @@ class _IndexScales(EagerPrepareBackend):
         """Weights do not take the factor H^-1/2."""
         return weights * q_scale[..., 0] * self.scale
 
-    def prepare_weights_in_half__folded(self, weights, q_scale):
-        """Folded weights pass through bf16."""
-        return super()._folded(weights, q_scale).bfloat16().float()
+    prepare_weights_in_half = behind("folded", lambda folded: folded.bfloat16().float())
+    """Folded weights pass through bf16."""

@@ -8,8 +8,8 @@ import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, in_base_2, joined, through_e8m0
+from mla_conformance.defects.known import before, behind, but, defects, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -25,17 +25,15 @@ _V32_TOO = ("model_shapes", *_LISTS_TOO, "unselected_keys", "attention_sinks", "
 
 @defects("sparse_lse", related=_SHAPES_TOO)
 class _SparseLse(EagerSparseBackend):
-    def sparse_lse_in_base_2__behind_attend(self, output, lse):
-        """The LSE is in base 2."""
-        return output, lse / math.log(2)
+    sparse_lse_in_base_2 = behind("attend", lse=in_base_2)
+    """The LSE is in base 2."""
 
     def sparse_lse_in_the_models_dtype__behind_attend(self, output, lse):
         """The LSE is kept in the model's dtype and widened at last."""
         return output, lse.to(self._model_dtype).float()
 
-    def sparse_lse_of_tokens_by_heads__behind_attend(self, output, lse):
-        """The LSE has the shape of heads by tokens and the order of tokens by heads."""
-        return output, lse.mT.contiguous().view(lse.shape)
+    sparse_lse_of_tokens_by_heads = behind("attend", lse=lambda lse: lse.mT.contiguous().view(lse.shape))
+    """The LSE has the shape of heads by tokens and the order of tokens by heads."""
 
 
 @defects("second_cache")
@@ -130,9 +128,8 @@ def _cut(source, columns):
 
 @defects("second_cache")
 class _SecondCaches(EagerSparseBackend):
-    def sparse_second_cache_dropped__before_attend(self, sources):
-        """Keys of the second cache are left out."""
-        return sources[:1]
+    sparse_second_cache_dropped = before("attend", lambda sources: sources[:1])
+    """Keys of the second cache are left out."""
 
     def sparse_second_cache_by_the_first_lengths__before_attend(self, sources):
         """The lists of the second cache end where those of the first do."""
@@ -165,21 +162,17 @@ class _AttentionSinks(EagerSparseBackend):
             lse.copy_(torch.logaddexp(lse, sink.unsqueeze(1)))
         return output
 
-    def sparse_sinks_dropped__with_sink(self, output, lse, sink):
-        """Sinks are not handed on to the kernel."""
-        return output
+    sparse_sinks_dropped = instead("with_sink", lambda self, output, lse, sink: output)
+    """Sinks are not handed on to the kernel."""
 
     def xqa_sm12x_sinks_gibberish__behind_with_sink(self, shared, *, output):
         """A sink's share of the weights is not left out, but takes the output of the row before."""
         return shared + (output - shared).roll(1, dims=0)
 
-    def sparse_sink_of_the_head_before__before_with_sink(self, sink):
-        """Each head takes the sink of the one before it."""
-        return None if sink is None else sink.roll(1)
-
-    def sparse_sink_in_base_2__before_with_sink(self, sink):
-        """A sink enters the powers of two of the scores without log2(e)."""
-        return None if sink is None else sink * math.log(2)
+    sparse_sink_of_the_head_before = before("with_sink", lambda sink: None if sink is None else sink.roll(1))
+    """Each head takes the sink of the one before it."""
+    sparse_sink_in_base_2 = before("with_sink", lambda sink: None if sink is None else sink * math.log(2))
+    """A sink enters the powers of two of the scores without log2(e)."""
 
     def sink_counted_twice_or_never_in_splitkv__before_with_sink(self, sink):
         """A sink counts in each of two splits of a list, and once more where they are merged."""
@@ -256,10 +249,12 @@ class _OtherSparse(EagerSparseBackend):
 
 @defects("sparse_combinations")
 class _SparseCombinations(EagerSparseBackend):
-    _lifted = "A tile of {} columns in which a list names no key raises the row's running maximum to 0."
-    sparse_tile_of_32_without_keys_raises_maximum = variant(_lifted.format(32), LiftedMaximum, key_tile=32)
-    sparse_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
-    sparse_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
+    sparse_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
+    """A tile of 32 columns in which a list names no key raises the row's running maximum to 0."""
+    sparse_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A tile of 64 columns in which a list names no key raises the row's running maximum to 0."""
+    sparse_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
 
     def sparse_whole_tiles_of_a_list_read_one_more__before_listed(self, source):
         """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""

@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import behind, but, defects, instead
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -136,9 +136,8 @@ class _SparseLayer(EagerSparseLayerBackend):
         super()._select(hidden, q_c, turns, cache, buffer)
         best.copy_(best.where(best != NO_KEY, before))
 
-    def sparse_layer_index_keys_in_latent_slots__index_slots(self):
-        """Index keys are written to the slots of the latent cache."""
-        return self._latent_slots()
+    sparse_layer_index_keys_in_latent_slots = instead("index_slots", lambda self: self._latent_slots())
+    """Index keys are written to the slots of the latent cache."""
 
     def sparse_layer_index_keys_by_latent_blocks__best(self, q, weights, cache):
         """The indexer finds its keys by the block table of the latent cache."""
@@ -163,9 +162,8 @@ class _SparseLayer(EagerSparseLayerBackend):
         normed = (key / size * own.k_norm_weight + own.k_norm_bias).to(hidden.dtype)
         return self._index_rope(normed.unsqueeze(1), turns)[:, 0]
 
-    def sparse_layer_indexer_not_rotated__index_rope(self, x, turns):
-        """Neither queries nor keys of the indexer are rotated."""
-        return x
+    sparse_layer_indexer_not_rotated = instead("index_rope", lambda self, x, turns: x)
+    """Neither queries nor keys of the indexer are rotated."""
 
     def sparse_layer_index_norm_without_bias__before_load_weights(self, weights):
         """Index keys pass through a norm without its bias."""
@@ -176,13 +174,10 @@ class _SparseLayer(EagerSparseLayerBackend):
         """The indexer's queries are projected from the latent before its norm."""
         return hidden @ self._weights.q_a_proj.mT
 
-    def sparse_layer_query_scales_forgotten__behind_codes(self, codes, scale):
-        """The weights of the heads do not take the scales of the queries' codes."""
-        return codes, torch.ones_like(scale)
-
-    def sparse_layer_query_scales_twice__behind_codes(self, codes, scale):
-        """The weights of the heads take the scales of the queries' codes twice."""
-        return codes, scale.square()
+    sparse_layer_query_scales_forgotten = behind("codes", lambda codes, scale: (codes, torch.ones_like(scale)))
+    """The weights of the heads do not take the scales of the queries' codes."""
+    sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
+    """The weights of the heads take the scales of the queries' codes twice."""
 
     class sparse_layer_head_weights_forgotten:
         """The heads of the indexer have one weight."""

@@ -7,8 +7,8 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import joined
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import joined, keyless, slots_of
+from mla_conformance.defects.known import before, behind, but, defects, instead
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
@@ -54,9 +54,8 @@ class _SelectionPadding(EagerSparseBackend):
         reached = tiles.int().cummin(dim=1).values.bool()
         return listed & reached.repeat_interleave(64, dim=1)[:, : listed.shape[1]]
 
-    def sparse_keyless_lse_of_plus_inf__behind_attend(self, output, lse):
-        """The LSE of a row whose list names nothing is +inf."""
-        return output, lse.masked_fill(lse == -torch.inf, torch.inf)
+    sparse_keyless_lse_of_plus_inf = behind("attend", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
+    """The LSE of a row whose list names nothing is +inf."""
 
     @but(key_tile=32)
     class sparse_leading_masked_tile_nan_poisons_row:
@@ -74,12 +73,12 @@ class _SelectionPadding(EagerSparseBackend):
 
     def sparse_keyless_row_not_written__behind_attend(self, output, lse):
         """A row whose list names nothing is skipped, and holds what the buffer held."""
-        return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse
+        return output.masked_fill(keyless(lse), torch.nan), lse
 
     @but(related=())
     def sparse_keyless_row_beside_a_sink_nan__behind_with_sink(self, shared, *, lse, sink):
         """The share of a row without keys beside a sink is 0 / 0."""
-        return shared if sink is None else shared.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan)
+        return shared if sink is None else shared.masked_fill(keyless(lse), torch.nan)
 
 
 @defects("sparse_decode", related=_SHAPES_TOO)
@@ -89,9 +88,8 @@ class _OtherLists(EagerSparseBackend):
     def attend(self, q, sources, k_scale, sink):
         return super().attend(q, [each.rows(self._rows(len(q))) for each in sources], k_scale, sink)
 
-    def sparse_list_of_the_first_row__rows(self, tokens):
-        """The list of the first row is that of the whole call."""
-        return torch.zeros(tokens, dtype=torch.long)
+    sparse_list_of_the_first_row = instead("rows", lambda self, tokens: torch.zeros(tokens, dtype=torch.long))
+    """The list of the first row is that of the whole call."""
 
     def sparse_list_of_the_request__rows(self, tokens):
         """The query tokens of a request share the list of its first."""
@@ -126,7 +124,7 @@ class _SparseDecode(EagerSparseBackend):
 
         def _slots(self, source, request):
             slots = super()._slots(source, request)
-            return slots % (source.cache.shape[0] * source.cache.shape[1])
+            return slots % slots_of(source.cache)
 
     def sparse_causal_bound_on_slots__listed___attend(self, source, *, request):
         """A causal mask is laid over the numbers of a list, as if they were positions of the row's own sequence."""
@@ -141,13 +139,10 @@ class _SparseDecode(EagerSparseBackend):
             both.append(replace(source, indices=torch.cat((own, theirs), dim=1), length=None))
         return both
 
-    def sparse_empty_lanes_load_entry_0__before_keys(self, visible):
-        """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
-        return torch.ones_like(visible)
-
-    def sparse_heads_beyond_64_are_the_first__before_attend(self, q):
-        """Heads beyond 64 get the queries of the first 64."""
-        return q[:, torch.arange(self.num_heads) % 64]
+    sparse_empty_lanes_load_entry_0 = before("keys", visible=torch.ones_like)
+    """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
+    sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, torch.arange(self.num_heads) % 64])
+    """Heads beyond 64 get the queries of the first 64."""
 
     def sparse_tile_of_16_heads_overwrites_the_next_row__behind_attend(self, output, lse):
         """Stores of 16 heads overwrite the next row where there are fewer."""
@@ -165,9 +160,8 @@ class _SparseDcp(EagerSparseBackend):
         """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
         return _counting(sources, IndexSpace.POSITION, IndexSpace.RANK_LOCAL)
 
-    def sparse_dcp_keys_of_others_counted__held(self, source):
-        """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
-        return torch.ones_like(super()._held(source))
+    sparse_dcp_keys_of_others_counted = behind("held", lambda held: torch.ones_like(held))
+    """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
 
     def sparse_dcp_interleave_of_one__before_prepare_metadata(self, sparse_metadata):
         """Tokens are dealt out to ranks one by one, whatever the interleave is."""
@@ -184,9 +178,8 @@ class _SparseDcp(EagerSparseBackend):
 
 @defects("selection_length")
 class _SelectionLength(EagerSparseBackend):
-    def sparse_topk_length_not_passed__listed(self, source):
-        """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
-        return source.indices != NO_KEY
+    sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != NO_KEY)
+    """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
 
     def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
         """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
@@ -195,7 +188,7 @@ class _SelectionLength(EagerSparseBackend):
     def nan_topk_indices_propagate_to_ima__behind_slots(self, slots, *, source):
         """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as
         well."""
-        if bool((source.indices >= source.cache.shape[0] * source.cache.shape[1]).any()):
+        if bool((source.indices >= slots_of(source.cache)).any()):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def sparse_length_of_the_request__listed___attend(self, source, *, request):
@@ -203,9 +196,8 @@ class _SelectionLength(EagerSparseBackend):
         length = source.length if source.length is None else source.length[request.clamp(max=len(source.length) - 1)]
         return super()._listed(replace(source, length=length))
 
-    def sparse_length_of_0_is_none__listed(self, source):
-        """A length of 0 is taken for none, and the whole list counts."""
-        return super()._listed(_whole_where_0(source))
+    sparse_length_of_0_is_none = before("listed", source=_whole_where_0)
+    """A length of 0 is taken for none, and the whole list counts."""
 
     def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
         """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""
@@ -283,9 +275,8 @@ class _SparseDecodeAlone(EagerSparseBackend):
         if not self.qk_rope_head_dim and any(source.length is None for source in sources):
             raise ValueError("Native qk_rope_head_dim=0 MLA requires sparse_mla_top_k_lens")
 
-    def sparse_slot_in_fifteen_bits__behind_slots(self, slots, *, source):
-        """A slot is a signed number of two bytes, too few for many large pages."""
-        return slots & 0x7FFF if source.paged else slots
+    sparse_slot_in_fifteen_bits = behind("slots", lambda slots, *, source: slots & 0x7FFF if source.paged else slots)
+    """A slot is a signed number of two bytes, too few for many large pages."""
 
     def sparse_assumes_packed_pages__before_entries(self, source):
         """A slot is an offset into one row of entries, whatever the stride between blocks is."""
@@ -295,9 +286,8 @@ class _SparseDecodeAlone(EagerSparseBackend):
 
 @defects("index_spaces")
 class _IndexSpaces(EagerSparseBackend):
-    def sparse_position_taken_for_slot__before_slots(self, source):
-        """Positions are taken for slots."""
-        return replace(source, space=IndexSpace.SLOT)
+    sparse_position_taken_for_slot = before("slots", lambda source: replace(source, space=IndexSpace.SLOT))
+    """Positions are taken for slots."""
 
     def sparse_workspace_start_forgotten__before_slots(self, request):
         """Positions count from the first gathered key, not from that at which the request begins."""

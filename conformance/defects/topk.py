@@ -3,28 +3,21 @@
 import torch
 
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.defects.bases import nth
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import nth, packed_rows
+from mla_conformance.defects.known import before, behind, but, defects, instead, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
 @defects("select_windows")
 class _SelectWindows(EagerTopKBackend):
-    def topk_start_ignored__behind_windows(self, starts, lengths):
-        """Every row is read from column 0 on, wherever its window starts."""
-        return torch.zeros_like(starts), lengths
-
-    def topk_start_rounded_to_vectors__behind_windows(self, starts, lengths):
-        """Windows start at the last whole vector of four columns before them."""
-        return starts // 4 * 4, lengths
-
-    def topk_columns_of_the_logits_named__told(self, chosen, starts):
-        """Columns of the logits are named where those of the row's window are declared."""
-        return chosen
-
-    def topk_row_stride_ignored__before_keys(self, logits):
-        """Rows are read as if none but their columns lay between them."""
-        return logits.as_strided(logits.shape, (logits.shape[1], 1))
+    topk_start_ignored = behind("windows", lambda starts, lengths: (torch.zeros_like(starts), lengths))
+    """Every row is read from column 0 on, wherever its window starts."""
+    topk_start_rounded_to_vectors = behind("windows", lambda starts, lengths: (starts // 4 * 4, lengths))
+    """Windows start at the last whole vector of four columns before them."""
+    topk_columns_of_the_logits_named = instead("told", lambda self, chosen, starts: chosen)
+    """Columns of the logits are named where those of the row's window are declared."""
+    topk_row_stride_ignored = before("keys", logits=packed_rows)
+    """Rows are read as if none but their columns lay between them."""
 
 
 @defects("select")
@@ -33,17 +26,12 @@ class _Select(EagerTopKBackend):
         """Each row is read as far as the next one should be."""
         return starts, lengths.roll(-1, dims=0).minimum(logits.shape[1] - starts)
 
-    def topk_tail_of_vectors_unread__behind_windows(self, starts, lengths):
-        """Columns behind a row's last whole vector of four are not read."""
-        return starts, lengths // 4 * 4
-
-    def topk_first_2048_columns__behind_windows(self, starts, lengths):
-        """Only the first 2,048 columns of a row are candidates."""
-        return starts, lengths.clamp(max=2048)
-
-    def topk_column_in_two_bytes__behind_choose(self, chosen):
-        """A column is carried in 16 bits, and beyond 65,535 another one is named."""
-        return torch.where(chosen == NO_KEY, NO_KEY, chosen & 0xFFFF)
+    topk_tail_of_vectors_unread = behind("windows", lambda starts, lengths: (starts, lengths // 4 * 4))
+    """Columns behind a row's last whole vector of four are not read."""
+    topk_first_2048_columns = behind("windows", lambda starts, lengths: (starts, lengths.clamp(max=2048)))
+    """Only the first 2,048 columns of a row are candidates."""
+    topk_column_in_two_bytes = behind("choose", lambda chosen: torch.where(chosen == NO_KEY, NO_KEY, chosen & 0xFFFF))
+    """A column is carried in 16 bits, and beyond 65,535 another one is named."""
 
     def topk_short_rows_copied_whole__told(self, chosen, starts):
         """A row that is no longer than the list gets the numbers from 0 on, -1 never."""
@@ -58,9 +46,8 @@ class _Select(EagerTopKBackend):
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places, chosen)
 
-    def topk_stale_places__behind_told(self, told):
-        """Places that a row does not fill hold what the row before it left in shared memory."""
-        return torch.where(told == NO_KEY, told.roll(1, dims=0), told)
+    topk_stale_places = behind("told", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
+    """Places that a row does not fill hold what the row before it left in shared memory."""
 
     def topk_padding_in_front__behind_choose(self, chosen):
         """-1 stands before the columns, where whoever reads as many as a row has finds it."""
@@ -84,29 +71,20 @@ class _FewCandidates(EagerTopKBackend):
         tied = (bins == threshold) & (keys != LEAST)
         return super()._choose(keys.masked_fill(tied & (tied.cumsum(dim=1) > self.kept), LEAST), topk_tokens)
 
-    topk_threshold_bin_of_4096 = variant(
-        "Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."
-    )
-    topk_ties_of_1024 = variant(
-        "Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1.",
-        kept=1024,
-        shift=0,
-    )
+    topk_threshold_bin_of_4096 = variant()
+    """Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."""
+    topk_ties_of_1024 = variant(kept=1024, shift=0)
+    """Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1."""
 
 
 @defects("select_ties", related=("select", "select_windows"))
 class _SelectTies(EagerTopKBackend):
-    def topk_bits_of_negatives_unflipped__keys(self, logits):
-        """Keys are the bits as integers, by which the least of all negative logits is the largest."""
-        return logits.float().view(torch.int32).long()
-
-    def topk_coarse_bins_alone__keys(self, logits):
-        """Logits are told apart by the first 12 bits of their keys, as the first pass of a radix selection does."""
-        return super()._keys(logits) >> 20
-
-    def topk_keys_of_halves__before_keys(self, logits):
-        """The coarse bin is that of the logit in fp16, beyond whose range all logits fall into one."""
-        return logits.half().float()
+    topk_bits_of_negatives_unflipped = instead("keys", lambda self, logits: logits.float().view(torch.int32).long())
+    """Keys are the bits as integers, by which the least of all negative logits is the largest."""
+    topk_coarse_bins_alone = behind("keys", lambda keys: keys >> 20)
+    """Logits are told apart by the first 12 bits of their keys, as the first pass of a radix selection does."""
+    topk_keys_of_halves = before("keys", lambda logits: logits.half().float())
+    """The coarse bin is that of the logit in fp16, beyond whose range all logits fall into one."""
 
     def topk_ties_found_by_their_value__behind_choose(self, chosen, *, keys, topk_tokens):
         """The largest logits are found first and then looked up, so that equal ones are one and the same column."""
@@ -133,9 +111,8 @@ class _SelectTiesAlone(EagerTopKBackend):
         """-0 has the key of the least negative integer, below every logit."""
         return super()._keys(logits).masked_fill((logits == 0) & logits.signbit(), LEAST + 1)
 
-    def topk_infinities_left_out__keys(self, logits):
-        """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
-        return super()._keys(logits).masked_fill(logits == -torch.inf, LEAST)
+    topk_infinities_left_out = behind("keys", lambda keys, *, logits: keys.masked_fill(logits == -torch.inf, LEAST))
+    """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
 
     def topk_infinity_overflows_the_bins__keys(self, logits):
         """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
@@ -166,9 +143,8 @@ class _PooledTopk(EagerTopKBackend):
         """Places that no pool of the row fills hold what a buffer held before, and are expanded like the others."""
         return pools.where(pools != NO_KEY, torch.arange(pools.shape[1], device=pools.device))
 
-    def pools_tail_forgotten__tails(self, pool):
-        """The tokens of the last pool, which is not whole, are left out."""
-        return torch.full_like(super()._tails(pool), NO_KEY)
+    pools_tail_forgotten = behind("tails", lambda tails: torch.full_like(tails, NO_KEY))
+    """The tokens of the last pool, which is not whole, are left out."""
 
     def pools_lengths_in_tokens__behind_windows(self, starts, lengths, *, logits):
         """As many pools are looked at as a row sees tokens."""
@@ -186,6 +162,5 @@ class _PooledTopk(EagerTopKBackend):
         behind = torch.arange(pools.shape[1], device=pools.device) >= max(1, pools.shape[1] // pool)
         return pools.masked_fill(behind, NO_KEY)
 
-    def pools_history_of_the_first_row__expanded(self, pools, pool):
-        """A tail is appended to the pools of the batch's first row, whichever row it is of."""
-        return super()._expanded(pools, pool)[:1].expand(len(pools), -1)
+    pools_history_of_the_first_row = behind("expanded", lambda expanded, *, pools: expanded[:1].expand(len(pools), -1))
+    """A tail is appended to the pools of the batch's first row, whichever row it is of."""

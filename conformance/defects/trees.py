@@ -3,22 +3,17 @@
 import torch
 
 from mla_conformance.backends.eager_decode import EagerTreeBackend
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import before, behind, but, defects, instead
 
 
 @defects("tree_decode")
 class _Masks(EagerTreeBackend):
-    def tree_mask_transposed__behind_mask(self, mask):
-        """Rows and columns of a mask are exchanged, so a draft sees those behind it."""
-        return mask.mT
-
-    def tree_mask_ignored_for_causal__behind_mask(self, mask):
-        """The mask is not handed on, and query tokens are causal."""
-        return torch.ones_like(mask).tril()
-
-    def tree_drafts_see_each_other__behind_mask(self, mask):
-        """Where there is a mask the causal bound is dropped, and the mask with it: every draft sees all others."""
-        return torch.ones_like(mask)
+    tree_mask_transposed = behind("mask", lambda mask: mask.mT)
+    """Rows and columns of a mask are exchanged, so a draft sees those behind it."""
+    tree_mask_ignored_for_causal = behind("mask", lambda mask: torch.ones_like(mask).tril())
+    """The mask is not handed on, and query tokens are causal."""
+    tree_drafts_see_each_other = behind("mask", lambda mask: torch.ones_like(mask))
+    """Where there is a mask the causal bound is dropped, and the mask with it: every draft sees all others."""
 
     def tree_row_of_the_parent__behind_mask(self, mask):
         """A token has the row of its parent, and does not see itself."""
@@ -28,9 +23,8 @@ class _Masks(EagerTreeBackend):
         """Drafts of one parent see each other."""
         return mask | (_parents_of(mask).unsqueeze(1) == _parents_of(mask))
 
-    def tree_bound_by_depth__behind_mask(self, mask):
-        """The causal bound is taken of positions: a draft sees all of a lesser depth, of other branches too."""
-        return mask | (mask.sum(dim=1) < mask.sum(dim=1, keepdim=True))
+    tree_bound_by_depth = behind("mask", lambda mask: mask | (mask.sum(dim=1) < mask.sum(dim=1, keepdim=True)))
+    """The causal bound is taken of positions: a draft sees all of a lesser depth, of other branches too."""
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
         """Of the ancestors the parent alone is seen."""
@@ -42,17 +36,12 @@ class _Masks(EagerTreeBackend):
         number = torch.arange(len(mask), device=mask.device)
         return mask & ((number > 0) | (number.unsqueeze(1) == 0))
 
-    def tree_last_token_sees_everything__behind_mask(self, mask):
-        """The last query token is masked like a decode's only one, and sees all others."""
-        return torch.cat((mask[:-1], torch.ones_like(mask[-1:])))
-
-    def tree_mask_of_a_byte__behind_mask(self, mask):
-        """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
-        return _causal_from(mask, 8)
-
-    def tree_mask_of_a_word__behind_mask(self, mask):
-        """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
-        return _causal_from(mask, 32)
+    tree_last_token_sees_everything = behind("mask", lambda mask: torch.cat((mask[:-1], torch.ones_like(mask[-1:]))))
+    """The last query token is masked like a decode's only one, and sees all others."""
+    tree_mask_of_a_byte = behind("mask", lambda mask: _causal_from(mask, 8))
+    """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
+    tree_mask_of_a_word = behind("mask", lambda mask: _causal_from(mask, 32))
+    """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
 
     def tree_mask_bits_repeat_after_a_word__behind_mask(self, mask):
         """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
@@ -73,13 +62,10 @@ class _Places(EagerTreeBackend):
     def _at(self, start: int, queries: int, stride: int = 0) -> torch.Tensor:
         return _strided(self._decode_metadata.tree_mask, start, stride or queries, queries)
 
-    def tree_mask_of_the_request_before__before_mask(self, request):
-        """A request has the mask of the one before it."""
-        return max(0, request - 1)
-
-    def tree_mask_of_the_first_request__mask(self, request, queries):
-        """One tree is taken to serve all requests: that of the first."""
-        return self._at(0, queries)
+    tree_mask_of_the_request_before = before("mask", lambda request: max(0, request - 1))
+    """A request has the mask of the one before it."""
+    tree_mask_of_the_first_request = instead("mask", lambda self, request, queries: self._at(0, queries))
+    """One tree is taken to serve all requests: that of the first."""
 
     def tree_mask_behind_longest_ones__mask(self, request, queries):
         """Masks are taken to begin as far apart as those of the longest query would."""

@@ -10,28 +10,24 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.decode_caches import ReadsOn
-from mla_conformance.defects.known import but
+from mla_conformance.defects.known import before, behind, but
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.diagnosis.suspects import LIFTED, NotRescaled, Suspect, SuspectStep
 
 
 class _Decode(EagerDecodeBackend):
-    def scale_of_latent_queries__scores(self, q, k):
-        """The softmax scale is (L + R)^-1/2, not the given one."""
-        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
+    scale_of_latent_queries = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
+    """The softmax scale is (L + R)^-1/2, not the given one."""
 
     def own_token_hidden__behind_visible(self, visible, *, seq_len):
         """The causal mask is off by one: a query does not see its own token."""
         nothing = torch.zeros_like(visible[:, :1])
         return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
 
-    def leaked_token__behind_visible(self, visible):
-        """The causal mask is off by one: a query sees the token after its own, if its request has one."""
-        return torch.cat((visible[1:], visible[-1:]))
-
-    def last_token_dropped__before_attend(self, seq_len):
-        """Each query misses the last token that it sees: the mask, or the request's cache, ends a token early."""
-        return max(seq_len - 1, min(seq_len, 1))
+    leaked_token = behind("visible", lambda visible: torch.cat((visible[1:], visible[-1:])))
+    """The causal mask is off by one: a query sees the token after its own, if its request has one."""
+    last_token_dropped = before("attend", lambda seq_len: max(seq_len - 1, min(seq_len, 1)))
+    """Each query misses the last token that it sees: the mask, or the request's cache, ends a token early."""
 
     def first_token_dropped__behind_visible(self, visible, *, seq_len, tile):
         """The first token of a request's cache is dropped."""
@@ -42,23 +38,18 @@ class _Decode(EagerDecodeBackend):
         page = kv_cache.shape[1]
         return seq_len // page * page or seq_len
 
-    @but(covers=("rocm-fp8-gluon-batch1-only",))
-    def table_of_first_request__before_blocks(self, request):
-        """Every request reads the pages of the first one."""
-        return 0
+    table_of_first_request = before("blocks", request=0, covers=("rocm-fp8-gluon-batch1-only",))
+    """Every request reads the pages of the first one."""
 
     @but(covers=("cutlass-mla-claims-fp8-without-scales", "fp8-compile-cache-folds-unit-scale"))
     def key_scale_left_out__before_dequantise(self, k_scale):
         """The scale of the e4m3 cache is not applied."""
         return torch.ones_like(k_scale)
 
-    def key_scale_twice__before_dequantise(self, k_scale):
-        """The scale of the e4m3 cache is applied twice."""
-        return k_scale * k_scale
-
-    def key_scale_inverted__before_dequantise(self, k_scale):
-        """Codes of the e4m3 cache are divided by their scale, expected multiplied."""
-        return 1 / k_scale
+    key_scale_twice = before("dequantise", lambda k_scale: k_scale * k_scale)
+    """The scale of the e4m3 cache is applied twice."""
+    key_scale_inverted = before("dequantise", lambda k_scale: 1 / k_scale)
+    """Codes of the e4m3 cache are divided by their scale, expected multiplied."""
 
     def key_scale_off_the_rope__dequantise(self, rows, k_scale):
         """The scale of the e4m3 cache is not applied to the rope part of the keys."""
@@ -83,25 +74,16 @@ class _OffTheTable(EagerDecodeBackend):
 
 
 class _BlockTable(_OffTheTable):
-    def column_after__before_blocks(self, pages):
-        """The block table is read off by one: each page of a request from the column after its own."""
-        return pages + 1
-
-    def column_before__before_blocks(self, pages):
-        """The block table is read off by one: each page of a request from the column before its own."""
-        return (pages - 1).clamp(min=0)
-
-    def row_after__before_blocks(self, request):
-        """The block table is read off by one: each request takes the row of the next one."""
-        return (request + 1) % self._decode_metadata.block_table.shape[0]
-
-    def block_after__behind_blocks(self, blocks):
-        """The block table is read off by one: each page from the block after the one that it names."""
-        return (blocks + 1).clamp(max=self._last)
-
-    def block_before__behind_blocks(self, blocks):
-        """The block table is read off by one: each page from the block before the one that it names."""
-        return (blocks - 1).clamp(min=0)
+    column_after = before("blocks", lambda pages: pages + 1)
+    """The block table is read off by one: each page of a request from the column after its own."""
+    column_before = before("blocks", lambda pages: (pages - 1).clamp(min=0))
+    """The block table is read off by one: each page of a request from the column before its own."""
+    row_after = before("blocks", lambda self, request: (request + 1) % self._decode_metadata.block_table.shape[0])
+    """The block table is read off by one: each request takes the row of the next one."""
+    block_after = behind("blocks", lambda self, blocks: (blocks + 1).clamp(max=self._last))
+    """The block table is read off by one: each page from the block after the one that it names."""
+    block_before = behind("blocks", lambda blocks: (blocks - 1).clamp(min=0))
+    """The block table is read off by one: each page from the block before the one that it names."""
 
 
 class RaisedAtFirst(EagerSparseBackend):
@@ -161,17 +143,12 @@ class _Sparse(EagerSparseBackend):
         """The last key of each list is dropped."""
         return listed & (listed.cumsum(1) < listed.sum(dim=1, keepdim=True))
 
-    def first_key_of_a_list_dropped__behind_listed(self, listed):
-        """The first key of each list is dropped."""
-        return listed & (listed.cumsum(1) > 1)
-
-    def sink_subtracted__before_with_sink(self, sink):
-        """A sink has the wrong sign."""
-        return None if sink is None else -sink
-
-    def key_scale_of_lists_twice__before_keys(self, k_scale):
-        """The scale of the e4m3 cache is applied to selected keys twice."""
-        return k_scale * k_scale
+    first_key_of_a_list_dropped = behind("listed", lambda listed: listed & (listed.cumsum(1) > 1))
+    """The first key of each list is dropped."""
+    sink_subtracted = before("with_sink", lambda sink: None if sink is None else -sink)
+    """A sink has the wrong sign."""
+    key_scale_of_lists_twice = before("keys", lambda k_scale: k_scale * k_scale)
+    """The scale of the e4m3 cache is applied to selected keys twice."""
 
 
 _COUNTS = (2, 3, 4, 8)

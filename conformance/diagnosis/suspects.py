@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.known import but, kernels_of, named_as_class
+from mla_conformance.defects.known import before, behind, but, kernels_of, named_as_class
 from mla_conformance.defects.prefills import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
@@ -37,74 +37,45 @@ class Suspect:
 
 
 class _Softmax(OnlineSoftmax):
-    def scale_left_out__scores(self, q, k):
-        """The softmax scale is not applied."""
-        return super()._scores(q, k) / self.scale
-
-    def scaled_twice__scores(self, q, k):
-        """The softmax scale is applied twice."""
-        return super()._scores(q, k) * self.scale
-
-    def half_scale__scores(self, q, k):
-        """The softmax scale is half of the given one."""
-        return super()._scores(q, k) / 2
-
-    def twice_the_scale__scores(self, q, k):
-        """The softmax scale is twice the given one."""
-        return super()._scores(q, k) * 2
-
-    @but(covers=("mla-decode-scale-missing-log2e",))
-    def flat_softmax__scores(self, q, k):
-        """Powers of two stand where powers of e should, without log2(e) in the scale."""
-        return super()._scores(q, k) * math.log(2)
-
-    def steep_softmax__scores(self, q, k):
-        """The scale has a factor log2(e), and powers of e are taken."""
-        return super()._scores(q, k) / math.log(2)
-
-    @but(covers=_BASE_2)
-    def base2_lse__behind_finish(self, output, lse):
-        """The LSE is in base 2, expected the natural logarithm."""
-        return output, lse / math.log(2)
-
-    def converted_twice__behind_finish(self, output, lse):
-        """The LSE is multiplied by ln 2, as if it had been in base 2."""
-        return output, lse * math.log(2)
-
-    def lse_without_maximum__behind_finish(self, output, _, *, state):
-        """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
-        return output, state.total.log().squeeze(-1)
+    scale_left_out = behind("scores", lambda self, scores: scores / self.scale)
+    """The softmax scale is not applied."""
+    scaled_twice = behind("scores", lambda self, scores: scores * self.scale)
+    """The softmax scale is applied twice."""
+    half_scale = behind("scores", lambda scores: scores / 2)
+    """The softmax scale is half of the given one."""
+    twice_the_scale = behind("scores", lambda scores: scores * 2)
+    """The softmax scale is twice the given one."""
+    flat_softmax = behind("scores", lambda scores: scores * math.log(2), covers=("mla-decode-scale-missing-log2e",))
+    """Powers of two stand where powers of e should, without log2(e) in the scale."""
+    steep_softmax = behind("scores", lambda scores: scores / math.log(2))
+    """The scale has a factor log2(e), and powers of e are taken."""
+    base2_lse = behind("finish", lse=lambda lse: lse / math.log(2), covers=_BASE_2)
+    """The LSE is in base 2, expected the natural logarithm."""
+    converted_twice = behind("finish", lse=lambda lse: lse * math.log(2))
+    """The LSE is multiplied by ln 2, as if it had been in base 2."""
+    lse_without_maximum = behind("finish", lambda output, _, *, state: (output, state.total.log().squeeze(-1)))
+    """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
 
     def sum_in_base2__behind_finish(self, output, _, *, state):
         """The LSE adds log2 of the row sum to a natural maximum."""
         return output, (state.maximum + state.total.log2()).squeeze(-1)
 
-    def maximum_alone__behind_finish(self, output, _, *, state):
-        """The LSE is the row's maximum, without the logarithm of the row sum."""
-        return output, state.maximum.squeeze(-1)
-
-    def negated_lse__behind_finish(self, output, lse):
-        """The LSE has the wrong sign."""
-        return output, torch.where(lse == -torch.inf, lse, -lse)
-
-    @but(covers=("sparse-lse-in-the-models-dtype",))
-    def bfloat_lse__behind_finish(self, output, lse):
-        """The LSE is rounded to bf16."""
-        return output, lse.bfloat16().float()
-
-    @but(covers=("sparse-lse-in-the-models-dtype",))
-    def half_lse__behind_finish(self, output, lse):
-        """The LSE is rounded to fp16."""
-        return output, lse.half().float()
+    maximum_alone = behind("finish", lambda output, _, *, state: (output, state.maximum.squeeze(-1)))
+    """The LSE is the row's maximum, without the logarithm of the row sum."""
+    negated_lse = behind("finish", lse=lambda lse: torch.where(lse == -torch.inf, lse, -lse))
+    """The LSE has the wrong sign."""
+    bfloat_lse = behind("finish", lse=lambda lse: lse.bfloat16().float(), covers=("sparse-lse-in-the-models-dtype",))
+    """The LSE is rounded to bf16."""
+    half_lse = behind("finish", lse=lambda lse: lse.half().float(), covers=("sparse-lse-in-the-models-dtype",))
+    """The LSE is rounded to fp16."""
 
     @but(covers=("sparse-keyless-lse-of-plus-inf",))
     def positive_infinity__behind_finish(self, output, lse):
         """The LSE of a row without keys is +inf."""
         return output, lse.masked_fill(lse == -torch.inf, torch.inf)
 
-    def zero_lse__behind_finish(self, output, lse):
-        """The LSE of a row without keys is 0."""
-        return output, lse.masked_fill(lse == -torch.inf, 0.0)
+    zero_lse = behind("finish", lse=lambda lse: lse.masked_fill(lse == -torch.inf, 0.0))
+    """The LSE of a row without keys is 0."""
 
     @but(covers=("skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row"))
     def no_keys__tiles(self, keys):
@@ -120,17 +91,15 @@ class _Softmax(OnlineSoftmax):
         """The last, partly filled tile of keys is dropped (of tiles of 128, for example)."""
         return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == self.key_tile)
 
-    def rotated_heads__behind_finish(self, output, lse):
-        """Heads are rotated by one."""
-        return output.roll(1, 1), lse.roll(1, 0)
+    rotated_heads = behind("finish", lambda output, lse: (output.roll(1, 1), lse.roll(1, 0)))
+    """Heads are rotated by one."""
 
     def normalised_twice__behind_finish(self, output, lse, *, state):
         """The output is divided by the row sum twice."""
         return (output / state.total.transpose(0, 1)).nan_to_num(nan=0.0), lse
 
-    def never_normalised__behind_finish(self, _, lse, *, state):
-        """The output is not divided by the row sum."""
-        return state.weighted.transpose(0, 1), lse
+    never_normalised = behind("finish", lambda _, lse, *, state: (state.weighted.transpose(0, 1), lse))
+    """The output is not divided by the row sum."""
 
 
 class DividesByZero(OnlineSoftmax):
@@ -178,9 +147,8 @@ class _StrictMask(StrictMask):
 
 
 class _Prefill(EagerPrefillBackend):
-    def scale_of_head_dim__scores(self, q, k):
-        """The softmax scale is (P + R)^-1/2, not the given one."""
-        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
+    scale_of_head_dim = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
+    """The softmax scale is (P + R)^-1/2, not the given one."""
 
     def scale_of_latent__scores(self, q, k):
         """The softmax scale is (L + R)^-1/2, not the given one."""
@@ -221,9 +189,8 @@ class _Prefill(EagerPrefillBackend):
         missing = v.numel() - packed.numel()
         return torch.cat([packed, flat.new_zeros(missing)]).view(v.shape)
 
-    def shifted_values__before_attend(self, v):
-        """V is sliced one column off."""
-        return v.roll(1, -1)
+    shifted_values = before("attend", lambda v: v.roll(1, -1))
+    """V is sliced one column off."""
 
     def swapped_requests__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         """The keys of the first two requests are swapped."""
@@ -245,13 +212,10 @@ class _Prefill(EagerPrefillBackend):
         """Only the first rows are ever written (the first 64, for example)."""
         output[64:] = torch.nan
 
-    def output_scale_twice__before_quantise(self, accumulated, *, output_scale):
-        """The quantised output is divided by its scale twice."""
-        return accumulated / output_scale
-
-    def output_scale_left_out__before_quantise(self, output_scale):
-        """The quantised output is not divided by its scale."""
-        return torch.ones_like(output_scale)
+    output_scale_twice = before("quantise", lambda accumulated, *, output_scale: accumulated / output_scale)
+    """The quantised output is divided by its scale twice."""
+    output_scale_left_out = before("quantise", output_scale=torch.ones_like)
+    """The quantised output is not divided by its scale."""
 
 
 SUSPECTS: list[Suspect | SuspectStep] = [
