@@ -61,6 +61,11 @@ def _place(x: torch.Tensor) -> int:
     return x.data_ptr() - x.untyped_storage().data_ptr()
 
 
+def _page(x: torch.Tensor) -> int:
+    """Bytes from one row or block to the next."""
+    return x.stride(0) * x.element_size()
+
+
 @defects("memory_bounds")
 class _Prefill(EagerPrefillBackend):
     prefill_reads_an_element_behind_q = before("batch", q=an_element_behind)
@@ -104,7 +109,7 @@ class _Decode(EagerDecodeBackend):
     def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
         """A block of -1 is loaded as if it were one, and what it gives is not used."""
         if (self._decode_metadata.block_table < 0).any():
-            reads(kv_cache, -kv_cache.stride(0) * kv_cache.element_size(), 1)
+            reads(kv_cache, -_page(kv_cache), 1)
 
     decode_reads_a_column_behind_the_block_table = before(
         "run_decode", lambda self: an_element_behind(self._decode_metadata.block_table)
@@ -144,7 +149,7 @@ class _Indexer(EagerIndexerBackend):
     def indexer_reads_a_tile_behind_the_gathered_keys__before_logits(self, k):
         """The last tile of gathered keys is loaded whole."""
         if self._sparse_metadata.block_table is None:
-            reads(k, end(k), k.stride(0) * k.element_size())
+            reads(k, end(k), _page(k))
 
 
 @defects("memory_bounds", inside=(EagerLayer, "impl_class"))

@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import nth
+from mla_conformance.defects.bases import half, nth
 from mla_conformance.defects.known import before, but, defects, instead
 from mla_conformance.reference.selected import NO_KEY
 
@@ -79,16 +79,14 @@ class _OtherIndexer(EagerIndexerBackend):
         lengths = self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()]
         return torch.minimum(super()._bounds() + 1, lengths)
 
-    @but(killed_by="indexer_fp8", related=_EARLIER)
-    def indexer_key_scale_ignored__scales(self, scales):
-        """Codes of keys are multiplied as they are, without the scale of their token."""
-        return torch.ones_like(scales)
-
-    @but(killed_by="indexer_fp8", related=_EARLIER)
-    def indexer_one_key_scale__scales(self, scales):
-        """All tokens of a tile are read under the scale of its first one."""
-        return scales[:1].expand_as(scales)
-
+    indexer_key_scale_ignored = instead(
+        "scales", lambda self, scales: torch.ones_like(scales), killed_by="indexer_fp8", related=_EARLIER
+    )
+    """Codes of keys are multiplied as they are, without the scale of their token."""
+    indexer_one_key_scale = instead(
+        "scales", lambda self, scales: scales[:1].expand_as(scales), killed_by="indexer_fp8", related=_EARLIER
+    )
+    """All tokens of a tile are read under the scale of its first one."""
     indexer_positions_for_slots = instead("numbers", lambda self, k, positions: positions)
     """Positions are returned where slots were asked for."""
 
@@ -131,10 +129,10 @@ class _OtherIndexer(EagerIndexerBackend):
         behind = torch.arange(logits.shape[1], device=logits.device) >= 1024
         return logits.masked_fill(behind & (topk_tokens % 64 > 0), -torch.inf)
 
-    @but(killed_by="indexer_combinations")
-    def indexer_products_in_half__before_activated__logits(self, dots, *, q):
-        """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
-        return dots.clamp(max=65504) if q.dtype is torch.float16 else dots
+    indexer_products_in_half = before(
+        "activated__logits", dots=lambda dots: dots.clamp(max=65504), when=half, killed_by="indexer_combinations"
+    )
+    """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
 
     @but(killed_by="indexer_causal", related=_EARLIER[:2])
     def indexer_gathered_bound_of_the_longest_query__bounds(self):

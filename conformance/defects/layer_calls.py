@@ -108,10 +108,10 @@ class _OtherImpl(MLACommonImpl):
         elif _OWNER[1] is not self:
             self.W_UK_T, self.W_UV = _OWNER[1].W_UK_T, _OWNER[1].W_UV
 
-    @but(killed_by="call_order")
-    def layer_keeps_the_scale_of_its_first_call__before_forward(self, layer):
-        """The cache's scale is read at the first call and kept."""
-        return self.__dict__.setdefault("_kept", layer)
+    layer_keeps_the_scale_of_its_first_call = before(
+        "forward", lambda self, layer: self.__dict__.setdefault("_kept", layer), killed_by="call_order"
+    )
+    """The cache's scale is read at the first call and kept."""
 
     @but(killed_by="no_side_effects")
     def layer_returns_its_own_buffer__forward(self, *operands, **outputs):

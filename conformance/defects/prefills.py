@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import in_base_2, keyless, packed, through
+from mla_conformance.defects.bases import clear, in_base_2, keyless, packed, through
 from mla_conformance.defects.known import before, behind, but, defects, variant
 
 _VALUES = (
@@ -249,10 +249,10 @@ class LiftedMaximum(OnlineSoftmax):
 
 @defects("logit_range")
 class _OtherPrefill(EagerPrefillBackend):
-    @but(killed_by="token_counts")
-    def int16_truncation_seqlen_32768__before_attend(self, k):
-        """A key index above 32767 wraps and reads what is not a number."""
-        return torch.cat([k[: 2**15], k[2**15 :] * torch.nan])
+    int16_truncation_seqlen_32768 = before(
+        "attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]), killed_by="token_counts"
+    )
+    """A key index above 32767 wraps and reads what is not a number."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -305,7 +305,7 @@ class _OtherPrefill(EagerPrefillBackend):
         """There is room for 64 chunks of a context; a later one leaves an empty state."""
         return (output, lse) if chunk_idx < 64 else (output * 0.0, torch.full_like(lse, -torch.inf))
 
-    @but(killed_by="model_shapes")
-    def output_index_in_two_bytes__behind_batch(self, output, lse):
-        """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
-        output.flatten(0, 1)[65536:] = 0.0
+    output_index_in_two_bytes = behind(
+        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
+    )
+    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""

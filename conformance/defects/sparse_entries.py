@@ -230,10 +230,10 @@ class _OtherSparse(EagerSparseBackend):
         """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
         return _with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
 
-    @but(killed_by="sparse_fp8", related=("unselected_keys",))
-    def sparse_k_scale_ignored__before_keys(self, k_scale):
-        """Codes of an e4m3 cache are read as values."""
-        return torch.ones_like(k_scale)
+    sparse_k_scale_ignored = before(
+        "keys", k_scale=torch.ones_like, killed_by="sparse_fp8", related=("unselected_keys",)
+    )
+    """Codes of an e4m3 cache are read as values."""
 
     @but(killed_by="call_order", related=("selection_order",))
     def sparse_lists_kept_by_shape__slots(self, source, request):

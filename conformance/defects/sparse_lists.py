@@ -204,10 +204,10 @@ class _SelectionLength(EagerSparseBackend):
         late = torch.arange(len(q), device=q.device).unsqueeze(1) >= 64
         return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
 
-    @but(killed_by="selection_order")
-    def sparse_key_named_twice_counted_once__behind_listed(self, listed, *, source):
-        """Keys that a list names twice count once."""
-        return _once(listed, source)
+    sparse_key_named_twice_counted_once = behind(
+        "listed", lambda listed, *, source: _once(listed, source), killed_by="selection_order"
+    )
+    """Keys that a list names twice count once."""
 
     @but(killed_by="unselected_keys")
     def sparse_entry_before_is_loaded_too__keys(self, source, slots, visible, k_scale):

@@ -21,7 +21,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import end, reads
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import KnownDefect, judged_roles, known_defects
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems import rooms
@@ -38,7 +38,7 @@ DEFECTS = [entry for entry in known_defects().values() if entry.killed_by == "me
 
 @pytest.mark.parametrize("entry", DEFECTS, ids=lambda entry: entry.id)
 def test_a_defect_is_found_by_the_operand_and_its_side(entry: KnownDefect) -> None:
-    records = [judged(entry.reference, case) for case in CASES if case.role in entry.roles]
+    records = [judged(entry.reference, case) for case in CASES if case.role in judged_roles(entry.kernel)]
     failed = [record for record in records if record.failed]
     assert failed and all(record.check == Check.OUT_OF_BOUNDS for record in failed)
     verb = "writes" if "-writes-" in entry.id else "reads"
