@@ -6,10 +6,11 @@ import torch
 
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import (, codes, mixed_entries, on_ranks, several, single_pages
+from mla_conformance.defects.bases import (
     V32_SCALES,
     codes,
     keyless,
+    mixed_entries,
     on_ranks,
     packed,
     several,
@@ -193,7 +194,9 @@ class _OtherDecode(EagerDecodeBackend):
     """Pages of one token are taken to stand one behind the other, whatever the stride between blocks is."""
     dcp_assumes_packed_pages = before("entries", kv_cache=packed, when=on_ranks)
     """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""
-    fp8_ds_mla_float_scale_read_as_e8m0 = before("dequantise", rows=through_e8m0, when=mixed_entries, killed_by="kv_cache_fp8_ds_mla")
+    fp8_ds_mla_float_scale_read_as_e8m0 = before(
+        "dequantise", rows=through_e8m0, when=mixed_entries, killed_by="kv_cache_fp8_ds_mla"
+    )
     """The float32 scales of a mixed entry pass through e8m0, which holds powers of two."""
 
     @but(killed_by="kv_cache_fp8_ds_mla")

@@ -97,7 +97,6 @@ class _LayeredDecode(bases.LayeredDecode):
         return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
     unrounded_weights = instead("round_p", lambda self, p, dtype: p)
-
     half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     powers_of_two = variant(bases.BaseTwo)
 

@@ -40,7 +40,6 @@ class _WritesTiles(MLACommonImpl):
 
     fp8_ds_mla_tile_scale_has_a_floor = before("scales", lambda amax: amax.clamp(min=1e-4))
     """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
-
     fp8_ds_mla_tile_of_zeros_divided_by_zero = variant()
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
