@@ -26,8 +26,9 @@ FAMILIES = (
     *("cache_writes", "cache_reads", "compression", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
-_ENTERED: list["KnownDefect"] = []
-_OF_A_ROW = ("killed_by", "related", "covers")
+_GROUPS: list[tuple[type, dict[str, Any]]] = []
+"""Groups of which no kernel is made yet, with what is said of all of their kernels."""
+_KNOWN: list["KnownDefect"] = []
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 
 
@@ -83,7 +84,23 @@ def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
-    return {entry.id: entry for entry in sorted(_ENTERED, key=lambda entry: FAMILIES.index(entry.family))}
+    return {entry.id: entry for entry in sorted(_made(), key=lambda entry: FAMILIES.index(entry.family))}
+
+
+def _made() -> list[KnownDefect]:
+    while _GROUPS:
+        group, said = _GROUPS.pop(0)
+        for kernel, about in kernels_of(group, str, **said):
+            _KNOWN.append(KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about))
+    return _KNOWN
+
+
+def _named(name: str) -> Any:
+    """A known defect's kernel, which its module has once kernels are made."""
+    for entry in () if name.startswith("__") else _made():
+        if entry.kernel.__name__ == name:
+            return entry.kernel
+    raise AttributeError(f"no known defect is called {name}")
 
 
 def defects(
@@ -91,13 +108,13 @@ def defects(
 ) -> Callable[[type], type]:
     """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
 
-    A kernel may be ``killed_by`` another capability, and have other ``related`` ones; :func:`_emulation` says what
-    ``inside`` is.
+    They are made once one of them is asked for. A kernel may be ``killed_by`` another capability, and have other
+    ``related`` ones; :func:`_emulation` says what ``inside`` is.
     """
 
     def enter(group: type) -> type:
-        for kernel, about in kernels_of(group, str, inside=inside, killed_by=killed_by, related=related):
-            _ENTERED.append(KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about))
+        _GROUPS.append((group, {"inside": inside, "killed_by": killed_by, "related": related}))
+        vars(sys.modules[group.__module__])["__getattr__"] = _named
         return group
 
     return enter
@@ -132,25 +149,28 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
     return note
 
 
-def variant(*bases: type, **said: Any) -> Any:
-    """A row of a group: a kernel that differs by classes that stand before the group's, or by what is said of it."""
+def _variant(*bases: type, **said: Any) -> Any:
     return but(**said)(type("variant", bases, {"__doc__": None}))
 
 
-def instead(site: str, step: Any, **said: Any) -> Any:
-    """A row of a group: a kernel with another method. What is wrong stands behind a row, as a docstring would."""
+def _instead(site: str, step: Any, **said: Any) -> Any:
     return but(site, **said)(step)
 
 
-def behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> Any:
-    """A row: what a step makes of the results of a method, or a function of its LSE."""
+def _behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> Any:
     return but(f"behind_{site}", **said)(step or _replacing({"output": lambda output: output, "lse": lse}, when))
 
 
-def before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> Any:
-    """A row: what arguments of a method become by a step, or by a value or a function for each, if ``when`` holds."""
-    said = {key: given.pop(key) for key in _OF_A_ROW if key in given}
+def _before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> Any:
+    said = {key: given.pop(key) for key in ("killed_by", "related", "covers") if key in given}
     return but(f"before_{site}", **said)(step or _replacing(given, when))
+
+
+# Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
+# method, or one behind which a step changes the results, or what functions make of them; or before which it changes the
+# arguments, or each becomes a value or what a function makes of it; where ``when`` holds. Or it differs by classes that
+# stand before the group's, or by attributes.
+instead, behind, before, variant = (partial(partial, row) for row in (_instead, _behind, _before, _variant))
 
 
 def _replacing(makes: dict[str, Any], when: Any) -> Any:
@@ -178,8 +198,9 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
     """
     for key, step in list(vars(group).items()):
         own = not key.startswith("_") and not hasattr(super(group, group), key)
-        if own and isinstance(step, FunctionType | staticmethod | type):
+        if own and isinstance(step, FunctionType | staticmethod | type | partial):
             delattr(group, key)
+            step = step() if isinstance(step, partial) else step
             kernel, _, site = key.partition("__")
             about = {"site": site, "inside": None, **said, **_SAID.pop(step, {})}
             attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", *said}}

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -31,7 +32,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cases.work import work_of
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs, sentence_of
+from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
 from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
@@ -60,7 +61,8 @@ MOST_TOLD = 2  # causes that a sentence names; more would be of no help
 _LISTED = 12
 
 # Nobody knows who wrote what is imported or read once judging has begun.
-known_defects()
+for _family in FAMILIES:
+    import_module(f"mla_conformance.defects.{_family}")
 reported_bugs()
 
 
