@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -55,11 +55,11 @@ def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
 
 
-def joined_in_a_tree(parts: Sequence[SoftmaxState]) -> SoftmaxState:
+def joined_in_a_tree(parts: Sequence[Any], join: Callable[[Any, Any], Any] = joined) -> Any:
     """The state of all splits together, joined by twos."""
     waiting = list(parts)
     while len(waiting) > 1:
-        pairs = [joined(a, b) for a, b in zip(waiting[::2], waiting[1::2], strict=False)]
+        pairs = [join(a, b) for a, b in zip(waiting[::2], waiting[1::2], strict=False)]
         waiting = pairs + waiting[len(pairs) * 2 :]
     return waiting[0]
 
@@ -68,6 +68,61 @@ def stored_in(state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
     """A split's state whose output has waited for the others in ``dtype``."""
     total = state.total.masked_fill(state.total == 0, 1.0)
     return state._replace(weighted=(state.weighted / total).to(dtype).float() * state.total)
+
+
+class Parts(OnlineSoftmax):
+    """Every so many tiles together in a part with a softmax of its own, which wait for each other to be joined."""
+
+    parts: int
+    stored = False  # in the model's dtype while they wait
+
+    def _attend(self, *operands: Any) -> SoftmaxState:
+        states = []
+        for part in range(self.parts):
+            self._part = part
+            state = super()._attend(*operands)  # type: ignore[misc]
+            dtype = self._model_dtype if hasattr(self, "_model_dtype") else operands[2].dtype
+            states.append(stored_in(state, dtype) if self.stored else state)
+        return self.combined(states)
+
+    @staticmethod
+    def combined(states: Sequence[SoftmaxState]) -> SoftmaxState:
+        return reduce(joined, states)
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        return iter(list(super()._tiles(keys))[self._part :: self.parts])
+
+
+class Runs(Parts):
+    """Neighbouring tiles."""
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        tiles = list(OnlineSoftmax._tiles(self, keys))
+        share = max(1, -(-len(tiles) // self.parts))
+        return iter(tiles[self._part * share :][:share])
+
+
+class TwoPasses(OnlineSoftmax):
+    """The maximum and the sum are found first, and weights are normalised before they are rounded."""
+
+    _known: SoftmaxState | None
+
+    def _attend(self, *operands: Any) -> SoftmaxState:
+        self._known = None
+        self._known = known = super()._attend(*operands)  # type: ignore[misc]
+        second = super()._attend(*operands)  # type: ignore[misc]
+        return known._replace(weighted=second.weighted * known.total)
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        if self._known is None:
+            return super()._accumulate(state, scores, v)
+        shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
+        p = self._round_p((scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0), v.dtype)
+        return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", p, v.float()))
+
+
+def backwards(tiles: Iterator[slice]) -> Iterator[slice]:
+    return reversed(list(tiles))
 
 
 def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

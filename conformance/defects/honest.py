@@ -5,7 +5,6 @@ They declare what they do; a policy that rejects one of them raises a false alar
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import ClassVar
 
 import torch
 
@@ -46,46 +45,16 @@ class LazyDecode(_LazyRescale, EagerDecodeBackend):
 
 
 @kernels()
-class _Split(EagerPrefillBackend):
-    """Keys in equal splits, each with its own softmax, combined by their LSEs."""
-
-    splits: ClassVar[int]
-
-    def _attend(self, q, k, v, causal):
-        tiles, parts = list(super()._tiles(k.shape[0])), []
-        share = max(1, -(-len(tiles) // self.splits))
-        for first in range(0, len(tiles), share):
-            self._own = tiles[first : first + share]
-            parts.append(self._stored(super()._attend(q, k, v, causal), v.dtype))
-        return self._combine(parts) if parts else self._initial(q, v)
-
-    def _tiles(self, keys):
-        return iter(self._own)
-
-    def _stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        """A split's state as it waits for the others."""
-        return state
-
-    def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        return reduce(bases.joined, parts)
-
-    splits3 = variant(splits=3, key_tile=32)
-    splits8 = variant(splits=8, key_tile=16)
-
-    @but(splits=16, key_tile=16)
-    def splits16_tree__combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        return bases.joined_in_a_tree(parts)
-
-    @but(splits=4, key_tile=32, declaration=bases.declares(partial_outputs=Precision.MODEL))
-    def stored_partials__stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        return bases.stored_in(state, dtype)
-
-
-@kernels()
 class _Prefill(EagerPrefillBackend):
+    splits3 = variant(bases.Runs, parts=3, key_tile=32)
+    splits8 = variant(bases.Runs, parts=8, key_tile=16)
+    splits16_tree = variant(bases.Runs, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree))
+    stored_partials = variant(
+        bases.Runs, parts=4, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
+    )
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
-    reversed_keys = behind("tiles", lambda tiles: reversed(list(tiles)))
+    reversed_keys = behind("tiles", bases.backwards)
 
     @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
@@ -101,38 +70,14 @@ class _Prefill(EagerPrefillBackend):
 
     e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
     scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
-
-    def two_passes__behind_attend(self, exact, *, q, k, v, causal):
-        """The maximum is found first, P is normalised before it is rounded."""
-        total = exact.total.masked_fill(exact.total == 0, 1.0)
-        shift = exact.maximum.masked_fill(exact.maximum == -torch.inf, 0.0)
-        weighted = torch.zeros_like(exact.weighted)
-        for tile in self._tiles(k.shape[0]):
-            scores = self._scores(q, k[tile])
-            if causal:
-                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -torch.inf)
-            p = self._round_p((scores - shift).exp() / total, v.dtype)
-            weighted += torch.einsum("nts,snv->ntv", p, v[tile].float())
-        return exact._replace(weighted=weighted * exact.total)
+    two_passes = variant(bases.TwoPasses)
 
     def reciprocal_scale__quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
     finite_prefill = variant(_FiniteSentinel, key_tile=64)
     prefill_in_base_two = variant(bases.BaseTwo)
-
-    @but(key_tile=32)
-    class even_and_odd_tiles:
-        """Two groups take every other tile, and their states are joined at last."""
-
-        def _attend(self, q, k, v, causal):
-            groups = []
-            for self._first in range(2):
-                groups.append(super()._attend(q, k, v, causal))
-            return reduce(bases.joined, groups)
-
-        def _tiles(self, keys):
-            return iter(list(super()._tiles(keys))[self._first :: 2])
+    even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
     @but("merge_attn_states")
     def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
@@ -178,22 +123,7 @@ class _Decode(EagerDecodeBackend):
             states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])
         return SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
 
-    class two_pass_decode:
-        """The maximum and the sum are found first, and weights are normalised before they are rounded."""
-
-        def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
-            every = list(tiles)
-            self._known = None
-            self._known = super()._over(every, q, request, seq_len, kv_cache, k_scale)
-            second = super()._over(every, q, request, seq_len, kv_cache, k_scale)
-            return self._known._replace(weighted=second.weighted * self._known.total)
-
-        def _accumulate(self, state, scores, v):
-            if self._known is None:
-                return super()._accumulate(state, scores, v)
-            shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
-            p = (scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0)
-            return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v))
+    two_pass_decode = variant(bases.TwoPasses)
 
 
 @kernels()
@@ -252,10 +182,7 @@ class _Impl(MLACommonImpl):
         result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
 
     def chunks_in_a_tree__compute_prefill_context(self, *operands):
-        states = list(self._states(*operands))
-        while len(states) > 1:
-            states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]
-        return states[0]
+        return bases.joined_in_a_tree(list(self._states(*operands)), self._merge)
 
 
 class BestOfTheBest(EagerIndexerBackend):

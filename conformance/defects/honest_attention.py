@@ -24,25 +24,10 @@ from mla_conformance.reference.selected import NO_KEY
 
 @kernels()
 class _Splits(bases.LayeredDecode):
-    key_tile = 32
-    splits = 5
-
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        tiles = list(self._tiles(seq_len))
-        splits = [tiles[first :: self.splits] for first in range(self.splits)]
-        parts = [self._over(split, q, request, seq_len, kv_cache, k_scale) for split in splits]
-        return reduce(bases.joined, map(self._stored, parts))
-
-    def _stored(self, state: SoftmaxState) -> SoftmaxState:
-        """A split's state as it waits for the others."""
-        return state
-
-    split_tokens = variant()
-    """Five splits of a request's tokens, combined by their LSEs."""
-
-    @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
-    def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
-        return bases.stored_in(state, self._model_dtype)
+    split_tokens = variant(bases.Parts, parts=5, key_tile=32)
+    stored_splits = variant(
+        bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
+    )
 
 
 @kernels()
@@ -76,7 +61,7 @@ class _LayeredDecode(bases.LayeredDecode):
     page_tiles = variant(key_tile=16)
     """Tiles below every page but the smallest."""
     wide_tiles = variant(key_tile=1024)
-    last_tile_first = behind("tiles", lambda tiles: iter(list(tiles)[::-1]))
+    last_tile_first = behind("tiles", bases.backwards)
 
     class scaled_scores:
         """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
@@ -150,9 +135,7 @@ class SplitLists(EagerSparseBackend):
 
 @kernels()
 class _Sparse(EagerSparseBackend):
-    @but(key_tile=16)
-    def column_tiles__behind_tiles(self, tiles):
-        return iter(list(tiles)[::-1])
+    column_tiles = behind("tiles", bases.backwards, key_tile=16)
 
     class shared_unions:
         """Neighbouring rows gather the union of their lists once, and each masks what it does not name."""

@@ -1,10 +1,4 @@
-"""Every known defect and every honest kernel on the cases of a tier: who is killed by what.
-
-Honest kernels run on all cases. A defect runs on the capability that is expected to kill it until a case does; then,
-unless that is one of combinations, on all that stand before it, which must not; what stands behind it would say nothing
-more. What its expected capability leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is
-the end of it there.
-"""
+"""Every known defect and every honest kernel on the cases of a tier: who is killed by what."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -92,7 +86,11 @@ def first_tasks(tier: Tier) -> Iterator[MatrixTask]:
 
 
 def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[MatrixTask]:
-    """What is left to ask of the defects, of which these were ``killed`` as expected."""
+    """What is left to ask of the defects, of which these were ``killed`` as expected.
+
+    Those run on what stands before their capability, which must not kill them, unless that is one of combinations or
+    the tier asks only who dies; the others on everything.
+    """
     order = list(CAPABILITIES)
 
     def asked(kernel: MatrixKernel, capability: str) -> bool:

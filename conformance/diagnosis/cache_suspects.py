@@ -1,7 +1,4 @@
-"""Suspects that read caches: mistakes of masks, pages, block tables, lists and scales of codes, and how keys are cut.
-
-The last are splits and their merge, tiles, and the values of a tile.
-"""
+"""Suspects that read caches: mistakes of masks, pages, block tables, lists, scales of codes, splits and tiles."""
 
 import torch
 

@@ -1,13 +1,7 @@
 """What a failure looks like: the failed trial beside what every candidate makes of the same case.
 
-Told is only what fits at every number that was judged and nothing else does, with a "perhaps" if it does not fail and
-pass as the backend does on cases nearby. An exception, a wrong shape or a write out of bounds is what it says it is;
-arithmetic does not explain it.
-
-Candidates are judged as any backend is, at less cost: what a step leaves changed in the process is looked for once,
-after all steps, and where something is found, the kernel is tried again as any backend is. On one case a mistake gives
-the numbers of a narrower one, or by chance those of another: codes without their scale are the same whether that is so
-of every page or of large ones. Where else a backend fails tells them apart.
+Told is what alone fits every judged number, with a "perhaps" if it does not hold on cases nearby, which tell it from
+narrower mistakes: codes without their scale look the same whether that is so of every page or of large ones.
 """
 
 import sys
@@ -68,8 +62,6 @@ reported_bugs()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wrong kernel that a failure may look like: a known defect, or a mistake that nobody needs to report."""
-
     sentence: str  # what is wrong with it
     kernel: type[Emulation]
     roles: tuple[Role, ...]  # that it is judged in
@@ -92,7 +84,6 @@ class Candidate:
 
 @cache
 def candidates(role: Role) -> tuple[Candidate, ...]:
-    """All that serve cases of a role, suspects first."""
     return tuple(candidate for candidate in _everyone() if role in candidate.roles)
 
 
@@ -126,7 +117,7 @@ def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tupl
 
 
 def combined(first: type, second: type, **attributes: object) -> type[Emulation]:
-    """A kernel that is both classes, where its reference finds it; a TypeError if their bases have no order."""
+    """A kernel that is both classes, where its reference finds it."""
     module, name = first.__module__, first.__name__ + second.__name__
     kernel = type(name, (first, second), {"__module__": module, **attributes})
     setattr(sys.modules[module], name, kernel)
@@ -134,7 +125,7 @@ def combined(first: type, second: type, **attributes: object) -> type[Emulation]
 
 
 class _Unwatched(Executor):
-    """Carries out steps in this process while somebody else looks at what they leave."""
+    """Carries out steps in this process while somebody else looks at what they leave: once, behind all of them."""
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
         try:
@@ -227,10 +218,7 @@ class Failure:
 
 
 def explain(failure: Failure, patience: float = PATIENCE) -> str:
-    """What a failure looks like, or why nothing is told of it; nothing of one that is no wrong number.
-
-    There are so many seconds of ``patience`` for all candidates, and as many for cases nearby.
-    """
+    """What a failure looks like, or why nothing is told of it; so many seconds for candidates, and for cases nearby."""
     if not failure.record.is_wrong_number:
         return ""
     if len(failure.case.q) > _MOST_REQUESTS:
@@ -285,12 +273,9 @@ class ReportedCauses:
 
 
 def _holding(fitting: Sequence[Candidate], failure: Failure, until: float) -> list[Candidate]:
-    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them.
-
-    Without numbers, where all that is wrong is NaN, it comes first whether large numbers where nothing may be read do
-    harm, too.
-    """
+    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
     case, found = failure.case, list(fitting)
+    # Where all that is wrong is NaN, it comes first whether large numbers where nothing may be read do harm, too.
     unlike = [] if failure.observed.is_numeric or case.poison == "large" else [replace(case, poison="large")]
     for near in [*unlike, *neighbours(case)] if found else ():
         if not found or time.thread_time() > until:
@@ -312,10 +297,7 @@ def behaviour(candidate: Candidate, failure: Failure) -> Behaviour | None:
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
-    """The sentence for a failure that these candidates fit; none of them is named if they are too many to be of help.
-
-    It is certain if they hold nearby, too, and some number tells them from others; NaN tells nothing.
-    """
+    """The sentence for a failure that these candidates fit, of which none is named if they are too many to help."""
     # Different causes: a known defect is the mistake of a fitting suspect that covers it.
     covered = {id for candidate in fitting for id in candidate.covers}
     reported = list(dict.fromkeys(each.reported for each in fitting if each.id not in covered))

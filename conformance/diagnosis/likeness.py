@@ -1,10 +1,6 @@
-"""How alike two failures of the same case are, by every number that was judged.
+"""How alike two failures of the same case are: of the numbers that one got wrong, the share that are alike.
 
-A number of one kernel is like that of another if they differ by no more than two roundings may make them, or in an
-output by a small part of what its row is wrong by: a wrong sum rounds as its own terms do, which may be larger than the
-right ones. NaN and infinities are like themselves only. Of the numbers that one of the two got wrong, the likeness is
-the share that are like each other, or the share of the error that the other one shows as well, whichever is less, in
-the output or LSE where it is least.
+Or the share of the error that the other one shows as well, whichever is less, in the output or LSE where it is least.
 """
 
 from dataclasses import dataclass
@@ -85,5 +81,4 @@ def _differ(x: torch.Tensor, y: torch.Tensor, allowed: torch.Tensor) -> torch.Te
 
 
 def _norm(difference: torch.Tensor, where: torch.Tensor) -> float:
-    """Of the finite differences."""
     return float(torch.where(where & difference.isfinite(), difference, 0.0).norm())

@@ -1,7 +1,4 @@
-"""Suspects: mistakes that nobody needs to report. Of the softmax, which a kernel of any role may make, and of prefills.
-
-Those are of masks, and of rows and columns of packed batches.
-"""
+"""Suspects: mistakes that nobody needs to report, of the softmax, which any kernel may make, and of prefills."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

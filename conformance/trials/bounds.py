@@ -1,7 +1,4 @@
-"""Operands that end where memory ends, and that begin where it begins: nothing beside them may be touched.
-
-A GPU's context is lost with a fault; a process of its own then names the operand: ``python -m`` this module.
-"""
+"""Operands that end where memory ends, and that begin where it begins: nothing beside them may be touched."""
 
 import subprocess
 import sys
@@ -38,11 +35,7 @@ def call_fenced(
     prepare: bool,
     device: torch.device,
 ) -> Any:
-    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen.
-
-    Raises:
-        OutOfBoundsError: something beside an operand was touched; its message says which and how.
-    """
+    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen."""
     fenced = MovedCall(fence, call, out)
     try:
         with noted_faults():
@@ -71,7 +64,7 @@ def memory_bounds(trial: Trial) -> None:
 
 
 def _named_apart(trial: Trial, side: Side) -> str:
-    """The operand that is at fault when it is fenced alone, as a process says that dies of it; empty if none does."""
+    """The operand that is at fault when it is fenced alone, of which a process of its own dies; empty if none is."""
     told = (trial.subject.backend.reference, str(trial.subject.device), trial.case.id, trial.context.salt, side)
     command = [sys.executable, "-m", __name__, *told]
     try:

@@ -1,8 +1,7 @@
 """Operands that reach beyond 2^31 or 2^32 elements, around the few rows that are judged.
 
-``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; likewise q and v, and
-``cache31`` the blocks of a cache. ``rows31`` puts the judged rows behind so many others that queries and output reach
-that far. On a CPU what lies between is reserved and never touched, so that it takes no memory; rows are computed.
+``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; ``rows31`` puts the judged
+rows behind as many others. On a CPU what lies between is reserved and never touched.
 """
 
 import math
@@ -91,10 +90,7 @@ def _called(call: KernelCall, backend: Any, out: Guarded | None) -> Any:
 
 
 def _far_call(backend: Any, case: Case, near: Problem) -> Any:
-    """The judged rows of what the backend returns for the one request of ``near`` behind so many others.
-
-    The far operands are made where it is called.
-    """
+    """The judged rows of what the backend returns for the one request of ``near`` behind so many others."""
     behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
     value = prepared_call(backend, behind(near, rows_before(case)))
     return cut(value, slice(-near.calls[0].q.shape[0], None))

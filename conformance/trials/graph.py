@@ -1,8 +1,6 @@
-"""CUDA graphs: a batch is captured in static buffers, which then receive other batches and are replayed.
+"""CUDA graphs as engines use them: a batch is captured in buffers, which then receive other batches and are replayed.
 
-What an engine does: buffers of the captured size keep their addresses; before each replay they are filled with a batch
-that is as large or smaller, its metadata is prepared on the host, and the result is read where the captured call left
-it. On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
+On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
 """
 
 from collections.abc import Callable
@@ -49,10 +47,7 @@ class Graph:
 
 
 def replays(trial: Trial) -> None:
-    """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph.
-
-    Then a capture of a token a request, which is replayed with sequences as long as its buffers and maxima.
-    """
+    """Two sizes captured by one instance, batches up to the larger and beyond it, then one of a token a request."""
     case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
     larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
@@ -94,8 +89,7 @@ def _filled(case: Case, most: int, seed: int) -> Case:
 def replayed_batch(case: Case, requests: int, seed: int) -> Case:
     """A batch that fits the buffers of ``case``: so many requests, and padding up to the captured number.
 
-    Its lengths are those of the buffers in an order drawn anew, some of them cut, so that rows grow and shrink from
-    replay to replay; one row is as long as when it was captured, one has no token, and one has a single one.
+    Rows grow and shrink from replay to replay; one is as long as when it was captured, one has no token, one a single.
     """
     if case.role is not Role.PREFILL and max(case.q) > 1:
         requests = len(case.q)  # a row of padding has one token, so that such a batch is never smaller

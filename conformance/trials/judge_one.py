@@ -24,17 +24,16 @@ OnStarted = Callable[[Case], None]  # told of a case when its backend's time beg
 
 
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
-    """The record of a case on a backend.
-
-    ``started`` is told of the case before anything of the backend is asked, and again after waiting for memory.
-    """
     return judged_trial(subject, case, context, started)[1]
 
 
 def judged_trial(
     subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None
 ) -> tuple[Trial, Record]:
-    """As :func:`judge_one`, with the trial, whose last observation can be explained."""
+    """The trial of a case, whose last observation can be explained, and its record.
+
+    ``started`` is told of the case before anything of the backend is asked, and again after waiting for memory.
+    """
     subject.executor.begin()
     trial, began, kind = Trial(subject, case, context), time.perf_counter(), subject.device.type
     try:

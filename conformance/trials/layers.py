@@ -1,8 +1,4 @@
-"""What only layers are asked: what their backends say of a cache and do to its blocks, weights in codes, and graphs.
-
-In a graph a layer decodes: buffers of the captured size are filled with a batch, and the graph is replayed. On a device
-without graphs the replay is a call over the same buffers, so all but the capture is judged there.
-"""
+"""What only layers are asked: what their backends say of a cache and do to its blocks, weights in codes, and graphs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,8 +50,7 @@ def shapes_cache(trial: Trial) -> None:
 def moves_blocks(trial: Trial) -> None:
     """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves.
 
-    One cache is that of the case, another one has a block more and another stride between its blocks. A source may be
-    copied to several blocks, as a shared one is that two requests are about to write.
+    A source may be copied to several blocks, as a shared one is that two requests are about to write.
     """
     image = _call_of(trial.problem, LayerCall).image
     cache = image.cache

@@ -1,7 +1,4 @@
-"""A role from a file outside of this project, taken up beside those of ``roles/`` in each process that judges.
-
-What decides is its user's then: nothing that it judges is certified or recorded.
-"""
+"""A role from a file outside of this project, taken up beside those of ``roles/`` in each process that judges."""
 
 import hashlib
 import sys

@@ -1,8 +1,6 @@
 """Sessions: many calls of one instance, each a batch of its own, as an engine makes them.
 
-A result depends on its call and the metadata last prepared. Every call is judged; one that is wrong is made again on a
-new instance, so that its failure says whether what came before it is the cause. What is drawn for another batch is
-drawn by the id of its case, so that a line that runs the case again has the same.
+One that is wrong is made again on a new instance, so that its failure says whether what came before it is the cause.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -68,13 +66,7 @@ class Session:
         self._buffers: Any = None
 
     def call(self, problem: Problem, step: str, *, prepare: bool = True, in_place: bool = False) -> Observation:
-        """Make one, and judge it.
-
-        Args:
-            step: what is special about it, for messages.
-            prepare: as for :meth:`Trial.run`.
-            in_place: whether its operands stand where those of other such calls stood.
-        """
+        """Make one, and judge it, over operands at the addresses of those of other such calls if it is ``in_place``."""
         trial, expectation = self.trial, self.trial.context.expect(problem)
         seen = trial.run(trial.backend, problem, prepare, self._perform() if in_place else None)
         before, self._before = self._before, step
@@ -156,10 +148,7 @@ def many_batches(trial: Trial) -> None:
 
 
 def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
-    """Two instances: prepare both, then run both; the second one is made for the other problem's case.
-
-    ``difference`` is how that instance differs from the first, for the message.
-    """
+    """Two instances: prepare both, then run both; ``difference`` is how the second differs, for the message."""
     both = [
         (instance, problem, trial.context.expect(problem))
         for instance, problem in ((trial.backend, trial.problem), (trial.create(other.case), other))

@@ -213,10 +213,7 @@ def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, .
 
 
 def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
-    """What a backend's calls run: the kernels of one case by capability, and the libraries that it loaded.
-
-    It is imported and called on a GPU once more, on cases that it passed; one that raises costs its own kernels alone.
-    """
+    """What a backend's calls of cases that it passed run, by capability, and the libraries that it loaded."""
     before, kernels, libraries = loaded_libraries(), dict[str, tuple[str, ...]](), dict[str, str]()
     with suppress(Exception):
         _ = subject.unavailable

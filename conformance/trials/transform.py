@@ -15,10 +15,7 @@ from mla_conformance.roles.sparse.problem import SparseCall
 
 
 def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:
-    """The given requests in the given order, each cut to its first ``queries`` new tokens.
-
-    A problem of one call only; for new tokens the keys are cut with the queries, other calls are not cut.
-    """
+    """These requests of a problem of one call, in this order, each cut to its first ``queries`` new tokens."""
     regrouped = problem.calls[0].regrouped(problem.case, requests, queries)
     return replace(problem, key=f"{problem.key}|requests={list(requests)}|queries={queries}", calls=(regrouped,))
 
@@ -48,10 +45,7 @@ def overwrite(problem: Problem, other: Problem) -> Problem:
 
 
 def over_metadata(problem: Problem, owner: Problem) -> Problem:
-    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks.
-
-    A layer's call holds none.
-    """
+    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks."""
 
     def over(call: Any, theirs: Any) -> Any:
         if isinstance(call, CallOnRanks):  # each has metadata of its own

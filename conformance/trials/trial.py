@@ -1,8 +1,4 @@
-"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation.
-
-The trials of a process share inputs and golden results, made once for all backends of a case. Nothing that is kept is
-handed to a backend: each trial gets a copy of the inputs.
-"""
+"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -73,12 +69,7 @@ class Context:
     _golden: BoundedCache[Golden] = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
 
     def problem(self, case: Case, device: torch.device) -> Problem:
-        """The inputs that a case stands for, in tensors that nothing else refers to.
-
-        Raises:
-            ProblemError: a regime or dtype that does not exist here.
-            ValueError: the reference's chunk planner or cache refuses the case.
-        """
+        """The inputs that a case stands for, in tensors that nothing else refers to: no backend gets what is kept."""
 
         def make() -> Original[Problem]:
             built = build_problem(case, device, self.salt)
@@ -88,10 +79,7 @@ class Context:
         return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
 
     def expect(self, problem: Problem) -> Golden:
-        """The golden result of a problem; asked for before a call, which may change its inputs.
-
-        A kept one is returned without a word to the device, which may be lost.
-        """
+        """The golden result of a problem; asked for before a call, which may change its inputs."""
         make = partial(golden_of, problem)
         return self._golden.get(problem.key, problem.device, make, attrgetter("tensors"))
 
@@ -151,10 +139,7 @@ class Trial:
     def query(
         self, what: str, step: Callable[[], Any], kind: Any = None, reached: Iterable[torch.Tensor] | None = None
     ) -> Any:
-        """Plain data of this type, or what is for later steps.
-
-        What the step raises, or leaves changed in the process, is the backend's failure.
-        """
+        """Plain data of this type, or what is for later steps; what it raises, or leaves changed, is a failure."""
         executor = self.subject.executor
         done = executor.query(step, kind) if reached is None else executor.call(step, reached)
         self.disturbed = self.disturbed or bool(done.disturbed)
@@ -167,11 +152,8 @@ class Trial:
         return done.value
 
     def require_support(self) -> None:
-        """Unsupported if the backend has no class, here, that the case could call, or does not declare what it needs.
-
-        Where refusals are what is judged, the procedure asks for the second.
-        """
-        if find_capability(self.case.capability).probes_refusals:
+        """Unsupported if the backend has no class here that the case could call, or does not declare what it needs."""
+        if find_capability(self.case.capability).probes_refusals:  # whose procedure asks what it declares
             reasons = self.query("asked what it is, it", partial(self.subject.missing_role, self.case.role), list[str])
         else:
             reasons = self.unsupported()
