@@ -5,26 +5,27 @@ They declare what they do; a policy that rejects one of them raises a false alar
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import chain
 
 import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_compress import EagerCompressBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend, EagerTreeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
+from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects import bases
-from mla_conformance.defects.honest_attention import HONEST_DECODES, HONEST_SPARSE
-from mla_conformance.defects.honest_cache import HONEST_CACHES, HONEST_STEPS
+from mla_conformance.defects import bases, honest_attention, honest_cache
 from mla_conformance.defects.known import Emulation, behind, but, instead, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
 class _FiniteSentinel(OnlineSoftmax):
-    """The running maximum starts at the least float32."""
-
     def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
         return super()._maximum(state, scores).clamp(min=torch.finfo(torch.float32).min)
 
@@ -112,7 +113,6 @@ class _Decode(EagerDecodeBackend):
 
     @but(key_tile=64)
     def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
-        """Tiles of 64 tokens, without those that no query token of the request sees."""
         return [tile for tile in tiles if bool(self._visible(len(q), request, seq_len, tile).any())]
 
     def head_tile_after_head_tile__attend(self, q, *further):
@@ -133,8 +133,6 @@ class _Sparse(EagerSparseBackend):
 
     @but(key_tile=64)
     class tree_of_tiles:
-        """Each tile of columns has a state of its own, and they are joined by twos."""
-
         def _accumulate(self, state, scores, v):
             self._states.append(super()._accumulate(self._fresh, scores, v))
             return state
@@ -147,7 +145,6 @@ class _Sparse(EagerSparseBackend):
             return bases.joined_in_a_tree(self._states)
 
     def sink_among_the_keys__with_sink(self, output, lse, sink):
-        """A sink is one more logit of the row's softmax, whose value is 0; the LSE is taken before."""
         if sink is None:
             return output
         logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
@@ -201,8 +198,6 @@ class BestOfTheBest(EagerIndexerBackend):
 @kernels()
 class _Layer(bases.EagerLayer):
     class projects_in_float32:
-        """Absorbed weights are held in float32, and each product with them is rounded once."""
-
         class impl_class(MLACommonImpl):
             def process_weights_after_loading(self, act_dtype):
                 super().process_weights_after_loading(act_dtype)
@@ -215,11 +210,9 @@ class _Layer(bases.EagerLayer):
                 return super()._v_up_proj(x.float()).to(x.dtype)
 
     powers_of_two = variant(tile_scales="pow2")
-    """The scales of tiles are powers of two."""
 
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):
-        """Blocks are copied in the order of the list, each before the next is read."""
         for pair in src_to_dists.split(1):
             bases.EagerLayer.copy_blocks(kv_caches, pair)
 
@@ -228,8 +221,9 @@ class _Layer(bases.EagerLayer):
 
 HONEST: tuple[type[Emulation], ...] = (
     *(EagerPrefillBackend, bases.EagerLayer, bases.E4M3Operands, bases.HopperE4M3Operands),
-    *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse),
-    *(*HONEST_DECODES, *HONEST_CACHES, *bases.emulations(__name__)),
-    *(*HONEST_SPARSE, EagerSparseLayerBackend, *HONEST_STEPS),
+    *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse, bases.LayeredDecode, EagerTreeBackend),
+    *(EagerCacheBackend, EagerSparseBackend, EagerIndexerBackend, EagerSparseLayerBackend, EagerCompressBackend),
+    *(EagerTopKBackend, EagerPrepareBackend),
+    *chain.from_iterable(map(bases.emulations, (honest_attention.__name__, honest_cache.__name__, __name__))),
 )
 """Every honest emulation; real kernels are judged beside them."""

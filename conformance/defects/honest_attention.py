@@ -11,12 +11,11 @@ import torch
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import SoftmaxState
-from mla_conformance.backends.eager_decode import EagerLatentDecode, EagerTreeBackend
+from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.defects import bases
 from mla_conformance.defects.known import behind, but, instead, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
@@ -38,7 +37,6 @@ class _KeysOfTheModel(bases.LayeredDecode):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
     keys_of_the_model = variant()
-    """Codes are dequantised to the model's dtype, and declared so."""
     tiny_weights = variant(
         bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
     )
@@ -47,8 +45,6 @@ class _KeysOfTheModel(bases.LayeredDecode):
 @kernels()
 class _SplitDecode(bases.SplitDecode):
     class split_tree:
-        """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
-
         def _share(self, seq_len: int) -> int:
             return max(1, -(-seq_len // 16))
 
@@ -59,13 +55,10 @@ class _SplitDecode(bases.SplitDecode):
 @kernels()
 class _LayeredDecode(bases.LayeredDecode):
     page_tiles = variant(key_tile=16)
-    """Tiles below every page but the smallest."""
     wide_tiles = variant(key_tile=1024)
     last_tile_first = behind("tiles", bases.backwards)
 
     class scaled_scores:
-        """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
-
         def _dequantise(self, rows, k_scale):
             self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
             return super()._dequantise(rows, torch.ones_like(k_scale))
@@ -89,8 +82,6 @@ class _LayeredDecode(bases.LayeredDecode):
 @kernels()
 class _Trees(EagerTreeBackend):
     class tree_by_an_added_bias:
-        """Masks are added to the scores, as 0 and -inf."""
-
         def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
             state = self._initial(q, q[..., : self.kv_lora_rank])
             for tile in tiles:
@@ -100,8 +91,6 @@ class _Trees(EagerTreeBackend):
             return state
 
     class tree_behind_its_context:
-        """Context and query tokens are attended to apart, and their states merged."""
-
         def _attend(self, q, request, seq_len, kv_cache, k_scale):
             context = max(0, seq_len - q.shape[0])
             parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
@@ -115,7 +104,6 @@ class _Trees(EagerTreeBackend):
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
     tree_in_tiles_of_16 = variant(key_tile=16)
-    """A query token may see none of a tile."""
     tree_at_once = variant(key_tile=4096)
 
 
@@ -163,7 +151,6 @@ class _Sparse(EagerSparseBackend):
 
     @but(supported_tile_scales=["pow2"])
     def scales_of_powers_of_two__behind_entries(self, rows, *, source):
-        """The scales of tiles pass through e8m0, which holds powers of two, and no others are declared."""
         return bases.through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
 
 
@@ -175,15 +162,12 @@ class _Indexer(EagerIndexerBackend):
         return super().run_index_logits(q, weights, k, k_scale).nan_to_num(neginf=torch.nan)
 
     def head_after_head__scores(self, q, weights, keys):
-        """Heads are added one after another, the last one first."""
         scores = q.new_zeros(len(q), len(keys))
         for head in reversed(range(q.shape[1])):
             scores += weights[:, head, None] * (q[:, head] @ keys.mT).relu()
         return scores
 
     class scales_behind_the_sum:
-        """Codes of keys are multiplied as they are; scores take the scale."""
-
         def _scales(self, scales):
             self._behind = scales
             return torch.ones_like(scales)
@@ -193,7 +177,6 @@ class _Indexer(EagerIndexerBackend):
 
     @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
     def rounded_keys__behind_keys(self, keys):
-        """Codes are dequantised to bfloat16, and declared so."""
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
     @but(token_tile=64, declaration=bases.declares(accumulation=Precision.FP22))
@@ -248,8 +231,6 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
         return torch.cat((k, k_pe.unsqueeze(1).expand(-1, config.num_heads, -1)), dim=-1), v
 
     class dense_shortcut:
-        """Prefills of no more tokens than are selected attend densely and leave the buffer as it is."""
-
         def _select(self, hidden, q_c, turns, cache, buffer):
             before = buffer[: len(hidden)].clone()
             super()._select(hidden, q_c, turns, cache, buffer)
@@ -261,7 +242,6 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
 
     @but(_takes_all=True)
     def masked_prefills__seen(self, rows, lists, tokens):
-        """All prefills attend in heads, under a mask made of their lists."""
         mask = torch.zeros(len(rows), tokens + 1, dtype=torch.bool, device=rows.device)
         return mask.scatter_(1, lists.long().where(lists >= 0, tokens), True)[:, :tokens]
 
@@ -269,8 +249,6 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
 @kernels()
 class _SparseLayer(EagerSparseLayerBackend):
     class keys_in_one_kernel:
-        """Index keys are written first, and nothing rounds between their norm, their rotation and their codes."""
-
         def _write_latents(self, hidden, turns, kv_cache):
             self._late = hidden, turns, kv_cache
 
@@ -289,7 +267,6 @@ class _SparseLayer(EagerSparseLayerBackend):
     ascending_lists = behind("best", lambda lists: lists.sort(dim=1).values)
 
     def scores_of_shares_added__best(self, q, weights, cache):
-        """Scores are those of the ranks' shares of the indexer's heads, added."""
         share = torch.arange(weights.shape[1], device=q.device) * self.config.tp_size // weights.shape[1]
         parts = [weights.masked_fill(share != rank, 0.0) for rank in range(self.config.tp_size)]
         scores = sum(self._indexer.run_index_logits(q, part, cache) for part in parts)
@@ -297,15 +274,3 @@ class _SparseLayer(EagerSparseLayerBackend):
         best = scores.masked_fill(~seen, -torch.inf).topk(min(self.config.topk_tokens, scores.shape[1]), dim=1)
         lists = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(lists, (0, self.config.topk_tokens - lists.shape[1]), value=NO_KEY)
-
-
-_DEFINED = bases.emulations(__name__)
-HONEST_DECODES: tuple[type[KernelBackend], ...] = (
-    *(bases.LayeredDecode, EagerTreeBackend),
-    *(each for each in _DEFINED if issubclass(each, EagerLatentDecode)),
-)
-HONEST_SPARSE: tuple[type[KernelBackend], ...] = (
-    *(EagerSparseBackend, EagerIndexerBackend),
-    *(each for each in _DEFINED if each not in HONEST_DECODES),
-)
-"""Every honest emulation of the others, layers among them."""

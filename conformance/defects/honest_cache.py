@@ -13,7 +13,6 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.defects.bases import emulations
 from mla_conformance.defects.known import but, kernels
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -35,8 +34,6 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
 @kernels()
 class _Cache(EagerCacheBackend):
     class last_token_first:
-        """Tokens are written one by one, the last one first, and the cache is returned."""
-
         def _store(self, cache, entries, slots):
             for row in reversed(range(len(slots))):
                 super()._store(cache, entries[row : row + 1], slots[row : row + 1])
@@ -46,8 +43,6 @@ class _Cache(EagerCacheBackend):
             return kv_cache
 
     class reciprocal_scales:
-        """Values are multiplied by reciprocals, of scales and of the largest code."""
-
         def _latent_entries(self, kv_c, k_pe, k_scale):
             if self.kv_cache_dtype != "fp8":
                 return super()._latent_entries(kv_c, k_pe, k_scale)
@@ -58,7 +53,6 @@ class _Cache(EagerCacheBackend):
             return super()._largest(tiles) * (1 - 2.0**-23)
 
     def scales_by_their_bits__tile_scales(self, largest, form):
-        """Powers of two are rounded up by the exponent bits of float32 numbers."""
         if form.scales != "ue8m0":
             return super()._tile_scales(largest, form)
         bits = (largest / E4M3_MAX).clamp(min=form.least_scale).view(torch.int32)
@@ -66,8 +60,6 @@ class _Cache(EagerCacheBackend):
         return (exponent << 23).view(torch.float32), exponent.to(torch.uint8)
 
     class zero_tiles_with_any_scale:
-        """Tiles of zeros, and keys of zeros, have another scale, and the unused byte of an entry is anything."""
-
         def _tile_scales(self, largest, form):
             scales, stored = super()._tile_scales(largest, form)
             if form.scales == "float32":
@@ -81,14 +73,12 @@ class _Cache(EagerCacheBackend):
             return entries
 
     def codes_of_zero_without_sign__behind_tiled(self, entries, *, form):
-        """A value that rounds to zero is written as +0, whatever its sign."""
         if form.codes != "e4m3":
             return entries
         codes = entries[:, : form.code_bytes]
         return torch.cat((codes.masked_fill(codes == 0x80, 0), entries[:, form.code_bytes :]), dim=1)
 
     def gathers_page_by_page__gathered(self, cache, slots):
-        """Runs of one page are copied after one another, those of the last request first."""
         found = torch.empty(len(slots), cache.shape[2], dtype=cache.dtype, device=cache.device)
         page = slots // cache.shape[1]
         starts = [0, *(row for row in range(1, len(slots)) if page[row] != page[row - 1]), len(slots)]
@@ -156,7 +146,6 @@ class _MLACache(MLACacheBackend):
 @kernels()
 class _Compress(EagerCompressBackend):
     def running_softmax__pooled(self, k, logits):
-        """Tokens are added one after the other, the last first, under a running maximum."""
         maximum = torch.full_like(k[:, 0], -torch.inf)
         total, weighted = torch.zeros_like(maximum), torch.zeros_like(maximum)
         for token in reversed(range(k.shape[1])):
@@ -172,8 +161,6 @@ class _Compress(EagerCompressBackend):
         return entries.to(kv_cache.dtype).float()
 
     class places_when_pooled:
-        """States hold scores as they came; what belongs to places is added while they are pooled, in float64."""
-
         def run_compress(self, kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache):
             self._ape = ape
             super().run_compress(kv, score, torch.zeros_like(ape), norm_weight, cos_sin_cache, state_cache, kv_cache)
@@ -212,8 +199,6 @@ class _Compress(EagerCompressBackend):
 @kernels()
 class _TopK(EagerTopKBackend):
     class tail_before_pools:
-        """The tokens of the last pool stand first, and -1 between them and those of pools in rising order."""
-
         def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
             return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail).flip(1)
 
@@ -255,7 +240,6 @@ class _TopK(EagerTopKBackend):
 
     @but(declaration=_selects())
     def split_rows__choose(self, keys, topk_tokens):
-        """The best of every 256 columns, and of those the best: ties fall as the splits do."""
         wide = torch.nn.functional.pad(keys, (0, -keys.shape[1] % 256), value=LEAST)
         parts = wide.unflatten(1, (-1, 256)).topk(min(topk_tokens, 256), dim=2)
         starts = torch.arange(parts.indices.shape[1], device=keys.device).unsqueeze(1) * 256
@@ -279,7 +263,6 @@ class _TopK(EagerTopKBackend):
 
     @but(declaration=_selects())
     def flushes_subnormals__before_keys(self, logits):
-        """Subnormals are 0, as where processors flush them."""
         values = logits.float()
         return values.masked_fill(values.abs() < torch.finfo(torch.float32).smallest_normal, 0.0)
 
@@ -287,7 +270,6 @@ class _TopK(EagerTopKBackend):
 @kernels()
 class _Prepare(EagerPrepareBackend):
     def butterflies__transformed(self, x):
-        """The Hadamard transform by butterflies, normalised before the first."""
         y, width = x * x.shape[-1] ** -0.5, 1
         while width < x.shape[-1]:
             a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
@@ -295,9 +277,6 @@ class _Prepare(EagerPrepareBackend):
         return y
 
     class stored_intermediates:
-        """Norm, rotation and transform are kernels of their own, with the model's dtype between them, and declared
-        so."""
-
         declaration: ClassVar[Declaration] = Declaration(intermediates=Precision.MODEL, emulated=True)
 
         def _query(self, q):
@@ -311,7 +290,6 @@ class _Prepare(EagerPrepareBackend):
             return x.to(self._model).float()
 
     def one_pass_norm__normed(self, k, weight, bias):
-        """The variance is the mean square less the squared mean."""
         mean, square = k.mean(-1, keepdim=True), k.square().mean(-1, keepdim=True)
         deviation = ((square - mean.square()).clamp(min=0) + self.preparation.eps).rsqrt()
         return (k - mean) * deviation * weight + bias
@@ -332,13 +310,10 @@ class _Prepare(EagerPrepareBackend):
             return weights * self.num_heads**-0.5 * q_scale[..., 0] * self.scale
 
     def powers_by_bits__power(self, scale):
-        """Scales are rounded up to powers of two by the bits of their mantissa."""
         bits = scale.view(torch.int32)
         return ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
     class prepares_in_float64:
-        """All steps in float64, the scales in float32."""
-
         def _query(self, q):
             return q.double()
 
@@ -350,11 +325,3 @@ class _Prepare(EagerPrepareBackend):
 
         def _scales(self, largest):
             return super()._scales(largest.float())
-
-
-HONEST_CACHES = (EagerCacheBackend, *(each for each in emulations(__name__) if issubclass(each, MLACacheBackend)))
-HONEST_STEPS = (
-    *(EagerCompressBackend, EagerTopKBackend, EagerPrepareBackend),
-    *(each for each in emulations(__name__) if each not in HONEST_CACHES),
-)
-"""Every honest emulation of a compressor, a top-k, a selection over pools, and a preparation."""

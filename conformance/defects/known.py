@@ -134,36 +134,31 @@ def named_as_class(key: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
 
 
-_SAID: dict[Any, dict[str, Any]] = {}
 _SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
 """Where a step stands: in place of a method if neither is said, and which call around it notes its arguments."""
 
 
 def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
     """Decorator of a kernel in a group: a site that its name lacks, what is said of it alone, its attributes."""
-
-    def note(step: Any) -> Any:
-        _SAID[step] = {"site": site, **said} if site else said
-        return step
-
-    return note
+    return lambda step: partial(dict, {"site": site} if site else {}, step=step, **said)
 
 
-def _variant(*bases: type, **said: Any) -> Any:
-    return but(**said)(type("variant", bases, {"__doc__": None}))
+def _variant(*bases: type, **said: Any) -> dict[str, Any]:
+    return {"step": type("variant", bases, {"__doc__": None}), **said}
 
 
-def _instead(site: str, step: Any, **said: Any) -> Any:
-    return but(site, **said)(step)
+def _instead(site: str, step: Any, **said: Any) -> dict[str, Any]:
+    return {"site": site, "step": step, **said}
 
 
-def _behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> Any:
-    return but(f"behind_{site}", **said)(step or _replacing({"output": lambda output: output, "lse": lse}, when))
+def _behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> dict[str, Any]:
+    step = step or _replacing({"output": lambda output: output, "lse": lse}, when)
+    return {"site": f"behind_{site}", "step": step, **said}
 
 
-def _before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> Any:
+def _before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> dict[str, Any]:
     said = {key: given.pop(key) for key in ("killed_by", "related", "covers") if key in given}
-    return but(f"before_{site}", **said)(step or _replacing(given, when))
+    return {"site": f"before_{site}", "step": step or _replacing(given, when), **said}
 
 
 # Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
@@ -200,12 +195,13 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
         own = not key.startswith("_") and not hasattr(super(group, group), key)
         if own and isinstance(step, FunctionType | staticmethod | type | partial):
             delattr(group, key)
-            step = step() if isinstance(step, partial) else step
             kernel, _, site = key.partition("__")
-            about = {"site": site, "inside": None, **said, **_SAID.pop(step, {})}
-            attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", *said}}
+            about = {"site": site, "step": step, "inside": None, **said}
+            about |= step() if isinstance(step, partial) else {}
+            step, site, inside = (about.pop(each) for each in ("step", "site", "inside"))
+            attributes = {each: about.pop(each) for each in set(about) - set(said)}
             attributes |= {"__module__": group.__module__, "__doc__": step.__doc__ or _written(group).get(key)}
-            made = _emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
+            made = _emulation(group, name(kernel), step, site, inside, attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about
 

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.known import before, behind, but, kernels_of, named_as_class
+from mla_conformance.defects.known import before, behind, but, instead, kernels_of, named_as_class, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
@@ -130,20 +130,21 @@ class HeadTileUnwritten(OnlineSoftmax):
         return output, lse
 
 
-class StrictMask(EagerPrefillBackend):
-    """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
-
-    def _visible(self, queries, keys, tile, device):
-        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1
-        return torch.arange(tile.start, tile.stop, device=device) <= last
+def _causal(queries, keys, tile, device, shift, first=-1):
+    """A causal mask that is off by ``shift``, where each query sees a ``first`` key at least."""
+    last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries + shift).clamp(min=first)
+    return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-class _StrictMask(StrictMask):
-    class strict_mask_divides_by_zero(DividesByZero):
-        """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
+def _strict(self, *batch):
+    return _causal(*batch, -1)
 
 
 class _Prefill(EagerPrefillBackend):
+    strict_mask = variant(_visible=_strict)
+    """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
+    strict_mask_divides_by_zero = variant(DividesByZero, _visible=_strict)
+    """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
     scale_of_head_dim = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
     """The softmax scale is (P + R)^-1/2, not the given one."""
 
@@ -151,15 +152,10 @@ class _Prefill(EagerPrefillBackend):
         """The softmax scale is (L + R)^-1/2, not the given one."""
         return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
 
-    def leaked_key__visible(self, queries, keys, tile, device):
-        """The causal mask is off by one: a query sees the key after its own."""
-        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries + 1
-        return torch.arange(tile.start, tile.stop, device=device) <= last
-
-    def hidden_key__visible(self, queries, keys, tile, device):
-        """The causal mask is off by one: a query does not see its own key."""
-        last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1).clamp(min=0)
-        return torch.arange(tile.start, tile.stop, device=device) <= last
+    leaked_key = instead("visible", lambda self, *batch: _causal(*batch, 1))
+    """The causal mask is off by one: a query sees the key after its own."""
+    hidden_key = instead("visible", lambda self, *batch: _causal(*batch, -1, 0))
+    """The causal mask is off by one: a query does not see its own key."""
 
     def no_mask__visible(self, queries, keys, tile, device):
         """There is no causal mask."""
@@ -224,8 +220,7 @@ SUSPECTS: list[Suspect | SuspectStep] = [
     Suspect(LiftedMaximum, LIFTED, {"key_tile": (16, 32, 64, 128)}),
     Suspect(NotRescaled, of={"key_tile": (16, 32, 64, 128)}),
     Suspect(HeadTileUnwritten, of={"head_tile": (16, 32, 64), "writes_lse": (True, False)}),
-    Suspect(StrictMask),
-    *(_StrictMask, _Prefill),
+    _Prefill,
 ]
 """Mistakes, and groups of them, in the order in which they are tried."""
 

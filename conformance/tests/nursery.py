@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -60,37 +61,13 @@ _SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
-class Forked:
-    """What is used of ``subprocess.Popen`` for a module of the engine; ``pid`` is its process."""
+class Forked(subprocess.Popen[bytes]):
+    """A module of the engine that was forked elsewhere, and of which this process has become the parent."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def send_signal(self, number: int) -> None:
-        """As long as it was not waited for."""
-        if self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        """Its exit status, negative for a signal; raises ``subprocess.TimeoutExpired`` if it goes on."""
-        end = time.monotonic() + timeout
-        while self._status is None:
-            process, status = os.waitpid(self.pid, os.WNOHANG)
-            if process:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("module", timeout)
-            else:
-                time.sleep(0.005)
-        return self._status
+        self.args, self.pid, self.returncode = "module", pid, None  # type: ignore[assignment]
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
 class Nursery:

@@ -137,8 +137,8 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, make: Call
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for command in ("cheats", "defects"):
-        assert f"{tmp_path}: expected a file, this is a folder" in refused(capsys, command, "--out", str(tmp_path))
+    for command in (["cheats"], ["defects"], ["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu"]):
+        assert f"{tmp_path}: expected a file, this is a folder" in refused(capsys, *command, "--out", str(tmp_path))
 
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]

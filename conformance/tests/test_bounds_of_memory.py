@@ -195,10 +195,7 @@ def replaces(name: str, value: Callable[[Any], Any]) -> Callable[[Operands], obj
 
 FORMS = {
     "resized": (PLAIN, lambda o: o.q.resize_(2, 4, 16), "shape of q of new tokens was "),
-    "emptied": (PLAIN, lambda o: o.k.untyped_storage().resize_(0), "k of new tokens"),
     "grown": (PLAIN, lambda o: o.v.untyped_storage().resize_(2**16), "bytes of v of new tokens was "),
-    "transposed": (PLAIN, lambda o: o.v.transpose_(0, 1), "shape of v of new tokens was "),
-    "unsqueezed": (PLAIN, lambda o: o.v.unsqueeze_(0), "shape of v of new tokens was "),
     "restrided": (PLAIN, lambda o: o.q.as_strided_(o.q.shape, (0, 0, 1)), "strides of q of new tokens was "),
     "learning": (PLAIN, lambda o: o.q.requires_grad_(), "requires_grad of q of new tokens was False, is True"),
     "another": (PLAIN, lambda o: o.k.set_(o.k.clone()), "address of k of new tokens was "),
@@ -207,7 +204,6 @@ FORMS = {
     "out learning": (OUT, lambda o: o.out.requires_grad_(), "requires_grad of out was False"),
     "metadata tensor": (PLAIN, replaces("query_start_loc", torch.clone), "metadata.query_start_loc was replaced"),
     "metadata length": (PLAIN, replaces("max_query_len", lambda old: old + 1), "metadata.max_query_len was replaced"),
-    "metadata gone": (PLAIN, replaces("block_table", lambda old: None), "metadata.block_table was replaced"),
     "plan tensor": (CONTEXT, replaces("chunked_context.starts", torch.clone), "chunked_context.starts was replaced"),
     "plan list": (
         CONTEXT,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mla_conformance.api.function_case import find_case
+from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
@@ -60,8 +60,8 @@ def rows(text: str, name: str) -> WrittenRows:
 @pytest.mark.parametrize("text", EACH)
 def test_a_call_that_writes_nothing_fails(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls(text)[0]
-    monkeypatch.setattr(HONEST_CACHES[0], f"run_{call.case.call}", lambda *_, **__: None)
-    record = judged(HONEST_CACHES[0], text)
+    monkeypatch.setattr(EagerCacheBackend, f"run_{call.case.call}", lambda *_, **__: None)
+    record = judged(EagerCacheBackend, text)
     assert (record.status, record.check) == (Status.FAIL, Check.WRITTEN) and record.message.endswith("(SPEC 9.1)")
 
 

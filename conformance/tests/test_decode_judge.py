@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.defects.honest_attention import HONEST_DECODES
+from mla_conformance.defects import honest_attention
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import judged, little_work
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -18,8 +18,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(case=little_work("decode_combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
-    kernels = {kernel.__name__: kernel for kernel in HONEST_DECODES}
-    record = judged(kernels.get(kernel, kernel), case)
+    record = judged(vars(honest_attention).get(kernel, kernel), case)
     assert record.status is Status.PASS, f"{case.id}: {record.message}"
 
 

@@ -123,12 +123,6 @@ def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[...
     assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in capsys.readouterr().err
 
 
-def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu", "--out", str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.endswith(f"{tmp_path}: expected a file, this is a folder\n") and not printed.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
