@@ -153,6 +153,10 @@ def keyless(lse: torch.Tensor) -> torch.Tensor:
     return (lse == -torch.inf).mT.unsqueeze(-1)
 
 
+def nan_without_keys(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return output.masked_fill(keyless(lse), torch.nan), lse
+
+
 def in_base_2(lse: torch.Tensor) -> torch.Tensor:
     return lse / math.log(2)
 

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import V32_SCALES, packed
-from mla_conformance.defects.known import before, behind, but, defects
+from mla_conformance.defects.known import before, behind, but, defects, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
@@ -84,18 +84,17 @@ class _LatentGatherCache(EagerCacheBackend):
 
 @defects("index_gather")
 class _IndexGather(EagerCacheBackend):
-    def _read_as(self, other, layout, cache, slots):
-        """Entries, of pages with one layout as if they had another."""
-        kernel = EagerCacheBackend(self.kv_lora_rank, 0, other, self.tile_scales, None)
-        return (kernel if self.kv_cache_dtype == layout else super())._gathered(cache, slots)
+    layout, read_as = "", ""  # pages of the one are read as if they had the other
 
-    def index_gather_reads_scales_beside_codes__gathered(self, cache, slots):
-        """Scales of index keys are read behind their codes."""
-        return self._read_as("fp8_index_flat", "fp8_index", cache, slots)
+    def _gathered(self, cache, slots):
+        if self.kv_cache_dtype != self.layout:
+            return super()._gathered(cache, slots)
+        return EagerCacheBackend(self.kv_lora_rank, 0, self.read_as, self.tile_scales, None)._gathered(cache, slots)
 
-    def index_gather_reads_shuffled_as_flat__gathered(self, cache, slots):
-        """Codes of a shuffled page are read token after token."""
-        return self._read_as("fp8_index", "fp8_index_shuffled", cache, slots)
+    index_gather_reads_scales_beside_codes = variant(layout="fp8_index", read_as="fp8_index_flat")
+    """Scales of index keys are read behind their codes."""
+    index_gather_reads_shuffled_as_flat = variant(layout="fp8_index_shuffled", read_as="fp8_index")
+    """Codes of a shuffled page are read token after token."""
 
     def gather_truncates_addresses__gathered(self, cache, slots):
         """Addresses of entries are truncated to multiples of 16 bytes."""

@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.defects.bases import packed, slots_of
-from mla_conformance.defects.known import before, but, defects, instead
+from mla_conformance.defects.known import before, behind, but, defects, instead
 
 
 @defects("compress_keys", related=("compress_continued",))
@@ -51,13 +51,10 @@ class _OtherEnds(EagerCompressBackend):
 
 @defects("compress_keys")
 class _CompressKeysAlone(EagerCompressBackend):
-    def compress_lengths_not_handed_over__missing(self, positions):
-        """Without the lengths of its requests it takes all tokens for missing ones, and entries are no numbers."""
-        return torch.ones_like(positions, dtype=torch.bool)
-
-    def compress_state_not_cleared__missing(self, positions):
-        """Before the first group stands what another request has left in the page of states."""
-        return torch.zeros_like(positions, dtype=torch.bool)
+    compress_lengths_not_handed_over = behind("missing", lambda missing: torch.ones_like(missing))
+    """Without the lengths of its requests it takes all tokens for missing ones, and entries are no numbers."""
+    compress_state_not_cleared = behind("missing", lambda missing: torch.zeros_like(missing))
+    """Before the first group stands what another request has left in the page of states."""
 
     def compress_overlap_halves_swapped__before_halves(self, x):
         """The group before gives the columns for its own entry, and the own group those for the next one."""

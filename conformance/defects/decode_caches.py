@@ -9,15 +9,15 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import (
     V32_SCALES,
     codes,
-    keyless,
     mixed_entries,
+    nan_without_keys,
     on_ranks,
     packed,
     several,
     single_pages,
     through_e8m0,
 )
-from mla_conformance.defects.known import before, behind, but, defects
+from mla_conformance.defects.known import before, behind, but, defects, instead
 
 _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 """The unused slots of every decode case are poisoned, so these fail with the capability that is about them."""
@@ -143,7 +143,7 @@ class _KvCacheFp8(EagerDecodeBackend):
         return torch.ones_like(k_scale) if tile.start >= 1024 and self.num_heads >= 64 else k_scale
 
 
-def _locally_causal(queries, seq_len, tile):
+def _locally_causal(self, queries, request, seq_len, tile):
     return torch.arange(tile.start, tile.stop) <= torch.arange(seq_len - queries, seq_len).unsqueeze(1)
 
 
@@ -155,15 +155,10 @@ class _Dcp(EagerDecodeBackend):
 
     dcp_rank_in_three_bits = before("positions", lambda metadata: replace(metadata, dcp_rank=metadata.dcp_rank % 8))
     """The causal bound of several query tokens takes rank 8 for rank 0."""
-
-    def dcp_empty_owner_zero_times_nan__behind_finish(self, output, lse):
-        """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
-        empty = keyless(lse) & on_ranks(self)
-        return output.masked_fill(empty, torch.nan), lse
-
-    def dcp_causal_mask_on_local_len__behind_visible(self, _, *, queries, seq_len, tile):
-        """The causal bound counts the tokens of this rank back from its own last one."""
-        return _locally_causal(queries, seq_len, tile)
+    dcp_empty_owner_zero_times_nan = behind("finish", nan_without_keys, when=on_ranks)
+    """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
+    dcp_causal_mask_on_local_len = instead("visible", _locally_causal)
+    """The causal bound counts the tokens of this rank back from its own last one."""
 
     def leading_masked_chunk_nan_poisons_row__accumulate(self, state, scores, v):
         """A first tile without a visible key leaves a maximum of -inf, and -inf minus -inf stays in the row for
@@ -176,10 +171,8 @@ class _Dcp(EagerDecodeBackend):
 
     dcp_rank_in_two_bits = before("positions", lambda metadata: replace(metadata, dcp_rank=metadata.dcp_rank % 4))
     """The causal bound takes rank 4 for rank 0."""
-
-    def dcp_mixed_entries_bound_by_local_length__behind_visible(self, visible, *, queries, seq_len, tile):
-        """For a cache of mixed entries the causal bound counts the tokens of this rank."""
-        return _locally_causal(queries, seq_len, tile) if self.kv_cache_dtype == "fp8_ds_mla" else visible
+    dcp_mixed_entries_bound_by_local_length = instead("visible", _locally_causal, when=mixed_entries)
+    """For a cache of mixed entries the causal bound counts the tokens of this rank."""
 
 
 @defects("decode_combinations")

@@ -151,14 +151,13 @@ def _instead(site: str, step: Any, **said: Any) -> dict[str, Any]:
     return {"site": site, "step": step, **said}
 
 
-def _behind(site: str, step: Any = None, *, when: Any = None, lse: Any = None, **said: Any) -> dict[str, Any]:
-    step = step or _replacing({"output": lambda output: output, "lse": lse}, when)
-    return {"site": f"behind_{site}", "step": step, **said}
+def _behind(site: str, step: Any = None, *, lse: Any = None, **said: Any) -> dict[str, Any]:
+    return {"site": f"behind_{site}", "step": step or _replacing({"output": lambda output: output, "lse": lse}), **said}
 
 
-def _before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> dict[str, Any]:
-    said = {key: given.pop(key) for key in ("killed_by", "related", "covers") if key in given}
-    return {"site": f"before_{site}", "step": step or _replacing(given, when), **said}
+def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
+    said = {key: given.pop(key) for key in ("when", "killed_by", "related", "covers") if key in given}
+    return {"site": f"before_{site}", "step": step or _replacing(given), **said}
 
 
 # Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
@@ -168,20 +167,15 @@ def _before(site: str, step: Any = None, *, when: Any = None, **given: Any) -> d
 instead, behind, before, variant = (partial(partial, row) for row in (_instead, _behind, _before, _variant))
 
 
-def _replacing(makes: dict[str, Any], when: Any) -> Any:
-    """A step that replaces these arguments where ``when`` holds, which is asked with those that it names."""
-    asked = [] if when is None else list(signature(when).parameters)
+def _replacing(makes: dict[str, Any]) -> Any:
+    """A step that replaces these arguments or results by a value, or by what a function makes of them."""
 
-    def step(self: Any, *values: Any, **further: Any) -> Any:
-        known = {"self": self, **further, **dict(zip(makes, values, strict=True))}
-        if when is not None and not when(*(known[name] for name in asked)):
-            return None
+    def step(self: Any, *values: Any) -> Any:
         made = [make(value) if callable(make) else make for make, value in zip(makes.values(), values, strict=True)]
         return made if len(made) > 1 else made[0]
 
-    named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in asked if name not in ("self", *makes)]
-    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *makes)]
-    step.__signature__ = Signature([*first, *named])  # type: ignore[attr-defined]
+    named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *makes)]
+    step.__signature__ = Signature(named)  # type: ignore[attr-defined]
     return step
 
 
@@ -196,12 +190,12 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
         if own and isinstance(step, FunctionType | staticmethod | type | partial):
             delattr(group, key)
             kernel, _, site = key.partition("__")
-            about = {"site": site, "step": step, "inside": None, **said}
+            about = {"site": site, "step": step, "when": None, "inside": None, **said}
             about |= step() if isinstance(step, partial) else {}
-            step, site, inside = (about.pop(each) for each in ("step", "site", "inside"))
+            step, site, when, inside = (about.pop(each) for each in ("step", "site", "when", "inside"))
             attributes = {each: about.pop(each) for each in set(about) - set(said)}
             attributes |= {"__module__": group.__module__, "__doc__": step.__doc__ or _written(group).get(key)}
-            made = _emulation(group, name(kernel), step, site, inside, attributes)
+            made = _emulation(group, name(kernel), step, site, when, inside, attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about
 
@@ -220,7 +214,7 @@ def _written(group: type) -> dict[str, str]:
 
 
 def _emulation(
-    group: type, name: str, step: Any, site: str, inside: tuple[type, str] | None, attributes: dict[str, Any]
+    group: type, name: str, step: Any, site: str, when: Any, inside: tuple[type, str] | None, attributes: dict[str, Any]
 ) -> Any:
     """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
 
@@ -229,6 +223,7 @@ def _emulation(
             called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
+        when: a function of such arguments that says whether the step is taken.
         inside: a layer of which the class is a part, and the attribute or method that names this part.
     """
     part = inside[1] if inside else name
@@ -239,7 +234,8 @@ def _emulation(
             raise TypeError(f"{name}: expected the site behind a kernel's name, as in kernel__before_method")
         place, *sites = said.groups()
         method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
-        setattr(made, method, _standing(made, place, group, [method, *around], step) if place or around else step)
+        is_plain = not (place or around or when)
+        setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
         for each in around:
             setattr(made, each, _noting(made, group, each))
     if inside is None:
@@ -248,7 +244,7 @@ def _emulation(
     return type(name, inside[:1], {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
 
 
-def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any) -> Any:
+def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any, when: Any) -> Any:
     """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step."""
     method, usual = sites[0], getattr(group, sites[0])
     form = signature(usual)
@@ -256,8 +252,9 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
     owner = kinds.pop("self", None)  # a row may do without
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]
+    asked = list(signature(when).parameters) if when else []
     known = {key for each in sites for key in signature(getattr(group, each)).parameters}
-    if unknown := {*named, *(first if place == "before" else ())} - known:
+    if unknown := {*named, *asked, *(first if place == "before" else ())} - known:
         raise TypeError(f"{made.__name__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
 
     @wraps(usual)
@@ -265,11 +262,14 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
         bound = form.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
+        noted = {**self.__dict__.get("_noted", {}), **given}
+        further = {key: noted[key] for key in named}
         stepped = step if owner is None else partial(step, self)
+        call = getattr(super(made, self), method)
+        if when and not when(*(noted[key] for key in asked)):
+            return call(*args, **kwargs)
         if not place:
             return stepped(*args, **kwargs, **further)
-        call = getattr(super(made, self), method)
         if place == "behind":
             result = call(*args, **kwargs)
             other = stepped(*(result if len(first) > 1 else (result,)), **further)

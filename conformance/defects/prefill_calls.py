@@ -36,16 +36,17 @@ class _Merge(EagerPrefillBackend):
         shift = merged.masked_fill(merged == -torch.inf, 0.0)
         return ((lse - shift).exp().mT.unsqueeze(-1) * part.float() for part, lse in parts)
 
-    def merge_weighs_a_keyless_output_with_zero__merge(self, output, parts, merged, output_lse):
-        """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
+    def _merge(self, output, parts, merged, output_lse):
         return sum(self._weighed(parts, merged)), merged
 
-    def merge_writes_lse_before_it_is_read__merge(self, output, parts, merged, output_lse):
+    merge_weighs_a_keyless_output_with_zero = variant()
+    """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
+
+    def merge_writes_lse_before_it_is_read__before_merge(self, *, merged, output_lse):
         """The merged LSE is written before the weights are computed, from the prefix's, which may be the same
         tensor."""
         if output_lse is not None:
             output_lse.copy_(merged)
-        return sum(self._weighed(parts, merged)), merged
 
     def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
         """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""

@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import clear, in_base_2, keyless, packed, through
+from mla_conformance.defects.bases import clear, half, in_base_2, keyless, packed, through
 from mla_conformance.defects.known import before, behind, but, defects, variant
 
 _VALUES = (
@@ -213,9 +213,8 @@ class _MlaDims(EagerPrefillBackend):
         keys = slice(1024 if q.shape[-1] == 256 else None)
         return super()._attend(q, k[keys], v[keys], causal)
 
-    def wide_heads_assume_packed_rows__before_batch(self, q, k, v):
-        """Heads of 256 columns are read as if their rows were packed."""
-        return tuple(map(packed, (q, k, v))) if q.shape[2] >= 256 else None
+    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
+    """Heads of 256 columns are read as if their rows were packed."""
 
 
 @defects("shift_invariance")
@@ -229,9 +228,8 @@ class _ShiftInvariance(EagerPrefillBackend):
         """Masked scores are -1e4, which is more than a valid score may be."""
         return scores.masked_fill(scores == -torch.inf, -1e4)
 
-    def prefill_raw_scores_in_half__behind_scores(self, scores, *, q):
-        """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
-        return scores.clamp(max=65504 * self.scale) if q.dtype is torch.float16 else scores
+    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""

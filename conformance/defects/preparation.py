@@ -12,15 +12,17 @@ _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
 """What has cases of all steps, and stands before the capability that is about one of them."""
 
 
+def _of_keys(self, x):
+    """Whether they are keys, which have one head."""
+    return x.shape[1] == 1 and self.num_heads > 1
+
+
 @defects("index_hadamard", related=_EARLIER)
 class _IndexHadamard(EagerPrepareBackend):
     prepare_hadamard_missing = instead("transformed", lambda self, x: x)
     """Neither queries nor keys pass through the Hadamard transform."""
-
-    def prepare_hadamard_missing_on_keys__transformed(self, x):
-        """Queries pass through the Hadamard transform, and keys do not."""
-        return x if x.shape[1] == 1 and self.num_heads > 1 else super()._transformed(x)
-
+    prepare_hadamard_missing_on_keys = instead("transformed", lambda self, x: x, when=_of_keys)
+    """Queries pass through the Hadamard transform, and keys do not."""
     prepare_hadamard_unnormalised = behind("transformed", lambda transformed, *, x: transformed * x.shape[-1] ** 0.5)
     """The Hadamard transform lacks the factor D^-1/2."""
 
@@ -52,10 +54,8 @@ class _IndexRotation(EagerPrepareBackend):
     """Neighbours are rotated together, whatever the model's style is."""
     prepare_halves_rotated_for_neighbours = instead("rope", lambda self, x: self._rope_in(x, True))
     """Columns R/2 apart are rotated together, whatever the model's style is."""
-
-    def prepare_keys_rotated_in_another_style__rope(self, x):
-        """Queries are rotated in the model's style, and keys in neighbours."""
-        return self._rope_in(x, False) if x.shape[1] == 1 and self.num_heads > 1 else super()._rope(x)
+    prepare_keys_rotated_in_another_style = instead("rope", lambda self, x: self._rope_in(x, False), when=_of_keys)
+    """Queries are rotated in the model's style, and keys in neighbours."""
 
     def prepare_first_columns_rotated__rotated(self, x):
         """The first R columns are rotated where the model rotates the last."""

@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, in_base_2, joined, through_e8m0
+from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, half, in_base_2, joined, through_e8m0
 from mla_conformance.defects.known import before, behind, but, defects, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
@@ -164,11 +164,8 @@ class _AttentionSinks(EagerSparseBackend):
 
     sparse_sinks_dropped = instead("with_sink", lambda self, output, lse, sink: output)
     """Sinks are not handed on to the kernel."""
-
-    def xqa_sm12x_sinks_gibberish__behind_with_sink(self, shared, *, output):
-        """A sink's share of the weights is not left out, but takes the output of the row before."""
-        return shared + (output - shared).roll(1, dims=0)
-
+    xqa_sm12x_sinks_gibberish = behind("with_sink", lambda shared, *, output: shared + (output - shared).roll(1, 0))
+    """A sink's share of the weights is not left out, but takes the output of the row before."""
     sparse_sink_of_the_head_before = before("with_sink", lambda sink: None if sink is None else sink.roll(1))
     """Each head takes the sink of the one before it."""
     sparse_sink_in_base_2 = before("with_sink", lambda sink: None if sink is None else sink * math.log(2))
@@ -299,6 +296,5 @@ class _SparseCombinations(EagerSparseBackend):
         if self.num_heads > 1 and self.num_heads % 2 and empty:
             output[:, -1] = 0.0
 
-    def sparse_raw_scores_in_half__behind_scores(self, scores, *, q):
-        """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
-        return scores.clamp(max=65504 * self.scale) if q.dtype is torch.float16 else scores
+    sparse_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""

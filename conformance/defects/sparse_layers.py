@@ -27,8 +27,9 @@ class _WithLists(EagerSparseLayerBackend):
     def _prefills(self):
         return self._request >= self._metadata.num_decodes
 
-    def _all_up_to(self, lists, lengths, rows):
-        """Lists as they are, but for rows [T] bool: the first tokens of their request, as many as lengths [T] say."""
+    def _changed(self, lists):
+        """In rows [T] bool, the first tokens of their request, as many as lengths [T] say."""
+        lengths, rows = self._whole(bounds_of(self._metadata.attention))
         longest = max(int(lengths.max()), lists.shape[1])
         every = torch.arange(longest, dtype=lists.dtype, device=lists.device).expand(len(lists), -1)
         every = every.masked_fill(every >= lengths.unsqueeze(1), NO_KEY)
@@ -36,26 +37,23 @@ class _WithLists(EagerSparseLayerBackend):
         return wide.where(~rows.unsqueeze(1), every)
 
     @but(killed_by="sparse_layer_dense_shortcut")
-    def sparse_layer_dense_shortcut_not_causal__changed(self, lists):
+    def sparse_layer_dense_shortcut_not_causal__whole(self, bounds):
         """The dense shortcut of prefills shows tokens behind a row's own."""
         lengths = self._metadata.attention.seq_lens[self._request]
-        return self._all_up_to(lists, lengths, self._prefills & (lengths <= self.config.topk_tokens))
+        return lengths, self._prefills & (lengths <= self.config.topk_tokens)
 
-    def sparse_layer_dense_in_place_of_the_selection__changed(self, lists):
-        """Prefills attend to every token up to their own, whatever was selected."""
-        return self._all_up_to(lists, bounds_of(self._metadata.attention), self._prefills)
+    sparse_layer_dense_in_place_of_the_selection = instead("whole", lambda self, bounds: (bounds, self._prefills))
+    """Prefills attend to every token up to their own, whatever was selected."""
 
     @but(killed_by="sparse_layer_dense_shortcut", related=("sparse_layer", "sparse_layer_shared_indices"))
-    def sparse_layer_shortcut_of_one_token_more__changed(self, lists):
+    def sparse_layer_shortcut_of_one_token_more__whole(self, bounds):
         """A row that sees one token more than are selected attends to all of them."""
-        bounds = bounds_of(self._metadata.attention)
-        return self._all_up_to(lists, bounds, bounds == self.config.topk_tokens + 1)
+        return bounds, bounds == self.config.topk_tokens + 1
 
-    def sparse_layer_shortcut_by_new_tokens__changed(self, lists):
+    def sparse_layer_shortcut_by_new_tokens__whole(self, bounds):
         """A prefill of few new tokens takes the dense shortcut, however long its context is."""
         new = self._metadata.attention.query_start_loc.diff()[self._request]
-        short = self._prefills & (new <= self.config.topk_tokens)
-        return self._all_up_to(lists, bounds_of(self._metadata.attention), short)
+        return bounds, self._prefills & (new <= self.config.topk_tokens)
 
     def sparse_layer_prefill_lists_count_the_batch__changed(self, lists):
         """The lists of prefills are taken to count the keys of all prefills, one request behind the other."""
@@ -65,17 +63,17 @@ class _WithLists(EagerSparseLayerBackend):
         shifted = lists.where(~self._prefills.unsqueeze(1) | (lists == NO_KEY), lists - first)
         return shifted.clamp(min=NO_KEY)
 
-    @but(killed_by="sparse_layer_shared_indices")
-    def sparse_layer_shared_taken_for_dense__changed(self, lists):
-        """A layer without an indexer attends to every token up to a row's own."""
-        bounds = bounds_of(self._metadata.attention)
-        return self._all_up_to(lists, bounds, (bounds > 0) & self.config.skip_topk)
+    sparse_layer_shared_taken_for_dense = instead(
+        "whole",
+        lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk),
+        killed_by="sparse_layer_shared_indices",
+    )
+    """A layer without an indexer attends to every token up to a row's own."""
 
     @but(killed_by="sparse_layer_shared_indices")
-    def sparse_layer_shared_selects_by_itself__changed(self, lists):
+    def sparse_layer_shared_selects_by_itself__whole(self, bounds):
         """A layer without an indexer selects by weights never loaded: the first tokens win."""
-        lengths = bounds_of(self._metadata.attention).clamp(max=self.config.topk_tokens)
-        return self._all_up_to(lists, lengths, (lengths > 0) & self.config.skip_topk)
+        return bounds.clamp(max=self.config.topk_tokens), (bounds > 0) & self.config.skip_topk
 
     @but(killed_by="sparse_layer_shared_indices")
     def sparse_layer_shared_rows_of_prefills_from_zero__changed(self, lists):

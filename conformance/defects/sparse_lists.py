@@ -7,11 +7,12 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import joined, keyless, slots_of
+from mla_conformance.defects.bases import joined, keyless, nan_without_keys, slots_of
 from mla_conformance.defects.known import before, behind, but, defects, instead
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
+_ON_ALL_RANKS, _ON_THIS_RANK = IndexSpace.POSITION, IndexSpace.RANK_LOCAL
 _SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
 
 
@@ -71,9 +72,8 @@ class _SelectionPadding(EagerSparseBackend):
             self._seen = 0
             return super()._initial(q, v)
 
-    def sparse_keyless_row_not_written__behind_attend(self, output, lse):
-        """A row whose list names nothing is skipped, and holds what the buffer held."""
-        return output.masked_fill(keyless(lse), torch.nan), lse
+    sparse_keyless_row_not_written = behind("attend", nan_without_keys)
+    """A row whose list names nothing is skipped, and holds what the buffer held."""
 
     @but(related=())
     def sparse_keyless_row_beside_a_sink_nan__behind_with_sink(self, shared, *, lse, sink):
@@ -86,18 +86,16 @@ class _OtherLists(EagerSparseBackend):
     """Each row takes the list and the length of another."""
 
     def attend(self, q, sources, k_scale, sink):
-        return super().attend(q, [each.rows(self._rows(len(q))) for each in sources], k_scale, sink)
+        metadata = self._sparse_metadata
+        rows = self._rows(metadata.query_start_loc.long(), metadata.req_id_per_token.long())
+        return super().attend(q, [each.rows(rows) for each in sources], k_scale, sink)
 
-    sparse_list_of_the_first_row = instead("rows", lambda self, tokens: torch.zeros(tokens, dtype=torch.long))
+    sparse_list_of_the_first_row = instead("rows", lambda self, starts, request: torch.zeros_like(request))
     """The list of the first row is that of the whole call."""
-
-    def sparse_list_of_the_request__rows(self, tokens):
-        """The query tokens of a request share the list of its first."""
-        return self._sparse_metadata.query_start_loc.long()[self._sparse_metadata.req_id_per_token.long()]
-
-    def sparse_list_at_the_number_of_the_request__rows(self, tokens):
-        """Lists are taken for one of each request, and read at its number."""
-        return self._sparse_metadata.req_id_per_token.long()
+    sparse_list_of_the_request = instead("rows", lambda self, starts, request: starts[request])
+    """The query tokens of a request share the list of its first."""
+    sparse_list_at_the_number_of_the_request = instead("rows", lambda self, starts, request: request)
+    """Lists are taken for one of each request, and read at its number."""
 
 
 @defects("sparse_decode", related=_SHAPES_TOO)
@@ -149,17 +147,15 @@ class _SparseDecode(EagerSparseBackend):
         output[1:, : -self.num_heads % 16] = 0.0
 
 
-def _counting(sources, space, other):
+def _counting(space, other):
     """Lists that count in one space, taken for some that count in another."""
-    return [replace(source, space=other) if source.space is space else source for source in sources]
+    return lambda sources: [replace(each, space=other) if each.space is space else each for each in sources]
 
 
 @defects("sparse_dcp")
 class _SparseDcp(EagerSparseBackend):
-    def sparse_dcp_global_index_taken_for_local__before__attend(self, sources):
-        """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
-        return _counting(sources, IndexSpace.POSITION, IndexSpace.RANK_LOCAL)
-
+    sparse_dcp_global_index_taken_for_local = before("_attend", sources=_counting(_ON_ALL_RANKS, _ON_THIS_RANK))
+    """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
     sparse_dcp_keys_of_others_counted = behind("held", lambda held: torch.ones_like(held))
     """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
 
@@ -167,9 +163,8 @@ class _SparseDcp(EagerSparseBackend):
         """Tokens are dealt out to ranks one by one, whatever the interleave is."""
         return replace(sparse_metadata, cp_kv_cache_interleave_size=1)
 
-    def sparse_dcp_local_index_divided_again__before__attend(self, sources):
-        """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
-        return _counting(sources, IndexSpace.RANK_LOCAL, IndexSpace.POSITION)
+    sparse_dcp_local_index_divided_again = before("_attend", sources=_counting(_ON_THIS_RANK, _ON_ALL_RANKS))
+    """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
 
     def sparse_dcp_empty_rank_lse_of_plus_inf__behind_attend(self, output, lse):
         """A rank that holds none of a row's keys returns +inf as its LSE, and takes all of the weight."""

@@ -14,10 +14,8 @@ class _Masks(EagerTreeBackend):
     """The mask is not handed on, and query tokens are causal."""
     tree_drafts_see_each_other = behind("mask", lambda mask: torch.ones_like(mask))
     """Where there is a mask the causal bound is dropped, and the mask with it: every draft sees all others."""
-
-    def tree_row_of_the_parent__behind_mask(self, mask):
-        """A token has the row of its parent, and does not see itself."""
-        return mask & ~torch.eye(len(mask), dtype=torch.bool, device=mask.device)
+    tree_row_of_the_parent = behind("mask", lambda mask: mask & (_number(mask) != _number(mask).unsqueeze(1)))
+    """A token has the row of its parent, and does not see itself."""
 
     def tree_siblings_see_each_other__behind_mask(self, mask):
         """Drafts of one parent see each other."""
@@ -28,12 +26,12 @@ class _Masks(EagerTreeBackend):
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
         """Of the ancestors the parent alone is seen."""
-        number = torch.arange(len(mask), device=mask.device)
+        number = _number(mask)
         return mask & ((number == _parents_of(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
 
     def tree_root_left_out__behind_mask(self, mask):
         """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
-        number = torch.arange(len(mask), device=mask.device)
+        number = _number(mask)
         return mask & ((number > 0) | (number.unsqueeze(1) == 0))
 
     tree_last_token_sees_everything = behind("mask", lambda mask: torch.cat((mask[:-1], torch.ones_like(mask[-1:]))))
@@ -42,10 +40,8 @@ class _Masks(EagerTreeBackend):
     """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
     tree_mask_of_a_word = behind("mask", lambda mask: _causal_from(mask, 32))
     """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
-
-    def tree_mask_bits_repeat_after_a_word__behind_mask(self, mask):
-        """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
-        return mask[:, torch.arange(len(mask), device=mask.device) % 32]
+    tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, _number(mask) % 32])
+    """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
         """The bits of a packed mask are read from the highest on, and were written from the lowest."""
@@ -59,30 +55,35 @@ class _Masks(EagerTreeBackend):
 
 @defects("tree_decode")
 class _Places(EagerTreeBackend):
-    def _at(self, start: int, queries: int, stride: int = 0) -> torch.Tensor:
-        return _strided(self._decode_metadata.tree_mask, start, stride or queries, queries)
+    """A mask begins elsewhere, or its rows are further apart."""
+
+    def _mask(self, request, queries):
+        begin, stride = int(self._decode_metadata.tree_mask_start_loc[request]), self._stride(request, queries)
+        return _strided(self._decode_metadata.tree_mask, self._start(begin, request), stride, queries)
+
+    def _start(self, begin, request):
+        return begin
+
+    def _stride(self, request, queries):
+        return queries
 
     tree_mask_of_the_request_before = before("mask", lambda request: max(0, request - 1))
     """A request has the mask of the one before it."""
-    tree_mask_of_the_first_request = instead("mask", lambda self, request, queries: self._at(0, queries))
+    tree_mask_of_the_first_request = instead("start", lambda self, begin, request: 0)
     """One tree is taken to serve all requests: that of the first."""
 
-    def tree_mask_behind_longest_ones__mask(self, request, queries):
+    def tree_mask_behind_longest_ones__start(self, begin, request):
         """Masks are taken to begin as far apart as those of the longest query would."""
-        return self._at(request * int(self._decode_metadata.query_lens_cpu.max()) ** 2, queries)
+        return request * int(self._decode_metadata.query_lens_cpu.max()) ** 2
 
-    def tree_mask_behind_whole_bytes__mask(self, request, queries):
-        """A packed mask is found by whole bytes, where those before it have not filled one."""
-        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) // 8 * 8, queries)
+    tree_mask_behind_whole_bytes = instead("start", lambda self, begin, request: begin // 8 * 8)
+    """A packed mask is found by whole bytes, where those before it have not filled one."""
+    tree_mask_place_in_bits_read_as_bytes = instead("start", lambda self, begin, request: begin * 8)
+    """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
 
-    def tree_mask_place_in_bits_read_as_bytes__mask(self, request, queries):
-        """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
-        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) * 8, queries)
-
-    def tree_mask_read_by_rows_of_keys__mask(self, request, queries):
+    def tree_mask_read_by_rows_of_keys__stride(self, request, queries):
         """Rows are taken to have a column for each token of the sequence, and have one for each query token."""
-        stride = max(queries, int(self._decode_metadata.seq_lens_cpu[request]))
-        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]), queries, stride)
+        return max(queries, int(self._decode_metadata.seq_lens_cpu[request]))
 
 
 @defects("tree_decode")
@@ -123,9 +124,13 @@ class _Contexts(EagerTreeBackend):
             return super()._finish(state)[0], super()._finish(self._counted)[1]
 
 
+def _number(mask: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(mask), device=mask.device)
+
+
 def _parents_of(mask: torch.Tensor) -> torch.Tensor:
     """[q] the last ancestor of each query token; -1 of the root."""
-    number = torch.arange(len(mask), device=mask.device)
+    number = _number(mask)
     return number.where(mask & (number < number.unsqueeze(1)), -1).amax(dim=1)
 
 

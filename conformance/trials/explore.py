@@ -116,11 +116,7 @@ def _record_of(subject: Subject, capabilities: tuple[str, ...], found: "list[_Ex
 
 
 class _CaseFails(Exception):
-    """How hypothesis learns that a drawn case fails."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case.id)
-        self.case = case
+    """How hypothesis learns that a drawn case, its argument, fails."""
 
 
 @dataclass
@@ -155,9 +151,10 @@ class _Exploration:
                 try:
                     drawn()
                 except _CaseFails as found:
-                    first = self.records[found.case.id]
+                    (case,) = found.args
+                    first = self.records[case.id]
                     # Its smallest case is run once more, where that is possible.
-                    again = first if self._device_lost else self._judge(found.case)
+                    again = first if self._device_lost else self._judge(case)
                     passed = first.with_fields(message=f"{first.message}; when run again the case passed")
                     self.causes[_cause(first)] = again if again.failed else passed
                 else:

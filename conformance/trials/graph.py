@@ -77,7 +77,7 @@ def _load(static: Problem, other: Problem) -> Problem:
 
 def captured_batch(case: Case) -> Case:
     """The batch that is captured over the buffers of ``case``: its requests the other way round, half as long."""
-    lengths = [_half(length) for length in reversed(_lengths(case))]
+    lengths = [-(-length // 2) for length in reversed(_lengths(case))]
     return _with_lengths(case, lengths, padding=0, seed=1)
 
 
@@ -100,7 +100,7 @@ def replayed_batch(case: Case, requests: int, seed: int) -> Case:
         there = order.index(row)
         order[row], order[there] = row, order[row]
     lengths = [draw.choice((rooms[room], draw.randint(min(1, rooms[room]), rooms[room]))) for room in order[:requests]]
-    for row, length in zip(special, (_half(rooms[order[special[0]]]) if special else 0, 0, 1), strict=False):
+    for row, length in zip(special, (-(-rooms[order[special[0]]] // 2) if special else 0, 0, 1), strict=False):
         lengths[row] = min(length, rooms[order[row]])
     return _with_lengths(case, lengths, len(case.q) - requests, seed)
 
@@ -114,10 +114,6 @@ def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Ca
     if case.role is Role.PREFILL:
         return replace(case, q=(*lengths, *(0,) * padding), seed=case.seed + seed)
     return replace(case, q=case.q[: len(lengths)], kv=tuple(lengths), pad=padding, seed=case.seed + seed)
-
-
-def _half(length: int) -> int:
-    return -(-length // 2)
 
 
 _Captured = tuple[Callable[[], Any], Any]

@@ -24,7 +24,12 @@ _KINDS = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
 
 def neighbours(trial: Trial) -> None:
     """Each request in turn has queries that are no numbers, or huge."""
-    _each_spoiled(trial, "queries", spoil_queries)
+
+    def spoil(call: KernelCall, request: int, kind: str) -> None:
+        for tensor in call.query_operands():
+            _spoil_rows(tensor, call.query_start_loc, request, kind)
+
+    _each_spoiled(trial, "queries", spoil)
 
 
 def neighbour_keys(trial: Trial) -> None:
@@ -51,12 +56,6 @@ def _each_spoiled(trial: Trial, what: str, spoil: Callable[[KernelCall, int, str
             merged = _patched(merged, first.merged, rows, KernelCall.token_dims)
         step = f"beside request {request}, whose {what} hold {_KINDS[kind]}"
         trial.judged(problem, expectation, replace(seen, returned=returned, merged=merged), step)
-
-
-def spoil_queries(call: KernelCall, request: int, kind: str) -> None:
-    """Every query of a request."""
-    for tensor in call.query_operands():
-        _spoil_rows(tensor, call.query_start_loc, request, kind)
 
 
 def spoil_keys(call: KernelCall, request: int, kind: str) -> None:

@@ -154,7 +154,9 @@ def cache_write(trial: Trial) -> None:
 def weight_absorption(trial: Trial) -> None:
     """Weights as loaded, replaced in place, and stored in codes."""
     trial.conforms()
-    trial.conforms(trial.redrawn_problem(), step="after the weights were replaced in place")
+    trial.conforms(
+        trial.build(replace(trial.case, seed=trial.case.seed + 2)), step="after the weights were replaced in place"
+    )
     loads_packed(trial)
 
 

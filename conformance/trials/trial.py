@@ -197,9 +197,6 @@ class Trial:
         """The same configuration with other lengths and values, for tests of state."""
         return self.build(self.case.varied())
 
-    def redrawn_problem(self) -> Problem:
-        return self.build(replace(self.case, seed=self.case.seed + 2))
-
     def require(self, holds: bool, check: Check, message: str) -> None:
         if not holds:
             self.fail(check, message)

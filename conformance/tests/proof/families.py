@@ -79,12 +79,10 @@ def _layer(
     q_lora_rank: int | None = Q_RANK,
     rope: int = ROPE,
     epsilon: float = CLASS_EPSILON,
-    attention: str = "Attention",
-    indexer: IndexerForm | None = None,
-    padding_mask: bool = False,
     **parts: Any,
 ) -> ProofFamily:
     """The common form: both latents normalised, the scale that of the head's width times ``factor``."""
+    of_family = {name: parts.pop(name) for name in ("attention", "indexer", "padding_mask") if name in parts}
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
     spec = LayerSpec(
@@ -96,7 +94,7 @@ def _layer(
         kv_norm=epsilon,
         **parts,
     )
-    return ProofFamily(module, prefix, spec, settings, attention, indexer, padding_mask)
+    return ProofFamily(module, prefix, spec, settings, **of_family)
 
 
 def _extended(
@@ -111,19 +109,11 @@ def _extended(
     return _layer(module, prefix, model, rotation, settings, factor=yarn.softmax_factor, **parts)
 
 
-def _plain(
-    module: str,
-    prefix: str,
-    model: str,
-    base: float,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    interleaved: bool = True,
-    **parts: Any,
-) -> ProofFamily:
-    """One whose pairs turn by powers of a base; ``settings`` of its configuration beside that."""
+def _plain(module: str, prefix: str, model: str, base: float, interleaved: bool = True, **parts: Any) -> ProofFamily:
+    """One whose pairs turn by powers of a base."""
     rotation = Rotation.plain(ROPE, base=base, interleaved=interleaved)
-    return _layer(module, prefix, model, rotation, {**_rope(base), **(settings or {})}, **parts)
+    settings = {**_rope(base), **parts.pop("settings", {})}
+    return _layer(module, prefix, model, rotation, settings, **parts)
 
 
 def _rope(base: float, **options: Any) -> dict[str, Any]:
@@ -163,7 +153,7 @@ FAMILIES: tuple[ProofFamily, ...] = (
         "DeepseekV3",
         "DeepSeek-V3 in a window",
         1e4,
-        {"rope_interleave": False},
+        settings={"rope_interleave": False},
         interleaved=False,
         window=WINDOW,
     ),
@@ -182,26 +172,17 @@ FAMILIES: tuple[ProofFamily, ...] = (
         padding_mask=True,
     ),
     _layer("kimi_linear", "KimiLinear", "Kimi-Linear", None, {"layer_types": ["full_attention"]}, q_lora_rank=None),
-    _plain("longcat_flash", "LongcatFlash", "LongCat-Flash", 1e7, {"head_dim": ROPE}, attention="MLA", **_RESCALED),
+    _plain(
+        "longcat_flash", "LongcatFlash", "LongCat-Flash", 1e7, settings={"head_dim": ROPE}, attention="MLA", **_RESCALED
+    ),
     _layer(
-        "minicpm3",
-        "MiniCPM3",
-        "MiniCPM3",
-        Rotation(frequencies=_SLOWED, interleaved=False),
-        _rope(1e4, **_LONG_ROPE),
+        "minicpm3", "MiniCPM3", "MiniCPM3", Rotation(frequencies=_SLOWED, interleaved=False), _rope(1e4, **_LONG_ROPE)
     ),
     _extended("mistral4", "Mistral4", "Mistral 4", _MISTRAL, _GROWN, growth=_GROWTH),
     _plain("youtu", "Youtu", "Youtu-LLM", 1.6e6),
     _extended("axk1", "AXK1", "A.X-K1", _TOLD_APART),
     _plain(
-        "axk2",
-        "AXK2",
-        "A.X-K2",
-        1e4,
-        doubled_query_latent=True,
-        gate="query_latent",
-        selects=True,
-        indexer=_HALVES,
+        "axk2", "AXK2", "A.X-K2", 1e4, doubled_query_latent=True, gate="query_latent", selects=True, indexer=_HALVES
     ),
     _plain("hy_v4", "HYV4", "HY-V4", 1e4, interleaved=False, gate="hidden", sink=True, selects=True, indexer=_LAST),
 )
