@@ -14,8 +14,8 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST
-from mla_conformance.problems.calls import Problem
-from mla_conformance.trials.trial import Trial, cut, invoke, observed, prepare, tensors
+from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.trials.trial import Trial, cut, observed, tensors
 
 _WARM_CALLS = 2
 _stream: Any = torch.cuda.Stream
@@ -30,7 +30,8 @@ class Graph:
     def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:
         self.static, self._trial = static, trial
         loaded = _load(static, trial.build(batch or captured_batch(static.case)))
-        self._captured = trial.query(f"{what}: the call", partial(_capture, trial.backend, loaded))
+        made = partial(loaded.calls[0].invoke, trial.backend, None)
+        self._captured = trial.query(f"{what}: the call", partial(capture, trial.backend, loaded.calls[0], made))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests with lengths drawn anew, and padding up to the captured number."""
@@ -39,8 +40,8 @@ class Graph:
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
         expectation = self._trial.context.expect(problem)
-        loaded = _load(self.static, problem)
-        value = self._trial.call(f"{step}: the call", partial(_replayed, self._captured, self._trial.backend, loaded))
+        (call,) = _load(self.static, problem).calls
+        value = self._trial.call(f"{step}: the call", partial(replayed, self._captured, self._trial.backend, call))
         # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.
         seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
         self._trial.judged(problem, expectation, seen, step)
@@ -120,17 +121,17 @@ _Captured = tuple[Callable[[], Any], Any]
 """(replay, what the captured call returned); the replay returns it again."""
 
 
-def _capture(backend: Any, problem: Problem) -> _Captured:
-    prepare(backend, problem)
-    return captured(problem.device, partial(invoke, backend, problem))
+def capture(backend: Any, call: KernelCall, made: Callable[[], Any]) -> _Captured:
+    call.prepare(backend)
+    return captured(call.q.device, made)
 
 
-def _replayed(graph: _Captured, backend: Any, problem: Problem) -> Any:
+def replayed(graph: _Captured, backend: Any, call: KernelCall) -> Any:
     """What stands in the captured outputs after a replay over what the buffers hold now."""
     replay, value = graph
     for tensor in tensors(value):
         tensor.fill_(torch.nan)
-    prepare(backend, problem)
+    call.prepare(backend)
     return replay()
 
 

@@ -1,6 +1,5 @@
 """What only layers are asked: what their backends say of a cache and do to its blocks, weights in codes, and graphs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -20,7 +19,7 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.role import Layer
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
-from mla_conformance.trials.graph import captured
+from mla_conformance.trials.graph import capture, captured, replayed
 from mla_conformance.trials.trial import Trial, cut
 
 AnyCall = TypeVar("AnyCall", bound=KernelCall)
@@ -251,7 +250,8 @@ class SparseLayerGraph:
         self._trial = trial
         self._static = _call_of(trial.build(replace(trial.case, seed=trial.case.seed + 9)), SparseLayerCall)
         loaded = self._load(_call_of(self.batch(len(trial.case.q), 1), SparseLayerCall))
-        self._captured = trial.query("captured: the call", partial(_capture, trial.backend, loaded))
+        made = partial(loaded.run, trial.backend)
+        self._captured = trial.query("captured: the call", partial(capture, trial.backend, loaded, made))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many of the requests in an order of their own, some of them shorter, and padding behind them."""
@@ -264,7 +264,7 @@ class SparseLayerGraph:
         """Fill the buffers with a batch, replay, and judge what stands in the captured output and in the caches."""
         expectation, call = self._trial.context.expect(problem), _call_of(problem, SparseLayerCall)
         loaded, reached = self._load(call), [image.cache for image in self._static.written.values()]
-        replay = partial(_replayed, self._captured, self._trial.backend, loaded)
+        replay = partial(replayed, self._captured, self._trial.backend, loaded)
         value = cut(self._trial.call(f"{step}: the call", replay, reached), slice(len(call.q)))
         for name, image in call.written.items():
             own = self._static.written[name].cache
@@ -291,16 +291,3 @@ class SparseLayerGraph:
             told = {each: value for each, value in vars(getattr(own, name)).items() if each.endswith("_cpu")}
             parts[name] = replace(getattr(mine, name), **told)
         return replace(self._static, metadata=replace(mine, **parts, num_decodes=own.num_decodes))
-
-
-def _capture(backend: Any, call: SparseLayerCall) -> tuple[Callable[[], Any], Any]:
-    call.prepare(backend)
-    return captured(call.q.device, partial(call.run, backend))
-
-
-def _replayed(graph: tuple[Callable[[], Any], Any], backend: Any, call: SparseLayerCall) -> Any:
-    """What stands in the captured output after a replay over what the buffers hold now."""
-    replay, value = graph
-    value.fill_(torch.nan)
-    call.prepare(backend)
-    return replay()
