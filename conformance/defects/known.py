@@ -156,7 +156,9 @@ def _behind(site: str, step: Any = None, *, lse: Any = None, **said: Any) -> dic
 
 
 def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
-    said = {key: given.pop(key) for key in ("when", "killed_by", "related", "covers") if key in given}
+    said: dict[str, Any] = {
+        each: given.pop(each) for each in ("when", "killed_by", "related", "covers") if each in given
+    }
     return {"site": f"before_{site}", "step": step or _replacing(given), **said}
 
 

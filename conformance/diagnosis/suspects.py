@@ -137,7 +137,7 @@ def _causal(queries, keys, tile, device, shift, first=-1):
 
 
 def _strict(self, *batch):
-    return _causal(*batch, -1)
+    return _causal(*batch, shift=-1)
 
 
 class _Prefill(EagerPrefillBackend):
@@ -152,9 +152,9 @@ class _Prefill(EagerPrefillBackend):
         """The softmax scale is (L + R)^-1/2, not the given one."""
         return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
 
-    leaked_key = instead("visible", lambda self, *batch: _causal(*batch, 1))
+    leaked_key = instead("visible", lambda self, *batch: _causal(*batch, shift=1))
     """The causal mask is off by one: a query sees the key after its own."""
-    hidden_key = instead("visible", lambda self, *batch: _causal(*batch, -1, 0))
+    hidden_key = instead("visible", lambda self, *batch: _causal(*batch, shift=-1, first=0))
     """The causal mask is off by one: a query does not see its own key."""
 
     def no_mask__visible(self, queries, keys, tile, device):
