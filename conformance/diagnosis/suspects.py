@@ -130,7 +130,7 @@ class HeadTileUnwritten(OnlineSoftmax):
         return output, lse
 
 
-def _causal(queries, keys, tile, device, shift, first=-1):
+def _causal(queries, keys, tile, device, *, shift, first=-1):
     """A causal mask that is off by ``shift``, where each query sees a ``first`` key at least."""
     last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries + shift).clamp(min=first)
     return torch.arange(tile.start, tile.stop, device=device) <= last
