@@ -99,6 +99,13 @@ class _Prefill(EagerPrefillBackend):
 
 @kernels()
 class _SplitDecode(bases.SplitDecode):
+    class split_tree:
+        def _share(self, seq_len: int) -> int:
+            return max(1, -(-seq_len // 16))
+
+        def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
+            return bases.joined_in_a_tree(parts)
+
     @but(split=512)
     def splits_of_the_longest__attend(self, q, request, seq_len, kv_cache, k_scale):
         """Every request has as many splits as the longest; those behind its end have no keys."""

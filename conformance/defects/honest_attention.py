@@ -1,6 +1,5 @@
 """Honest decodes, trees, kernels over selected keys, indexers, and layers with both, that differ from EAGER's."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -10,7 +9,6 @@ import torch
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import LseClass, Precision
-from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
@@ -19,14 +17,6 @@ from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.defects import bases
 from mla_conformance.defects.known import behind, but, instead, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
-
-
-@kernels()
-class _Splits(bases.LayeredDecode):
-    split_tokens = variant(bases.Parts, parts=5, key_tile=32)
-    stored_splits = variant(
-        bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
-    )
 
 
 @kernels()
@@ -43,17 +33,11 @@ class _KeysOfTheModel(bases.LayeredDecode):
 
 
 @kernels()
-class _SplitDecode(bases.SplitDecode):
-    class split_tree:
-        def _share(self, seq_len: int) -> int:
-            return max(1, -(-seq_len // 16))
-
-        def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-            return bases.joined_in_a_tree(parts)
-
-
-@kernels()
 class _LayeredDecode(bases.LayeredDecode):
+    split_tokens = variant(bases.Parts, parts=5, key_tile=32)
+    stored_splits = variant(
+        bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
+    )
     page_tiles = variant(key_tile=16)
     wide_tiles = variant(key_tile=1024)
     last_tile_first = behind("tiles", bases.backwards)
