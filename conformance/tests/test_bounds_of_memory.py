@@ -17,8 +17,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.references import BackendReference
-from mla_conformance.backends.roles import Role, role_of
+from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import end, reads
 from mla_conformance.defects.known import KnownDefect, judged_roles, known_defects
@@ -27,9 +26,6 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems import rooms
 from mla_conformance.problems.rooms import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.tests.drawn import judged
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = CAPABILITIES["memory_bounds"].cases
@@ -175,11 +171,8 @@ class Touches(EagerPrefillBackend):
 
 def judged_with(text: str, touch: Callable[[Operands], object]) -> Record:
     """The record of a kernel that does this on a case."""
-    case = Case.parse(text)
-    kernel = type("Mine", (Touches,), {"touch": staticmethod(touch)})
-    subject = Subject(BackendReference("Mine", f"{__name__}:Mine"), torch.device("cpu"))
-    vars(subject).update(_classes={Role.PREFILL: kernel}, unavailable=[], roles=(case.role,), _missing={case.role: []})
-    return judge_one(subject, case, Context())
+    Touches.touch = staticmethod(touch)  # type: ignore[method-assign]
+    return judged(Touches, text)
 
 
 def replaces(name: str, value: Callable[[Any], Any]) -> Callable[[Operands], object]:

@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
@@ -29,6 +29,7 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.tests import drawn
 from mla_conformance.trials.explore import explore, reachable, region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
@@ -52,8 +53,7 @@ class Nothing(EagerPrefillBackend):
 @cache
 def subject_of(kernel: type) -> tuple[Subject, Region]:
     """It and what it declares, which is learned once."""
-    subject = Subject(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__name__}"), CPU)
-    subject._classes[Role.PREFILL] = kernel
+    subject = drawn.subject_of(kernel)
     return subject, region_of(subject, SPACES["combinations"])
 
 

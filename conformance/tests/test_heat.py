@@ -19,9 +19,9 @@ from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
+from mla_conformance.tests.drawn import CONTEXT, subject_of
 from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.trials.trial import Trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))
@@ -39,8 +39,7 @@ class LastHeadWrong(EagerPrefillBackend):
 
 @pytest.fixture
 def failed() -> tuple[Trial, Record]:
-    subject = Subject.of(f"{LastHeadWrong.__module__}:LastHeadWrong", torch.device("cpu"))
-    return judged_trial(subject, Case.parse(CASE), Context())
+    return judged_trial(subject_of(LastHeadWrong), Case.parse(CASE), CONTEXT)
 
 
 def test_a_picture_shows_where_errors_are() -> None:
