@@ -28,7 +28,6 @@ class AiterLibrary(packaged.Library):
     """
 
     def load(self) -> ModuleType:
-        """Import the module."""
         with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
             module = super().load()
         for name in ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel"):

@@ -88,7 +88,6 @@ class MLACompressBackend(PagedKernel):
         self.compression, self.vllm_config = compression, vllm_config
 
     def prepare_metadata(self, compress_metadata: CompressMetadata) -> None:
-        """Take the batch of the next call; called once per batch, outside of any graph capture."""
         self._compress_metadata = compress_metadata
 
     @abstractmethod

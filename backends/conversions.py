@@ -28,7 +28,6 @@ class RaggedBatch:
 
     @staticmethod
     def new_tokens(metadata: MLACommonPrefillMetadata) -> "RaggedBatch":
-        """Each request's new tokens against themselves."""
         lengths = _query_lens(metadata)
         return RaggedBatch(None, metadata.query_start_loc, metadata.query_start_loc, lengths, lengths)
 
@@ -43,17 +42,14 @@ class RaggedBatch:
 
     @property
     def causal(self) -> bool:
-        """Whether the mask is causal; query and key lengths are then the same."""
         return self.chunk_idx is None
 
     @property
     def query_tokens(self) -> int:
-        """Rows of q that count."""
         return sum(self.query_lens)
 
     @property
     def key_tokens(self) -> int:
-        """Rows of k and v that count."""
         return sum(self.key_lens)
 
     @property

@@ -79,7 +79,6 @@ def _create_handle(device: torch.device) -> Any:
 
 
 def _handle(device: torch.device) -> Any:
-    """The device's handle, on the current stream."""
     handle = _create_handle(device)
     CUDNN.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     return handle

@@ -54,7 +54,6 @@ class Library:
         return []
 
     def load(self) -> ModuleType:
-        """Import the module; ImportError where it is missing or broken."""
         return import_module(self.module)
 
     def version(self) -> str:

@@ -59,11 +59,9 @@ class OnlineSoftmax:
         return x.exp()
 
     def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """P as the second product reads it."""
         return p.to(dtype).float()
 
     def _maximum(self, state: SoftmaxState, scores: Tensor) -> Tensor:
-        """[N, T, 1], which weights are relative to."""
         return torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
 
     def _accumulate(self, state: SoftmaxState, scores: Tensor, v: Tensor) -> SoftmaxState:
@@ -91,7 +89,6 @@ class LatentSoftmax(OnlineSoftmax):
     _model_dtype: torch.dtype
 
     def _values(self, keys: Tensor) -> Tensor:
-        """[..., L]: the first columns of a key are its value."""
         return keys[..., : self.kv_lora_rank]
 
     def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +151,6 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
     def _batch(
         self, q: Tensor, k: Tensor, v: Tensor, query_start_loc: list[int], key_start_loc: list[int], causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Output [T, N, V] and LSE [N, T] of all requests, both float32."""
         check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
         q, k, v = map(self._widened, (q, k, v))
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=torch.float32)
@@ -166,11 +162,9 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
         return output, lse
 
     def _widened(self, x: Tensor) -> Tensor:
-        """An operand as the steps compute with it."""
         return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SoftmaxState:
-        """State of one request: q [T, N, D], k [S, N, D], v [S, N, V]."""
         state = self._initial(q, v)
         for tile in self._tiles(k.shape[0]):
             scores = self._scores(q, k[tile])
@@ -187,7 +181,6 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
     def _store(
         self, accumulated: Tensor, dtype: torch.dtype, out: Tensor | None, output_scale: Tensor | None
     ) -> Tensor:
-        """Round once: to the dtype that operands of ``dtype`` give, or to e4m3 codes of value / scale."""
         if output_scale is None:
             result = accumulated.to(output_dtype(dtype))
         elif out is None or out.dtype != torch.float8_e4m3fn:

@@ -120,7 +120,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         out.copy_(self._slots(block_table, request, position, block_size).where(inside, NO_SLOT))
 
     def _latent_entries(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor) -> Tensor:
-        """[T, width] bytes."""
         keys = torch.cat((kv_c, k_pe), dim=-1)
         if self.kv_cache_dtype == "auto":
             return keys.view(torch.uint8)
@@ -129,7 +128,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return self._tiled(keys, TILED_FORMATS[self.kv_cache_dtype])
 
     def _tiled(self, keys: Tensor, form: TiledFormat) -> Tensor:
-        """[T, width] bytes of keys [T, columns] in tiles."""
         tiles = keys[:, : form.coded].float().unflatten(-1, (form.tiles, form.tile))
         scales, stored = self._tile_scales(self._largest(tiles), form)
         quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
@@ -145,7 +143,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return torch.cat([parts[name] for name in form.order], dim=1)
 
     def _largest(self, tiles: Tensor) -> Tensor:
-        """[T, tiles] magnitudes."""
         return tiles.abs().amax(dim=-1)
 
     def _tile_scales(self, largest: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:
@@ -173,7 +170,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         memory[addresses] = entries[row].where(kept.any(), memory[addresses])
 
     def _gathered(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Entries [S, width] of the cache's dtype."""
         return memory_of(cache)[self._addresses(cache, slots)].view(cache.dtype)
 
     def _addresses(self, cache: Tensor, slots: Tensor) -> Tensor:
@@ -183,7 +179,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return block.unsqueeze(1) + self._in_page(slots % page, page, cache.shape[2] * size)
 
     def _in_page(self, token: Tensor, page: int, width: int) -> Tensor:
-        """[T, width] int64, where in its page each byte of a token's entry stands."""
         form, token = TILED_FORMATS.get(self.kv_cache_dtype), token[:, None]
         if form is None or not form.scales_behind_page:
             return token * width + torch.arange(width, device=token.device)
@@ -197,29 +192,24 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
 
     def _meaning(self, entries: Tensor, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """[S, L + R] of the model's dtype."""
         return dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)
 
     def _scales(self, data: Tensor) -> Tensor:
-        """[S] float32 of bytes [S, 4]."""
         return data.view(torch.float32)[:, 0]
 
     def _slots_of_requests(
         self, page: int, block_table: Tensor, cu_seq_lens: Tensor, seq_starts: Tensor, compress_ratio: int
     ) -> Tensor:
-        """[S] int64, of the entries that are gathered."""
         request = _repeated(cu_seq_lens)
         row = torch.arange(len(request), device=request.device) - cu_seq_lens.long()[request]
         return self._slots(block_table, request, row + seq_starts.long()[request] // compress_ratio, page)
 
     def _slots(self, block_table: Tensor, request: Tensor, entry: Tensor, page: int) -> Tensor:
-        """Int64 slots of entries of requests; of those beyond the table any."""
         column = (entry // page).clamp(max=block_table.shape[1] - 1)
         return block_table[request, column].long() * page + entry % page
 
 
 def _repeated(start_loc: Tensor) -> Tensor:
-    """[T] int64, the request of each token."""
     return torch.arange(len(start_loc) - 1, device=start_loc.device).repeat_interleave(start_loc.diff())
 
 
@@ -229,7 +219,6 @@ def memory_of(cache: Tensor) -> Tensor:
 
 
 def _codes(quotients: Tensor) -> Tensor:
-    """Bytes of e4m3 codes."""
     return quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

@@ -41,23 +41,18 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         self._store(kv_cache, entries.to(kv_cache.dtype), self._slots(kv_cache.shape[1])[ends])
 
     def _places(self, positions: Tensor) -> Tensor:
-        """[T] places of tokens in their groups."""
         return positions % self.compression.ratio
 
     def _ends(self) -> Tensor:
-        """[T] bool, tokens that complete a group whose entry has a slot."""
         return self._compress_metadata.slot_mapping >= 0
 
     def _slots(self, page: int) -> Tensor:
-        """[T] slots of entries in pages of so many, -1 of tokens that complete none."""
         return self._compress_metadata.slot_mapping
 
     def _state_slots(self) -> Tensor:
-        """[T] slots that states are stored to."""
         return self._compress_metadata.state_slot_mapping
 
     def _store(self, cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Rows [T, width] to slots [T] of a cache, where these are any."""
         kept = slots >= 0
         cache[slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]] = rows[kept]
 
@@ -68,7 +63,6 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return last - span + 1 + torch.arange(span, device=ends.device)
 
     def _gathered(self, state_cache: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Key states and logits [E, W, D] of the groups that these rows complete; 0 and -inf of no token."""
         positions, page = self._window(ends), state_cache.shape[1]
         at = positions.clamp(min=0)
         blocks = self._state_blocks(self._compress_metadata.req_id_per_token[ends].long().unsqueeze(1), at // page)
@@ -77,11 +71,9 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return k.masked_fill(missing, 0.0), logits.masked_fill(missing, -torch.inf)
 
     def _state_blocks(self, requests: Tensor, columns: Tensor) -> Tensor:
-        """[E, W] int64 blocks of states."""
         return self._compress_metadata.state_block_table[requests, columns].long()
 
     def _missing(self, positions: Tensor) -> Tensor:
-        """[E, W] bool, what is no token of the request."""
         return positions < 0
 
     def _halves(self, x: Tensor) -> Tensor:
@@ -92,11 +84,9 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return torch.cat((before.chunk(2, dim=-1)[0], own.chunk(2, dim=-1)[1]), dim=1)
 
     def _pooled(self, k: Tensor, logits: Tensor) -> Tensor:
-        """[E, D] of k and logits [E, W, D]."""
         return (logits.softmax(dim=1) * k).sum(dim=1)
 
     def _normed(self, entries: Tensor, weight: Tensor) -> Tensor:
-        """[E, D] behind the norm."""
         return entries * (entries.square().mean(dim=-1, keepdim=True) + self.compression.eps).rsqrt() * weight
 
     def _angles(self, ends: Tensor) -> Tensor:
@@ -104,7 +94,6 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return ends // self.compression.ratio * self.compression.ratio
 
     def _rotated(self, entries: Tensor, turns: Tensor) -> Tensor:
-        """[E, D] with the last R columns rotated by rows [E, R] of the table."""
         plain, x = entries.tensor_split([entries.shape[-1] - turns.shape[-1]], dim=-1)
         cos, sin = turns.chunk(2, dim=-1)
         return torch.cat((plain, rotated_pairs(x, cos, sin, is_neox_style=False)), dim=-1)

@@ -49,13 +49,11 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return output.to(ql_nope.dtype), lse
 
     def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
-        """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
         self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
     ) -> SoftmaxState:
-        """State over some tiles of a request's tokens."""
         state = self._initial(q, q[..., : self.kv_lora_rank])
         for tile in tiles:
             keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
@@ -65,7 +63,6 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return state
 
     def _entries(self, kv_cache: Tensor, request: int, tile: slice) -> Tensor:
-        """[tile, width] entries of the tokens ``tile`` of a request."""
         tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
         blocks = self._blocks(request, tokens // kv_cache.shape[1])
         # As bytes, since float8 cannot be indexed everywhere.
@@ -73,11 +70,9 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return rows.view(kv_cache.dtype)
 
     def _blocks(self, request: int, pages: Tensor) -> Tensor:
-        """Blocks that hold these pages of a request."""
         return self._decode_metadata.block_table[request][pages].long()
 
     def _dequantise(self, rows: Tensor, k_scale: Tensor) -> Tensor:
-        """[tile, L + R] keys in float32."""
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
@@ -90,7 +85,6 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return self._positions(metadata, tile) <= last
 
     def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
-        """[tile] positions in the whole sequence of tokens that this rank holds."""
         return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))
 
 
@@ -114,6 +108,5 @@ class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
         return (number < 0) | mask[:, number.clamp(min=0)]
 
     def _mask(self, request: int, queries: int) -> Tensor:
-        """[T, T] which query tokens of a request each of them sees."""
         start = int(self._decode_metadata.tree_mask_start_loc[request])
         return self._decode_metadata.tree_mask[start : start + queries**2].view(queries, queries)

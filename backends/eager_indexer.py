@@ -39,7 +39,6 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
 
     def _logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
-        """[T, max_seq_len], -inf where a row sees no token."""
         metadata, bounds = self._sparse_metadata, self._bounds()
         logits = q.new_full((len(q), metadata.max_seq_len), -torch.inf, dtype=torch.float32)
         starts = metadata.query_lens_cpu.cumsum(0) - metadata.query_lens_cpu
@@ -53,19 +52,15 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return logits.masked_fill(positions >= bounds.unsqueeze(1), -torch.inf)
 
     def _bounds(self) -> Tensor:
-        """[T]: tokens that each row may see, its own included."""
         return bounds_of(self._sparse_metadata)
 
     def _tokens(self, k: Tensor, request: int) -> int:
-        """How many of a request's tokens are scored."""
         return int(self._sparse_metadata.seq_lens_cpu[request])
 
     def _tiles(self, tokens: int) -> Iterator[slice]:
-        """Tiles of a request's tokens."""
         return (slice(start, min(start + self.token_tile, tokens)) for start in range(0, tokens, self.token_tile))
 
     def _keys(self, k: Tensor, k_scale: Tensor | None, request: int, positions: Tensor) -> Tensor:
-        """[tile, D] float32, the keys of a request's tokens."""
         values, scales = self._stored(k, k_scale, self._slots(k, torch.full_like(positions, request), positions))
         return values if scales is None else values * self._scales(scales)
 
@@ -82,7 +77,6 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return codes.view(torch.float8_e4m3fn).float(), scales.view(torch.float32)
 
     def _scales(self, scales: Tensor) -> Tensor:
-        """[tile, 1], what codes are multiplied by."""
         return scales
 
     def _scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -91,24 +85,20 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return (weights.unsqueeze(1) @ self._activated(dots)).squeeze(1)
 
     def _activated(self, dots: Tensor) -> Tensor:
-        """Products [n, H, tile] behind the activation."""
         return dots.relu()
 
     def _choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """[T, K] int64 positions of the largest, -1 behind as many as there are."""
         best = logits.topk(min(topk_tokens, logits.shape[1]), dim=1)
         chosen = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
     def _numbers(self, k: Tensor, positions: Tensor) -> Tensor:
-        """What stands for positions [T, K] in the metadata's index space; anything where a row names no token."""
         if self._sparse_metadata.index_space is IndexSpace.POSITION:
             return positions
         request = self._sparse_metadata.req_id_per_token.long().unsqueeze(1)
         return self._slots(k, request.expand_as(positions), positions.clamp(min=0))
 
     def _slots(self, k: Tensor, request: Tensor, positions: Tensor) -> Tensor:
-        """Slots of a cache, or rows of gathered keys, where tokens of requests stand, both of one shape."""
         metadata = self._sparse_metadata
         if metadata.block_table is None:
             assert metadata.workspace_starts is not None

@@ -43,7 +43,6 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return self._with_sink(output, lse, sink).to(q.dtype), lse
 
     def _attend(self, q: Tensor, request: Tensor, sources: list[Selected], k_scale: Tensor) -> SoftmaxState:
-        """State of some rows, q [T, N, D], over all of their lists; ``request`` [T] is that of each row."""
         queries = q.transpose(0, 1)
         state = self._initial(queries, queries[..., : self.kv_lora_rank])
         for source in sources:
@@ -57,7 +56,6 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return state
 
     def _listed(self, source: Selected) -> Tensor:
-        """[T, K] bool: what of the lists counts."""
         return listed(source.indices, source.length)
 
     def _held(self, source: Selected) -> Tensor:
@@ -90,11 +88,9 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return keys.masked_fill(~visible.unsqueeze(-1), 0.0)
 
     def _entries(self, source: Selected, slots: Tensor) -> Tensor:
-        """[T, tile, width] entries; gathered keys are a cache of pages of one token."""
         return gather(source.cache, slots, source.layout)
 
     def _with_sink(self, output: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-        """[T, N, L] with the share of the weights that the keys have beside the sink."""
         if sink is None:
             return output
         share = torch.sigmoid(lse - sink.unsqueeze(1))

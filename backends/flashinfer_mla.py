@@ -49,7 +49,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
-        """As everywhere; an e4m3 cache only where the installed version reads one."""
         reasons = super().validate_configuration(device_capability, selector_config)
         if selector_config.kv_cache_dtype != "fp8" or reasons:
             return reasons

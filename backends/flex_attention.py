@@ -65,7 +65,6 @@ def _mask(batch: RaggedBatch) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Request of each token, and its position there."""
         token = torch.arange(tokens, device=start_loc.device)
         request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
         return request, token - start_loc[request]

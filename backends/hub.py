@@ -121,7 +121,6 @@ def _rank(variant: str, torch: dict[str, Any]) -> tuple[int, ...]:
 
 @cache
 def _downloaded(place: str, version: str) -> Path:
-    """The build for this machine, in the snapshot of a commit."""
     said = f"'{HUB}{place}@{version}'"
     if missing := _KERNELS.missing():
         raise BackendReferenceError(f"{said}: {missing[0]}")

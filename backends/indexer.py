@@ -81,7 +81,6 @@ class MLAIndexerBackend(PagedKernel):
         self.kv_cache_dtype, self.vllm_config = kv_cache_dtype, vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod

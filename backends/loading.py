@@ -75,7 +75,6 @@ def load_backend(backend: BackendReference) -> Any:
 
 
 def _load_named(backend: BackendReference) -> Any:
-    """What a path or an entry point names; a class, if it is a backend."""
     plugin = None if ":" in backend.reference else plugins()[backend.name]
     said = f"entry point {plugin.name} = {plugin.value}" if plugin else f"'{backend.reference}'"
     location, _, name = backend.reference.rpartition(":")

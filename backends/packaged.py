@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from inspect import signature
@@ -33,7 +34,6 @@ class Devices(NamedTuple):
     cpu: bool = False  # whether a CPU is one of them
 
     def include(self, capability: DeviceCapability | None) -> bool:
-        """Whether a device of this compute capability is one of them; None is a CPU."""
         return self.cpu if capability is None else self.first <= capability < (self.end or (math.inf, 0))
 
 
@@ -94,6 +94,21 @@ def further(declaration: Declaration, *deviations: Deviation | tuple[str, str], 
     """The same with further deviations behind, and what else differs."""
     more = declared("", *deviations).deviations
     return replace(declaration, deviations=(*declaration.deviations, *more), **declares)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment for a while; these alone are put back, what a library sets stays."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def in_extra(name: str, module: str, distribution: str = "", note: str = "", **other: Any) -> Library:
@@ -213,23 +228,14 @@ class InterpretedLibrary(Library):
     """
 
     def load(self) -> ModuleType:
-        """Import the module; ImportError where that fails, or Triton was imported before to compile."""
         if self.module in sys.modules:
             return sys.modules[self.module]
         triton = sys.modules.get("triton")
         if triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction":
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
-        before = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
-        try:
+        with environment(ENVIRONMENT):
             import_module("triton.experimental.gluon")  # else imported at the first call
             return super().load()
-        finally:  # these alone: what the library sets stays
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class InterpretedKernel(LibraryKernel):

@@ -21,7 +21,6 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
     supported_latent_dims = [(512, 64)]  # unless an adapter says otherwise
 
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        """What the library makes of operands that were checked."""
         metadata = self._decode_metadata
         rows, lse = int(metadata.query_lens_cpu.sum()), None
         if rows:

@@ -86,7 +86,6 @@ class MLAPrepareBackend(KernelBackend):
         self.preparation, self.vllm_config = preparation, vllm_config
 
     def prepare_metadata(self, prepare_metadata: PrepareMetadata) -> None:
-        """Take the positions of the next calls; called once per batch, outside of any graph capture."""
         self._prepare_metadata = prepare_metadata
 
     @abstractmethod

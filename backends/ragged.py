@@ -41,7 +41,6 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return among and cls.takes_head_dims(*pair) and super().supports_mla_dimensions(dimensions)
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
-        """Take the metadata of the next calls; plans of earlier ones are void."""
         super().prepare_metadata(prefill_metadata)
         self._plans: dict[int | None, Any] = {}
 

@@ -39,7 +39,6 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         cls.role = role
 
     def __new__(cls, path: str | None, *variants: str) -> Self:
-        """A member for the class at ``path``; None for one that must be registered first."""
         member = object.__new__(cls)
         named = dict(variant.partition("=")[::2] for variant in variants)
         member._value_, member._variants, member._override = path, named, None

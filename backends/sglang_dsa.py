@@ -1,29 +1,24 @@
-"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged.
+"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged (SGLang 0.5.23).
 
-Written for SGLang 0.5.23, whose ``DeepseekSparseAttnBackend`` serves DeepSeek V3.2, GLM-5 and their like. What is named
-by its path is driven as well, and what derives from it. A variant is what else a server can be started with.
+What is named by its path is driven as well, and what derives from it. A variant is what else a server can start with.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged
-from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, Settings, parts
+from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
 
 _MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
 _TILED, _NONE, _STRANGE = "fp8_ds_mla", -1, -2
 _INDEX_DIM, _INDEX_ROPE = 128, 64
-_LOGITS_HEADS = (32, 64)
-"""Index heads that DeepGEMM multiplies at once; a prefill's are padded to the fewer."""
-_OWN_TOPK = 2048
-"""Tokens that SGLang's compiled kernels select, no more and no fewer."""
-_PICKED = MappingProxyType({"auto": ("flashmla_sparse", "fa3"), _TILED: ("flashmla_kv", "flashmla_kv")})
-_BY_TORCH = MappingProxyType({"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"})
+_LOGITS_HEADS = (32, 64)  # index heads that DeepGEMM multiplies at once; a prefill's are padded to the fewer
+_OWN_TOPK = 2048  # tokens that SGLang's compiled kernels select, no more and no fewer
+_BY_TORCH = {"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
 _DENSE = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 _DEVIATIONS = (
     ("is a part of a model's attention module", "SGLang's ``DeepseekV2AttentionMLA`` is made around it"),
@@ -50,7 +45,10 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     devices = packaged.HOPPER
     wrapped: ClassVar[Any] = None  # the class that is driven; None for SGLang's own
     # by layout of the latent cache, what attends in a prefill and in a decode
-    attends: ClassVar[Mapping[str, tuple[str, str]]] = _PICKED
+    attends: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "auto": ("flashmla_sparse", "fa3"),
+        _TILED: ("flashmla_kv", "flashmla_kv"),
+    }
     _layer: AttentionLayer | None = None
     _made_for: tuple[torch.Size, torch.device] | None = None  # of the layer's weights, which fit no others
     by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
@@ -67,16 +65,12 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     def adapt(cls, wrapped: Any) -> type[Self]:
         """A class that drives ``wrapped``, by its name."""
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
-        make: Any = type(cls)
-        adapted: type[Self] = make(
-            wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": MappingProxyType({})}
-        )
+        adapted: type[Self] = type(cls)(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
         return adapted
 
     @classmethod
     def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        kinds = cls.attends.get(config.kv_cache_dtype, ())
-        for kind in dict.fromkeys(kinds):
+        for kind in dict.fromkeys(cls.attends.get(config.kv_cache_dtype, ())):
             yield from _attention_refuses(kind, config)
         if config.skip_topk:
             return
@@ -97,20 +91,16 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         if self._layer is not None and made_for == self._made_for:
             self._layer.load(self.config, weights)
             return
-        wrapped = self.wrapped or getattr(self.library, _CLASS)
-        self._layer, self._made_for = AttentionLayer(wrapped, self.config, weights, self._settings()), made_for
-
-    def _settings(self) -> Settings:
-        config = self.config
+        wrapped, config = self.wrapped or getattr(self.library, _CLASS), self.config
         prefill, decode = self.attends[config.kv_cache_dtype]
         arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self._topk}
         whole = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         dense = config.topk_tokens if whole[0] == whole[1] or whole == (192, 128) else 0
-        return Settings(arguments, {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {}))
+        variables = {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {})
+        self._layer, self._made_for = AttentionLayer(wrapped, config, weights, arguments, variables), made_for
 
     @property
     def _topk(self) -> str:
-        """What selects, as ``--dsa-topk-backend`` has it."""
         return "torch" if self.by_torch else "sgl-kernel"
 
     def run_sparse_layer(
@@ -143,7 +133,6 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         return output
 
     def _ragged(self, part: Part) -> bool:
-        """Whether the lists of a batch count all its keys, one request behind the other."""
         prefill = self.attends[self.config.kv_cache_dtype][0]
         gathers = prefill in ("flashmla_sparse", "triton_sparse_mla")
         return self.config.kv_cache_dtype == _TILED and gathers and not part.decodes
@@ -179,7 +168,6 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
 
 def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
-    """What an attention kernel is not built for."""
     heads, latent, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
     if kind == "triton":
         if latent % 128 or latent > 512 or rope & (rope - 1):
@@ -197,23 +185,15 @@ def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
         yield f"{heads} heads not supported by {kind}"
 
 
-_ANY = packaged.MultipleOf(1)
 _TORCH = ("its kernels select 2,048 tokens alone", "--dsa-topk-backend torch, and scores of PyTorch")
-_PLAIN = {"by_torch": True, "supported_kv_cache_dtypes": ["auto"], "supported_topk": [_ANY]}
-SGLangDSABackend.also("fa3", _TORCH, attends=MappingProxyType({"auto": ("fa3", "fa3")}), **_PLAIN)
-SGLangDSABackend.also(
-    "triton_sparse_mla", _TORCH, attends=MappingProxyType({"auto": ("triton_sparse_mla", "fa3")}), **_PLAIN
-)
-SGLangDSABackend.also(
-    "triton",
-    _TORCH,
-    ("a server refuses these kernels off ROCm", "they are chosen all the same"),
-    attends=MappingProxyType({"auto": ("triton", "triton")}),
-    **_PLAIN,
-)
+_OFF_ROCM = ("a server refuses these kernels off ROCm", "they are chosen all the same")
+_PLAIN = {"by_torch": True, "supported_kv_cache_dtypes": ["auto"], "supported_topk": [packaged.MultipleOf(1)]}
+SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
+SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
+SGLangDSABackend.also("triton", _TORCH, _OFF_ROCM, attends={"auto": ("triton", "triton")}, **_PLAIN)
 SGLangDSABackend.also(
     "flashmla_sparse",
-    attends=MappingProxyType({_TILED: ("flashmla_sparse", "flashmla_kv")}),
+    attends={_TILED: ("flashmla_sparse", "flashmla_kv")},
     supported_kv_cache_dtypes=[_TILED],
     supported_topk=[128, 256, 512, 1024, _OWN_TOPK],
 )
@@ -243,7 +223,6 @@ class _Caches:
         return found.index_put((self.table[known].long(),), columns[known])
 
     def write_back(self) -> None:
-        """What a layer may have written, to the caches that were given."""
         kv_cache, index_kv_cache = self._given
         kv_cache.copy_(self.latents[kv_cache.shape[1] :].view_as(kv_cache))
         if index_kv_cache is not None:
@@ -252,7 +231,6 @@ class _Caches:
 
 
 def _slots(attention: Any) -> Tensor:
-    """[B, positions] int32, the slot of each position in the pool; 0 behind a request's end."""
     pages = -(-attention.max_seq_len // PAGE)
     table = attention.block_table[:, :pages].long() + 1
     offsets = torch.arange(PAGE, device=table.device)
@@ -278,7 +256,6 @@ def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
 
 
 def _requests(part: Part, lists: Tensor) -> Tensor:
-    """[rows, 1] int64, the request of each row."""
     return torch.tensor(list(part.requests)).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
 
 

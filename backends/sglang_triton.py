@@ -105,7 +105,6 @@ class SGLangTritonDecodeBackend(PagedDecodeBackend):
 
 
 def _power_of_two(number: int) -> int:
-    """The next one, at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 

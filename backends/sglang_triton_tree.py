@@ -48,7 +48,6 @@ class SGLangTritonTreeBackend(PagedTreeBackend):
 
 
 def _parts(batch: TreeBatch) -> tuple[list[slice], list[slice]]:
-    """Of the tokens of each request the context, and the query tokens."""
     contexts = batch.contexts.tolist()
     return [slice(0, end) for end in contexts], [slice(end, None) for end in contexts]
 

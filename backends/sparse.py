@@ -141,7 +141,6 @@ class MLASparseBackend(LatentKernel):
         self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod

@@ -125,7 +125,6 @@ class MLASparseLayerBackend(PagedKernel):
         self._weights = weights
 
     def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._metadata = sparse_layer_metadata
 
     @abstractmethod

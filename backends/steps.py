@@ -44,7 +44,6 @@ class IndexerKernel(LibraryKernel, MLAIndexerBackend):
         """What ``run_index_logits`` returns."""
 
     def choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """What ``run_index_topk`` returns, of these scores."""
         raise AssertionError("not declared, so refused before")
 
 

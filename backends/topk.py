@@ -68,7 +68,6 @@ class MLATopKBackend(KernelBackend):
         self.vllm_config = vllm_config
 
     def prepare_metadata(self, topk_metadata: TopKMetadata) -> None:
-        """Take the windows of the next calls; called once per batch, outside of any graph capture."""
         self._topk_metadata = topk_metadata
 
     @abstractmethod

@@ -119,7 +119,6 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
 
     @classmethod
     def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPADecodeBackend"]:
-        """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientDecodeBackend
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,13 +171,11 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
 
     @classmethod
     def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPASparseBackend"]:
-        """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientSparseBackend
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
         def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
-            """Those that the lists name; anything where one names none."""
             keys, named = list[Tensor](), list[Tensor]()
             for x in (source.rows(rows) for source in sources):
                 named.append(listed(x.indices, x.length))
@@ -235,7 +232,6 @@ class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
                 visible[rows, :length] = seen.view(-1, length)
 
         def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
-            """The tokens of each row's request, and which of them it sees."""
             keys = dequantise(gather(kv_cache, slots[rows], layout), layout, k_scale, ql_nope.dtype)
             return keys[..., :columns].to(ql_nope.dtype), visible[rows]
 

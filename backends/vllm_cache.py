@@ -61,7 +61,6 @@ class VllmCacheBackend(CacheKernel):
 
     @property
     def library(self) -> Any:
-        """The operators that vLLM's compiled library registers."""
         VLLM_OPERATORS.load()
         return torch.ops._C_cache_ops
 

@@ -43,7 +43,6 @@ class VllmTopKBackend(TopKKernel):
         return output
 
     def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        """Fill output [T, K] for rows of lengths [T]."""
         raise self.not_a_family()
 
 

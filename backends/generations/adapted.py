@@ -4,6 +4,8 @@ An adapter is a class made for the class it drives, so that what is declared is 
 exists. It translates; it does not repair.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,6 +17,7 @@ from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vl
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
+from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
 
 _NOMINAL_DTYPE = torch.bfloat16
@@ -38,7 +41,6 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped`` and says of itself what that one says."""
         undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
         adapted: Any = adapter_of(
             wrapped,
@@ -100,7 +102,6 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         self._target: Any = self._start()
 
     def _start(self) -> Any:
-        """The object that the calls go to."""
         return self.wrapped(**self._configuration(_NOMINAL_DTYPE))
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -132,12 +133,46 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
     ) -> Any:
-        """The call, as the driven class takes it."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
         return self._target.run_prefill_new_tokens(*operands, return_softmax_lse=lse, **given)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
+
+
+def load_layer(layer: Any, joined: Any, weights: SparseLayerWeights) -> None:
+    """Load a whole sparse layer of an engine; ``joined`` is the projection of hidden states to both latents."""
+    own = ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    loaded = [(getattr(layer, name), getattr(weights, name)) for name in own]
+    loaded.append((joined, torch.cat((weights.q_a_proj, weights.kv_a_proj_with_mqa))))
+    if (theirs := weights.indexer) is not None:
+        indexer = layer.indexer
+        loaded += [(indexer.wq_b, theirs.wq_b), (indexer.k_norm, theirs.k_norm_weight)]
+        loaded.append((indexer.wk_weights_proj, torch.cat((theirs.wk, theirs.weights_proj))))
+        indexer.k_norm.bias.data.copy_(theirs.k_norm_bias)
+    for part, weight in loaded:
+        part.weight.data.copy_(weight)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What torch makes of no dtype has this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def runs_on(cls: Any, capability: DeviceCapability | None) -> bool:
+    """Whether a class of vLLM's runs on a device; some of them ask for the number of a device that has none."""
+    try:
+        return bool(cls.supports_compute_capability(capability))
+    except AttributeError:
+        if capability is None:
+            return False
+        raise
 
 
 def first_columns(result: Any, width: int) -> Any:

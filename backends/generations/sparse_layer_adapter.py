@@ -1,8 +1,7 @@
 """Drives a sparse attention backend of vLLM's as a whole layer, hidden states in and out: its class, unchanged.
 
-vLLM's ``DeepseekV32Attention``, which its models with selected keys are made of, is made around it: projections, the
-kernels that norm, rotate and write in one, the indexer with its scores and its top-k, the mapping from tokens to
-slots. The backend's builder and the indexer's make the metadata, each of its own cache. Written for vLLM 0.33.0.
+vLLM's ``DeepseekV32Attention`` is made around it. The backend's builder and the indexer's make the metadata, each of
+its own cache. Written for vLLM 0.33.0.
 """
 
 import math
@@ -18,7 +17,7 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
-from mla_conformance.backends.generations.adapted import adapter_of
+from mla_conformance.backends.generations.adapted import adapter_of, default_dtype, load_layer, runs_on
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
 from mla_conformance.backends.sparse import MLASparseMetadata
@@ -73,7 +72,6 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped`` and says of itself what that one says."""
         names = [each for each in ("auto", "fp8_ds_mla") if each in wrapped.supported_kv_cache_dtypes]
         dtypes = [each for each in wrapped.supported_dtypes if each.itemsize == 2]
         adapted: type[Self] = adapter_of(wrapped, cls, supported_dtypes=dtypes, supported_kv_cache_dtypes=names)
@@ -81,17 +79,11 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def driven(cls) -> Any:
-        """The class of vLLM's, imported."""
         return cls.wrapped
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        try:
-            return bool(cls.driven().supports_compute_capability(device_capability))
-        except AttributeError:
-            if device_capability is None:
-                return False
-            raise
+        return runs_on(cls.driven(), device_capability)
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
@@ -106,17 +98,11 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         if reasons:
             return reasons
         config, width = selector_config, selector_config.kv_lora_rank + selector_config.qk_rope_head_dim
-        asked = {name: False for name in ("has_sink", "use_mm_prefix", "use_per_head_quant_scales")}
-        return reasons_of(
-            cls.driven().validate_configuration(
-                *(width, config.dtype, config.kv_cache_dtype, config.block_size),
-                **asked,
-                use_mla=True,
-                use_sparse=True,
-                device_capability=device_capability,
-                attn_type="decoder",
-            )
-        )
+        asked: dict[str, Any] = {"use_mla": True, "use_sparse": True, "attn_type": "decoder"}
+        asked |= dict.fromkeys(("has_sink", "use_mm_prefix", "use_per_head_quant_scales"), False)
+        entries = (width, config.dtype, config.kv_cache_dtype, config.block_size)
+        theirs = cls.driven().validate_configuration(*entries, device_capability=device_capability, **asked)
+        return reasons_of(theirs)
 
     @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
@@ -149,29 +135,11 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         super().load_weights(weights)
         if self._layer is None:
             self._layer, self._engine = self._made(weights)
-        layer, indexer, theirs = self._layer, self._layer.indexer, weights.indexer
-        loaded = [
-            (layer.fused_qkv_a_proj.weight, torch.cat((weights.q_a_proj, weights.kv_a_proj_with_mqa))),
-            (layer.q_a_layernorm.weight, weights.q_a_layernorm),
-            (layer.q_b_proj.weight, weights.q_b_proj),
-            (layer.kv_a_layernorm.weight, weights.kv_a_layernorm),
-            (layer.kv_b_proj.weight, weights.kv_b_proj),
-            (layer.o_proj.weight, weights.o_proj),
-        ]
-        if theirs is not None:
-            loaded += [
-                (indexer.wq_b.weight, theirs.wq_b),
-                (indexer.wk_weights_proj.weight, torch.cat((theirs.wk, theirs.weights_proj))),
-                (indexer.k_norm.weight, theirs.k_norm_weight),
-                (indexer.k_norm.bias, theirs.k_norm_bias),
-            ]
-        for parameter, value in loaded:
-            parameter.data.copy_(value)
+        load_layer(self._layer, self._layer.fused_qkv_a_proj, weights)
         with vllm.current_config(self._engine):
-            layer.process_weights_after_loading(self.config.dtype)
+            self._layer.process_weights_after_loading(self.config.dtype)
 
     def _made(self, weights: SparseLayerWeights) -> tuple[Any, Any]:
-        """vLLM's layer and its configuration, of the sizes of these weights."""
         config, device, (latent, hidden) = self.config, weights.o_proj.device, weights.q_a_proj.shape
         base = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
@@ -190,16 +158,18 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             index_topk_pattern="S" if config.skip_topk else "F",
             indexer_rope_interleave=not config.preparation.is_neox_style,
         )
-        engine = vllm.sparse_engine_config(config, model, *self._room)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(config.dtype)
-        try:
-            with vllm.current_config(engine), torch.device(device):
-                vllm.begin_one_rank(device)
-                buffer = torch.empty(self._room.tokens, config.topk_tokens, dtype=torch.int32)
-                layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
-        finally:
-            torch.set_default_dtype(before)
+        sizes = (self._room.requests, config.kv_lora_rank + config.qk_rope_head_dim, config.num_heads)
+        of_heads = SimpleNamespace(total_num_attention_heads=config.num_heads)
+        described = {"hf_config": model, "hf_text_config": model, "is_moe": False, "model_arch_config": of_heads}
+        described |= {"dtype": config.dtype, "max_model_len": self._room.longest}
+        engine = vllm.engine_config(config.block_size, config.kv_cache_dtype, *sizes, **described)
+        engine.scheduler_config.max_num_batched_tokens = self._room.tokens
+        engine.attention_config.sparse_mla_prefill_workspace_factor = 5  # its default, of a model of its own
+        engine.kernel_config.enable_jit_warmup = False
+        with default_dtype(config.dtype), vllm.current_config(engine), torch.device(device):
+            vllm.begin_one_rank(device)
+            buffer = torch.empty(self._room.tokens, config.topk_tokens, dtype=torch.int32)
+            layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
         return layer, engine
 
     def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
@@ -227,9 +197,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
     def _made_builders(self) -> tuple[Any, Any]:
         """The builder that the driven class names, and the indexer's; None without one."""
         layer, engine, device = self._layer, self._engine, self._layer.o_proj.weight.device
-        drafts = {"method": None, "parallel_drafting": False, "enable_adaptive_verification": False}
-        drafted = SimpleNamespace(num_speculative_tokens=self._drafted, **drafts)
-        engine.speculative_config = drafted if self._drafted else None
+        engine.speculative_config = vllm.drafts(self._drafted)
         with vllm.current_config(engine):
             spec = self.driven().customize_spec(layer.get_kv_cache_spec(engine))
             attention = self.driven().get_builder_cls()(spec, [layer.layer_name], engine, device)
