@@ -1,9 +1,7 @@
 """The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
 
-What vLLM calls ``concat_and_cache_mla``, ``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``,
-``cp_gather_indexer_k_quant_cache``, ``get_compressed_slot_mapping`` and ``convert_req_index_to_global_index``. Every
-call writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has; the
-others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
+Every call writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has;
+the others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
 """
 
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from mla_conformance.backends.kernel import (
     PagedKernel,
     UnsupportedConfiguration,
     accepts_block_size,
+    expect_one,
     require_declared,
     unless,
 )
@@ -101,10 +100,8 @@ class MLACacheBackend(PagedKernel):
     def __init__(
         self, kv_lora_rank: int, qk_rope_head_dim: int, kv_cache_dtype: str, tile_scales: str, vllm_config: Any
     ) -> None:
-        if kv_cache_dtype not in CACHE_LAYOUTS:
-            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(CACHE_LAYOUTS)}, got {kv_cache_dtype!r}")
-        if tile_scales not in TILE_SCALES:
-            raise ValueError(f"tile_scales: expected one of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
+        expect_one("kv_cache_dtype", kv_cache_dtype, CACHE_LAYOUTS)
+        expect_one("tile_scales", tile_scales, TILE_SCALES)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dtype, self.tile_scales, self.vllm_config = kv_cache_dtype, tile_scales, vllm_config
 

@@ -1,8 +1,6 @@
 """The abstract compressor: key states and gate scores of tokens to entries, with states carried from call to call.
 
-What vLLM calls ``DeepseekCompressor``, LMDeploy ``score_kv`` and ``fill_compress_state``, and what SGLang and vLLM do
-for the pools of GLM-5.3's indexer. A compressor of ours checks each call before it launches: the refusals of SPEC 3.8
-and 11.5, with expected and got.
+What vLLM calls ``DeepseekCompressor``, and LMDeploy ``score_kv`` and ``fill_compress_state``.
 """
 
 from abc import abstractmethod

@@ -1,10 +1,7 @@
 """The abstract MLA indexer: a score for each cached token of a query token's request, and the best of them.
 
-What vLLM calls ``sparse_attn_indexer``: DeepSeek-V3.2 and GLM-5 let a few narrow heads, whose key all share, decide
-which tokens the attention gathers. Its metadata is that of the attention that follows, :class:`MLASparseMetadata`,
-whose index space says what the selected numbers count. An indexer of ours checks each call before it launches: the
-refusals of SPEC 3.8 and 8.6, with expected and got. Sources: vLLM's ``sparse_attn_indexer``, DeepGEMM's
-``fp8_fp4_mqa_logits`` and ``fp8_fp4_paged_mqa_logits``.
+Its metadata is that of the attention that follows, whose index space says what the selected numbers count. Sources:
+vLLM's ``sparse_attn_indexer``, DeepGEMM's ``fp8_fp4_mqa_logits`` and ``fp8_fp4_paged_mqa_logits``.
 """
 
 from abc import abstractmethod
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared, unless
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
@@ -75,8 +72,7 @@ class MLAIndexerBackend(PagedKernel):
         )
 
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
-        if kv_cache_dtype not in INDEX_LAYOUTS:
-            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(INDEX_LAYOUTS)}, got {kv_cache_dtype!r}")
+        expect_one("kv_cache_dtype", kv_cache_dtype, INDEX_LAYOUTS)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.kv_cache_dtype, self.vllm_config = kv_cache_dtype, vllm_config
 
@@ -128,10 +124,7 @@ def check_index_call(
     call: str,
     topk_tokens: int = 1,
 ) -> None:
-    """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared.
-
-    ValueError of another shape or dtype than expected, UnsupportedConfiguration of what is not declared.
-    """
+    """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared."""
     q, weights, k, k_scale = operands
     paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend
     known: dict[str, Any] = {"T": int(metadata.query_lens_cpu.sum()), "H": backend.num_heads, "D": backend.head_dim}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
+from mla_conformance.backends.kernel import AttentionSizes, KernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
@@ -23,7 +23,7 @@ class MLAPrefillSelectorConfig(NamedTuple):
     mla_dimensions: MLADimensions
 
 
-class PrefillKernelBackend(AttentionKernel):
+class PrefillKernelBackend(KernelBackend, AttentionSizes):
     """What every generation of the interface that prepares metadata on the instance has in common.
 
     Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.

@@ -115,8 +115,8 @@ class KernelBackend(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class AttentionSizes:
-    """What is constructed with the sizes of a model's heads on this rank."""
+class HeadSizes:
+    """The sizes of a model's heads on this rank."""
 
     num_heads: int
     scale: float
@@ -124,6 +124,16 @@ class AttentionSizes:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    @property
+    def dimensions(self) -> MLADimensions:
+        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
+
+
+@dataclass(eq=False, repr=False)
+class AttentionSizes(HeadSizes):
+    """What is constructed with them."""
+
     vllm_config: Any
 
     @property
@@ -131,14 +141,6 @@ class AttentionSizes:
         """What another instance of the same configuration is constructed with."""
         names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS, "vllm_config")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def dimensions(self) -> MLADimensions:
-        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
-
-
-class AttentionKernel(AttentionSizes, KernelBackend):
-    """A kernel of attention."""
 
 
 class NamedKernel(KernelBackend):
@@ -175,6 +177,12 @@ def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, say
     if x.shape != shape or x.dtype != dtype:
         expected = f"{list(shape)} of {dtype}{says and ', '}{says}"
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")
+
+
+def expect_one(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse by ValueError what is not among these names."""
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
 
 class PagedKernel(KernelBackend):

@@ -1,8 +1,6 @@
 """The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales.
 
-What DeepSeek's ``Indexer`` does between its projections and its scores, and what vLLM's ``fused_indexer_q_rope_quant``
-and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel. A preparation of ours checks each call before it
-launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
+What vLLM's ``fused_indexer_q_rope_quant`` and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel.
 """
 
 from abc import abstractmethod
@@ -13,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, require_declared, unless
+from mla_conformance.backends.kernel import KernelBackend, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 
 SCALE_FORMATS = ("float32", "pow2")
@@ -78,10 +76,7 @@ class MLAPrepareBackend(KernelBackend):
         )
 
     def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
-        if preparation.scale_format not in SCALE_FORMATS:
-            raise ValueError(
-                f"scale_format: expected one of {', '.join(SCALE_FORMATS)}, got {preparation.scale_format!r}"
-            )
+        expect_one("scale_format", preparation.scale_format, SCALE_FORMATS)
         self.num_heads, self.scale = num_heads, scale
         self.preparation, self.vllm_config = preparation, vllm_config
 

@@ -1,16 +1,13 @@
 """The abstract sparse MLA backend: attention of each query token to the keys that a list of its own names.
 
-What vLLM calls a sparse MLA implementation: an indexer has scored the cached tokens and left the numbers of the best in
-``topk_indices``; the kernel gathers them, from a paged cache (``run_sparse_decode``) or from rows that were gathered
-before (``run_sparse_prefill``). Heads share a key of D = L + R columns, whose first L are its value; a model whose
-value holds the rotated part too, such as DeepSeek V4, has R = 0. Sources: FlashMLA's ``flash_mla_with_kvcache`` with
-``indices`` and ``flash_mla_sparse_fwd``, vLLM's ``flashmla_sparse``.
+Heads share a key of D = L + R columns, whose first L are its value; a model whose value holds the rotated part too, such
+as DeepSeek V4, has R = 0. Sources: FlashMLA's ``flash_mla_with_kvcache`` and ``flash_mla_sparse_fwd``, vLLM.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +77,14 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
+@dataclass(eq=False, repr=False)
 class MLASparseBackend(LatentKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
     """
+
+    extra_kv_cache_dtype: str | None = None
 
     # ``decode``, ``prefill`` or both; the other one is refused
     supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
@@ -124,21 +124,10 @@ class MLASparseBackend(LatentKernel):
                 (accepts_block_size(cls.supported_topk, columns), f"topk {columns} of a second cache not supported"),
             )
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        kv_cache_dtype: str,
-        vllm_config: Any,
-        extra_kv_cache_dtype: str | None = None,
-    ) -> None:
-        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-        super().__init__(*sizes, require_layout(layout_of(kv_cache_dtype)), vllm_config)
-        self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layout(self.kv_cache_dtype)
+        self.extra_kv_cache_dtype = self.extra_kv_cache_dtype and require_layout(layout_of(self.extra_kv_cache_dtype))
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
         self._sparse_metadata = sparse_metadata

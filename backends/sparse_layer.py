@@ -1,8 +1,6 @@
 """The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states.
 
-What vLLM calls ``MultiHeadLatentAttentionWrapper`` with ``is_sparse``: projections, norms and rotations, an indexer
-that writes its keys to a cache of its own and its selection to ``topk_indices_buffer``, and attention to what stands in
-that buffer. A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left there.
+A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left in the buffer.
 """
 
 from abc import abstractmethod
@@ -17,7 +15,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
@@ -115,11 +113,8 @@ class MLASparseLayerBackend(PagedKernel):
             yield "the selection of another layer not supported (supports_skip_topk)"
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
-        if config.index_kv_cache_dtype not in INDEX_LAYOUTS:
-            expected = ", ".join(INDEX_LAYOUTS)
-            raise ValueError(f"index_kv_cache_dtype: expected one of {expected}, got {config.index_kv_cache_dtype!r}")
-        self.config = config
-        self.vllm_config = vllm_config
+        expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, INDEX_LAYOUTS)
+        self.config, self.vllm_config = config, vllm_config
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
         self._weights = weights

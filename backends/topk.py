@@ -1,8 +1,6 @@
 """The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
 
-What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``;
-over pools of tokens, SGLang ``fast_kpool_topk_transform_fused`` and vLLM ``expand_pools_to_tokens``. A top-k of ours
-checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, with expected and got.
+What vLLM calls ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, and over pools ``fast_kpool_topk_transform_fused``.
 """
 
 from abc import abstractmethod

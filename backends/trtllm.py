@@ -18,7 +18,7 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.kernel import AttentionKernel
+from mla_conformance.backends.kernel import HeadSizes
 from mla_conformance.backends.packaged import declared, further
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -28,7 +28,7 @@ _NOTE = "the package index has a stub, its wheels are at --extra-index-url https
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
+class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
     """The operator chooses its kernels by the device; the variants are what those differ in."""
 
     name = "TRTLLM"

@@ -42,25 +42,14 @@ class MLAPrefillBuilderState:
     backend_state: dict[str, Any] = field(default_factory=dict)  # anything else, by name
 
 
+@dataclass(eq=False, repr=False)
 class MLAPrefillImpl(AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
     # whether the output is as wide as the queries; the caller then takes the first V columns
-    requires_v_padding: bool = True
+    requires_v_padding: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.device = device
+    device: torch.device
 
     @abstractmethod
     def run_prefill_new_tokens(
