@@ -1,8 +1,4 @@
-"""AITER_TRITON_MLA: AITER's Triton kernels of MLA over a paged cache, which run on NVIDIA's GPUs as well.
-
-Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla_decode_fwd`` splits the keys; variant
-``prefill`` is ``mla_prefill_fwd``, absorbed as well, for any numbers of query tokens. Both read a page at once.
-"""
+"""AITER_TRITON_MLA: ROCm/aiter's ``aiter/ops/triton/attention/mla.py`` at e4048607."""
 
 import os
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,6 @@
 """The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
 
-Every call writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has;
-the others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
+Every call writes into memory of its caller. A class declares which calls it has; the others raise.
 """
 
 from collections.abc import Iterator

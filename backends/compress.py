@@ -1,7 +1,4 @@
-"""The abstract compressor: key states and gate scores of tokens to entries, with states carried from call to call.
-
-What vLLM calls ``DeepseekCompressor``, and LMDeploy ``score_kv`` and ``fill_compress_state``.
-"""
+"""The abstract compressor: key states and scores of tokens to entries, with states carried from call to call."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
-"""CUDNN: cuDNN's fused attention, by the frontend's graph API (``graph``) or by FlashInfer's entry (``flashinfer``).
+"""CUDNN: cuDNN's fused attention, by the frontend's graph API or by FlashInfer's entry; ``fp8`` is its node for e4m3.
 
-Variant ``fp8`` is the attention node for e4m3 operands in a graph like that of ``graph``. On Hopper it writes e4m3
-codes and nothing else, so new tokens with an output scale are all that it computes here.
+On Hopper that writes e4m3 codes alone, so that it computes new tokens with an output scale.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """cuDNN's ragged attention as graphs of the frontend, one a shape, kept for the life of the process.
 
-Per-request lengths and element offsets are data, the longest lengths and all strides are part of the plan. Query and
-key lengths of a causal call are equal, so top-left and bottom-right alignment are the same mask.
+Lengths and offsets are data, the longest lengths and all strides part of the plan. Query and key lengths of a causal
+call are equal, so both alignments are the same mask.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,4 @@
-"""What an adapter says of its library as data: rounding classes, deviations, packages.
-
-The judge chooses its budget from the rounding classes and verifies them; the report prints all of it. A class that
-declares nothing, such as one taken from vLLM unchanged, is held to the strictest classes.
-"""
+"""What an adapter says of its library as data; a class that declares nothing is held to the strictest classes."""
 
 from dataclasses import dataclass, field
 from enum import Enum

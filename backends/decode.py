@@ -1,7 +1,4 @@
-"""The abstract MLA decode backend: absorbed queries against the paged latents (``_forward_decode`` of vLLM).
-
-One latent row of L + R elements a token serves all heads: its first L elements are the value, all of it is the key.
-"""
+"""The abstract MLA decode backend: absorbed queries against paged latents, one row of L + R a token for all heads."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

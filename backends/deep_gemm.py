@@ -1,8 +1,6 @@
-"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, paged and gathered, as vLLM and SGLang call it.
+"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA_HOME's nvcc.
 
-It compiles its kernels when they are first called, with the nvcc of CUDA_HOME. Variant ``vllm`` is DeepGEMM as the
-wheel of vLLM carries it, which calls torch by its stable interface alone: written for vLLM 0.33.0 with DeepGEMM 2.8.1,
-as ``vllm/utils/deep_gemm.py`` calls it. Blackwell's kernels want other scales and weights.
+Variant ``vllm`` is DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
 """
 
 from collections.abc import Mapping

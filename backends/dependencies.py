@@ -1,7 +1,4 @@
-"""The library behind an adapter: whether it is installed, whether it imports, and its version.
-
-Asking whether a library is installed imports nothing; only an adapter that is going to run imports its own.
-"""
+"""The library behind an adapter: whether it is installed, which imports nothing, whether it imports, its version."""
 
 import sys
 from dataclasses import dataclass

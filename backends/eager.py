@@ -1,9 +1,6 @@
-"""EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, for CPU and GPU.
+"""EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, that rounds where a real kernel does.
 
-It rounds where a real kernel rounds: operands in the model's dtype, float32 accumulation, P rounded to the model's
-dtype before the second product, one rounding of the output. Operands in e4m3 are widened to bfloat16 first. It is the
-suite's null driver and the base of the known defects, which override one of its steps. It is an emulation and never
-counts as a certified kernel.
+It is the suite's null driver and the base of the known defects, which override a step, and never counts as certified.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,4 @@
-"""EAGER, caches: honest writers, gathers and slots in plain PyTorch, byte by byte.
-
-Scales and quotients are float32, as in the kernels of the field. Like its twins it is the base of the known defects,
-which override a step, and never counts as certified.
-"""
+"""EAGER, caches: honest writers, gathers and slots in plain PyTorch, byte by byte; scales are float32."""
 
 from typing import ClassVar
 

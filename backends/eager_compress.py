@@ -1,7 +1,4 @@
-"""EAGER, compressor: states of tokens stored, gathered, pooled, normalised and rotated in plain PyTorch, in float32.
-
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
+"""EAGER, compressor: states of tokens stored, gathered, pooled, normalised and rotated in float32."""
 
 from typing import ClassVar
 

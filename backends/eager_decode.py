@@ -1,8 +1,4 @@
-"""EAGER, decode: an honest online softmax over the pages of the latent cache in plain PyTorch, for CPU and GPU.
-
-One request after the other, tile by tile of its block table. Codes are dequantised to float32, P is rounded to the
-model's dtype, the output once. Like its prefill twin it is the base of the known defects and never counts as certified.
-"""
+"""EAGER, decode: an honest online softmax over pages of latents, one request after the other, tile by tile."""
 
 from collections.abc import Callable, Iterable
 from typing import ClassVar

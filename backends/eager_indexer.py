@@ -1,8 +1,4 @@
-"""EAGER, indexer: honest scores and their best in plain PyTorch, request by request and tile by tile of its tokens.
-
-Codes are dequantised to float32, products and sums are float32. Like its twins it is the base of the known defects,
-which override a step, and never counts as certified.
-"""
+"""EAGER, indexer: honest scores and their best in float32, request by request and tile by tile of its tokens."""
 
 from collections.abc import Iterator
 from typing import ClassVar

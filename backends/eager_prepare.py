@@ -1,7 +1,4 @@
-"""EAGER, preparation: index queries and keys to codes in plain PyTorch, step by step in float32.
-
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
+"""EAGER, preparation: index queries and keys to codes in plain PyTorch, step by step in float32."""
 
 import torch
 from torch import Tensor

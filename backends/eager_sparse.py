@@ -1,9 +1,6 @@
-"""EAGER, sparse: an honest online softmax over the listed entries of a cache in plain PyTorch, for CPU and GPU.
+"""EAGER, sparse: an honest online softmax over the listed entries of a cache, all rows side by side, tile by tile.
 
-All rows of a call go through their lists side by side, tile by tile of their columns, the second cache's lists behind
-those of the first: to the steps of the softmax a row is what a head is to them elsewhere, and its heads are the
-queries. Codes are dequantised to float32, P is rounded to the model's dtype, the output once. Like its twins it is the
-base of the known defects, which override a step, and never counts as certified.
+To the steps of the softmax a row is what a head is to them elsewhere, and its heads are the queries.
 """
 
 from typing import ClassVar

@@ -1,8 +1,4 @@
-"""EAGER, sparse layer: projections in plain PyTorch around EAGER's writers, indexer and attention to selected keys.
-
-Every row takes the sparse route, however few tokens it sees. Like its twins it is the base of the known defects, which
-override a step, and never counts as certified.
-"""
+"""EAGER, sparse layer: projections around EAGER's writers, indexer and attention to selected keys."""
 
 from typing import Any, ClassVar
 

@@ -1,7 +1,4 @@
-"""EAGER, top-k: the columns with the largest logits in plain PyTorch, by keys that order as the logits do.
-
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
+"""EAGER, top-k: the columns with the largest logits, by keys that order as the logits do."""
 
 from typing import ClassVar
 

@@ -1,9 +1,4 @@
-"""FLASH_ATTN: the FlashAttention family, one class a variant.
-
-``fa2`` is the package flash-attn, ``torch`` the FA2 kernels inside PyTorch, ``fa3`` the package fa3-fwd (or upstream's
-flash_attn_interface), ``fa4`` the package flash-attn-4. All of them mask bottom-right, take int32 offsets, and return a
-natural float32 LSE [N, T].
-"""
+"""FLASH_ATTN: the FlashAttention family. All of it masks bottom-right and returns a natural float32 LSE [N, T]."""
 
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 """FLASH_ATTN_MLA: FlashAttention-3 with a second pair of query and key, one class for each package that has the kernel.
 
-The rope part is its query and key, the latent its second query and the value, both in pages: head dims (64, 512), for
-which few builds of FA3 have instances. ``upstream`` is flash_attn_interface, whoever built it, ``sglang`` the package
-sglang-kernel, ``vllm`` the fork inside vLLM. None of them has run under this suite yet.
+The rope part is query and key, the latent second query and value. None has run under this suite yet.
 """
 
 from importlib import import_module

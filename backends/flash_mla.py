@@ -1,7 +1,6 @@
 """FLASHMLA: DeepSeek's dense decode kernel for Hopper, from whichever build of the module ``flash_mla`` is installed.
 
-DeepSeek's own package had it until its release of 2026-09-30, which is sparse alone; the fork on the package index
-keeps it behind ``use_legacy``. Which build it is, its functions' parameters tell.
+DeepSeek's own package had it until its release of 2026-09-30; the fork on the package index keeps it.
 """
 
 import inspect

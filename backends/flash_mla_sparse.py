@@ -1,7 +1,6 @@
-"""FLASHMLA_SPARSE: DeepSeek's sparse kernels for Hopper, from the build of ``flash_mla`` that still has them.
+"""FLASHMLA_SPARSE: DeepSeek's sparse kernels for Hopper, from the fork of ``flash_mla`` that still has them.
 
-A decode reads codes, those of V3.2 or of V4, a prefill plain gathered keys. DeepSeek's own package dropped both for
-Hopper in its release of 2026-09-30; the fork on the package index keeps them behind ``use_legacy``.
+A decode reads codes, those of V3.2 or of V4, a prefill plain gathered keys.
 """
 
 from collections.abc import Iterator

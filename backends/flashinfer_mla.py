@@ -1,8 +1,4 @@
-"""FLASHINFER_MLA: FlashInfer's paged MLA wrapper, with the backend of FlashInfer that the variant names.
-
-Written for 0.6.13, which is planned with flat tensors, and for 0.7.2, which is planned with a metadata object and reads
-an e4m3 cache on Hopper.
-"""
+"""FLASHINFER_MLA: the paged MLA wrapper of 0.6.13 and 0.7.2, with the backend that the variant names."""
 
 from typing import Any, NamedTuple
 

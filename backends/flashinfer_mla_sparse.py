@@ -1,8 +1,4 @@
-"""FLASHINFER_MLA_SPARSE: TensorRT-LLM's sparse decode kernels for Blackwell, from FlashInfer.
-
-Each query token is a request of its own. Written for 0.7.2. No device with compute capability 10 was at hand: what is
-checked is how the function is called.
-"""
+"""FLASHINFER_MLA_SPARSE: TensorRT-LLM's sparse decode kernels for Blackwell, from FlashInfer 0.7.2; never run."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,6 @@
-"""FLASHINFER_MLA_SPARSE_SM90: FlashInfer's paged MLA wrapper on Hopper over pages of one token, which lists name.
+"""FLASHINFER_MLA_SPARSE_SM90: FlashInfer's paged MLA wrapper over pages of one token, which lists name.
 
-Each query token is a request whose pages are the slots of its list. Written for 0.7.2, as vLLM 0.33.0 drives it; the
-lists are counted on the host, since that is where the wrapper plans.
+Each query token is a request; the lists are counted on the host, since that is where the wrapper plans.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """FLASHINFER_TREE: FlashInfer's ragged prefill wrapper with a custom mask, over gathered latents that heads share.
 
-Its MLA wrappers take no mask, and its prefill kernels no keys of more than 256 columns: other latents than those of
-deployed models are judged. Written for 0.6.13 and 0.7.2; a mask is packed by the wrapper, the first bit lowest.
+Its kernels take keys of at most 256 columns: other latents than those of deployed models are judged.
 """
 
 from typing import Any

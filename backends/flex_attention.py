@@ -1,7 +1,6 @@
 """FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
 
-On a GPU the batch is one sequence and a mask over request and position keeps requests apart. The eager form on a CPU
-materialises the scores in float32, so there every request has a call of its own.
+The eager form materialises the scores in float32, so there every request has a call of its own.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,7 @@
 """Kernels of a hub: ``hub:org/name@version``, or ``hub:path/to/repository`` for a folder in the same layout.
 
-A repository holds a Python package for each torch and machine, ``build/<variant>``, in the form in which the package
-`kernels` downloads it. An adapter says what it computes: ``conformance.py`` in the build, or a file named behind the
-repository, ``hub:org/name@1:adapter.py``. Its class ``Backend`` finds the package as ``self.kernel``. The process that
-judges imports neither: another one downloads, and a version becomes the commit that it stood for.
+A repository holds ``build/<variant>``, as the package `kernels` downloads it, and an adapter, whose class ``Backend``
+finds the package as ``self.kernel``. The process that judges imports neither; a version becomes its commit.
 """
 
 import hashlib

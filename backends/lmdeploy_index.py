@@ -1,8 +1,4 @@
-"""LMDEPLOY_TRITON: LMDeploy's Triton kernels around the selection of a sparse layer: preparation, scores and top-k.
-
-Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``dsa_indexer_preprocess.py``, ``ds_index.py``, which
-its engine takes where DeepGEMM is missing, and ``bitonic_topk.py``.
-"""
+"""LMDEPLOY_TRITON: LMDeploy 0.18.0's Triton kernels around the selection of a sparse layer."""
 
 from collections.abc import Iterator
 from typing import Any

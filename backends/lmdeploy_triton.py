@@ -1,8 +1,4 @@
-"""LMDEPLOY_TRITON: LMDeploy's Triton kernels of dense attention, for want of FlashMLA and FlashAttention 3.
-
-Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``flashattention.py`` computes prefills,
-``pagedattention.py`` decodes. Importing a module imports the package.
-"""
+"""LMDEPLOY_TRITON: LMDeploy 0.18.0's Triton kernels of dense attention, ``lmdeploy/pytorch/kernels/cuda``."""
 
 from importlib import import_module
 from types import ModuleType

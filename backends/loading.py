@@ -1,8 +1,6 @@
 """From a backend's reference to its class, and why one cannot run on this machine.
 
-A class that was named itself has the role that its methods give it, and those that it names siblings for. One that is
-written in another generation of vLLM's interfaces is driven by an adapter; it is known by what it has, not by what it
-derives from: one that was written for a vLLM derives from none of ours.
+A class of another generation is known by what it has, since one that was written for a vLLM derives from none of ours.
 """
 
 import hashlib

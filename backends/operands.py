@@ -1,7 +1,6 @@
-"""Operands as a table: the form of each stands in the signature of the entry that takes it, or in its metadata.
+"""Operands as a table: ``Annotated[Tensor, Form("T, H, D", "model")]`` in the signature of an entry or in its metadata.
 
-``Annotated[Tensor, Form("T, H, D", "model")]`` is all that is written of an operand: a check before a launch is made of
-it, and what a suite must know of it, such as which operands have a row for each token.
+A check before a launch is made of it, and what a suite must know of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

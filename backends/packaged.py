@@ -1,8 +1,6 @@
-"""What an adapter of a library is made of, whatever its role: packages, variants, evidence, refusals, deviations.
+"""What an adapter of a library is made of: a table, the attributes of its class, and a function that calls its library.
 
-An adapter is a table, the attributes of its class, and a function that calls its library. A variant is a subclass of
-what differs. Triton kernels have a twin by Triton's interpreter, so that a machine without a GPU can judge their
-source; what a GPU's compiler makes of it is another matter, so it counts as emulated and is never certified.
+A variant is a subclass of what differs. Triton kernels have a twin by Triton's interpreter, which counts as emulated.
 """
 
 import math

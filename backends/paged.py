@@ -1,6 +1,5 @@
 """What the decode adapters of GPU libraries have in common: absorbed queries of a batch against one paged cache.
 
-An adapter implements :meth:`PagedLatentDecode.attend`; whatever its library needs converted, it converts there.
 Nothing here decides by the lengths what to launch, so that a captured CUDA graph serves other lengths.
 """
 

@@ -1,7 +1,4 @@
-"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales.
-
-What vLLM's ``fused_indexer_q_rope_quant`` and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel.
-"""
+"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

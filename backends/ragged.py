@@ -1,7 +1,4 @@
-"""What the adapters of GPU libraries have in common: one ragged batch a call, one library behind it.
-
-An adapter implements :meth:`RaggedPrefillBackend.attend`; whatever its library needs converted, it converts there.
-"""
+"""What the prefill adapters of GPU libraries have in common: one ragged batch a call, one library behind it."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar

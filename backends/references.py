@@ -1,9 +1,6 @@
-"""What a user writes for a backend, checked without importing it: NAME, ``package.module:Class``, ``file.py:Class``.
+"""What a user writes for a backend, checked without importing it or torch: NAME, or a class of a module or a file.
 
-NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
-``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name; ``hub:...`` is a repository of
-kernels (``backends/hub.py``). For an unknown name, of
-whatever it should have been, :func:`unknown` says which one was meant. Nothing here imports torch.
+NAME is of an enumeration or an entry point; ``NAME[variant]`` is one of the kernels that share a name.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``).
-
-Nothing here imports torch: a process that only names backends need not wait for it.
-"""
+"""The enumerations of MLA backends, one for each role, by class path (vLLM's ``registry``); torch is not imported."""
 
 from collections.abc import Callable
 from enum import Enum, EnumMeta

@@ -1,7 +1,4 @@
-"""What backends and cases name alike, without torch: roles, and what the numbers of a list of keys count.
-
-A role is what of an MLA layer a backend computes. One name may stand for a class in each role.
-"""
+"""What backends and cases name alike, without torch: roles, and what the numbers of a list of keys count."""
 
 import re
 from enum import StrEnum

@@ -1,7 +1,4 @@
-"""What sparse backends of ours have in common: both calls as lists over one or two caches, checked first.
-
-A backend implements :meth:`SelectedKeysBackend.attend`; whatever its library needs converted, it converts there.
-"""
+"""What sparse backends of ours have in common: both calls as lists over one or two caches, checked first."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace

@@ -1,8 +1,4 @@
-"""SGLANG_TRITON: SGLang's Triton kernels, driven as its attention backend ``triton`` drives them.
-
-Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, which computes prefills with
-``extend_attention_fwd`` and decodes with ``decode_attention_fwd``. Importing their modules imports the package.
-"""
+"""SGLANG_TRITON: SGLang 0.5.23's Triton kernels, as its ``layers/attention/triton_backend.py`` drives them."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""SGLANG_TRITON_CACHE: SGLang's Triton kernels that write latent entries and gather them.
-
-Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_cache.py``, ``kvcache/mla_buffer.py`` and
-``attention/dsa/dequant_k_cache.py``. Importing a module imports the package.
-"""
+"""SGLANG_TRITON_CACHE: SGLang 0.5.23's Triton kernels that write latent entries and gather them."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,4 @@
-"""SGLANG_TRITON_SPARSE: SGLang's Triton kernel of sparse prefills, over gathered keys.
-
-Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 or 4 neighbouring rows.
-"""
+"""SGLANG_TRITON_SPARSE: SGLang 0.5.23's Triton kernel of sparse prefills; variants share keys between 2 or 4 rows."""
 
 from typing import Any, ClassVar
 

@@ -1,8 +1,4 @@
-"""SGLANG_TRITON_TREE: SGLang's Triton kernel of prefills, which verifies trees of drafts by a mask.
-
-Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, whose target-verify batches without a
-kernel of their own go to ``extend_attention_fwd``: the query tokens are new tokens behind a cached prefix.
-"""
+"""SGLANG_TRITON_TREE: SGLang 0.5.23's Triton kernel of prefills, which verifies trees of drafts by a mask."""
 
 import torch
 from torch import Tensor

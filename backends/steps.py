@@ -1,8 +1,4 @@
-"""What library adapters have in common around attention: indexers, top-k, preparations and operations on caches.
-
-Each call is checked before anything is launched; an adapter implements the function that it reaches, and converts there
-whatever its library needs converted.
-"""
+"""What library adapters have in common around attention: indexers, top-k, preparations and operations on caches."""
 
 from abc import abstractmethod
 from inspect import signature

@@ -1,7 +1,4 @@
-"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call.
-
-The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
-"""
+"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
-
-What vLLM calls ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, and over pools ``fast_kpool_topk_transform_fused``.
-"""
+"""The abstract top-k: of each row of given logits the columns with the largest."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """TORCH_SDPA over gathered keys: PyTorch's own kernels that return the LSE, with every row a batch entry of one head.
 
-Its rows are the N query heads, against the keys of its own. Keys and values are one tensor: a key's first L columns are
-its value. All of it is tensor operations of fixed shapes without a synchronisation.
+A row is the N query heads, against the keys of its own, whose first L columns are values. Nothing synchronises.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """TORCH_SDPA: PyTorch's own CPU flash kernel, the one that also returns the LSE.
 
-Conventions of ``aten::_scaled_dot_product_flash_attention_for_cpu`` in torch 2.13, each measured: query, key and
-value need one head dim; its causal mask is aligned top-left; an empty key or query sequence kills the process
-(SIGFPE); the LSE is natural, float32, [B, N, T].
+As measured of torch 2.13 it masks top-left, and an empty sequence kills the process; LSE natural, float32, [B, N, T].
 """
 
 import torch

@@ -1,8 +1,6 @@
-"""TRITON_MLA: vLLM's Triton decode kernel, driven as vLLM's backend of that name drives it.
+"""TRITON_MLA: vLLM 0.33.0's Triton decode kernel, driven as ``TritonMLAImpl.forward_mqa`` drives it.
 
-Written for vLLM 0.33.0, ``TritonMLAImpl.forward_mqa`` of ``vllm/v1/attention/backends/mla/triton_mla.py``. Of vLLM the
-kernel's module alone is imported. Beside torch and Triton it needs regex, cbor2 and dill, and on a machine with a GPU
-vLLM's compiled extension, which it does not use.
+Beside torch and Triton it needs regex, cbor2 and dill, and where a GPU is vLLM's compiled extension.
 """
 
 from collections.abc import Iterator

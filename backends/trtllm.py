@@ -1,11 +1,7 @@
 """TRTLLM: TensorRT-LLM's own attention, through the wrapper that its PyTorch engine plans and runs in each layer.
 
-Written from its sources and never run on a GPU: of tensorrt-llm the package index has a stub. Read were
-NVIDIA/TensorRT-LLM at f3de61e7 and at the later 3e323973 (commits in its network of forks;
-``tensorrt_llm/_torch/attention_backend/trtllm.py``, ``cpp/tensorrt_llm/thop/attentionOp.cpp``), and below them at
-eea41b73 ``cpp/tensorrt_llm/common/attentionOp.cpp``. The wrapper passes some 80 arguments on to ``thop.attention`` in
-C++, which differ between versions; ``plan`` and ``run`` are called as ``TrtllmAttention.forward`` does for MLA.
-Lengths are read on the host, so that no CUDA graph is declared.
+Never run on a GPU, written from NVIDIA/TensorRT-LLM at f3de61e7 and 3e323973, ``TrtllmAttention.forward``, and below it
+at eea41b73. Lengths are read on the host, so that no CUDA graph is declared.
 """
 
 import inspect

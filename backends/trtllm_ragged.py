@@ -1,8 +1,4 @@
-"""TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer.
-
-``trtllm_ragged_attention_deepseek`` of FlashInfer 0.6.13 and 0.7.2. The package tensorrt-llm on PyPI is a stub that
-downloads from another index; it is not needed. Its own attention is TRTLLM (``backends/trtllm.py``).
-"""
+"""TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer 0.6.13 and 0.7.2."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,4 @@
-"""VLLM_CACHE: the compiled kernels with which vLLM writes latents and index keys to its caches and gathers them again.
-
-Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``concat_and_cache_mla``,
-``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``, ``cp_gather_cache``,
-``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written
-in Triton, and is not among them.
-"""
+"""VLLM_CACHE: the compiled kernels by which vLLM 0.33.0 writes and gathers its caches."""
 
 from collections.abc import Iterator
 from typing import Any

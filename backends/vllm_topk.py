@@ -1,9 +1,6 @@
-"""VLLM_TOPK: the kernels that a step of vLLM's indexer chooses its tokens by, one class for each.
+"""VLLM_TOPK: the kernels that a step of vLLM 0.33.0's indexer chooses its tokens by, one class for each.
 
-``prefill`` and ``decode`` are ``top_k_per_row_prefill`` and ``top_k_per_row_decode``; ``persistent`` and
-``cooperative`` come first in a decode on Hopper, for the numbers of columns that they know and, the latter, up to 64
-rows. Written for vLLM 0.33.0, as ``vllm/model_executor/layers/indexer_topk.py`` and ``sparse_attn_indexer.py`` call
-them. All of them place what they find by atomic counters, so that equal calls name it in other orders.
+All of them place what they find by atomic counters, so that equal calls name it in other orders.
 """
 
 from typing import ClassVar

@@ -1,7 +1,6 @@
 """The base of the adapters: a class of another generation or package, driven as an :class:`MLAPrefillBackend`.
 
-An adapter is a class made for the class it drives, so that what is declared is asked of that class, before an instance
-exists. It translates; it does not repair.
+An adapter is a class made for the class it drives, so that what is declared is asked of that class.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""The earlier generation of the MLA prefill interface: a factory of classes, and metadata handed to every call.
+"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call.
 
-Names and signatures of vLLM's ``v1.attention.backends.mla.prefill`` when an implementation was a class of its own.
 Its adapter does what its metadata builder did once and per batch, and makes its calls.
 """
 

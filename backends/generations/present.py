@@ -1,10 +1,7 @@
 """The present generation of the MLA prefill interface, as in vLLM 0.33, and what drives a class of it as vLLM does.
 
-Its context chunks are objects, not indices: runs of neighbouring requests that all have keys in the chunk, of which
-only the first may continue a context that an earlier chunk began; a chunk of our plans names every request, some with
-no keys in it. Its layer hands over the rows that the metadata count and no others, so further rows of a call stay here.
-
-Symbols: T query tokens, N heads, V value head dim; n requests, t query tokens and s keys of one chunk.
+A chunk of it is a run of neighbouring requests that all have keys, of which the first alone may continue a context; one
+of ours names every request. Symbols: T query tokens; n requests, t query tokens and s keys of one chunk.
 """
 
 from abc import abstractmethod
