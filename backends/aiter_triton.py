@@ -18,10 +18,7 @@ _COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+
 
 
 class AiterLibrary(packaged.Library):
-    """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported.
-
-    Two of its launchers give their kernels an option that Triton knows on AMD's GPUs alone.
-    """
+    """A module of AITER's Triton kernels, without its operators in C++, and launchers without AMD's option."""
 
     def load(self) -> ModuleType:
         with patch.dict(os.environ, AITER_TRITON_ONLY="1"):

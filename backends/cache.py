@@ -61,10 +61,7 @@ class MLACacheSelectorConfig(NamedTuple):
 
 
 class MLACacheBackend(PagedKernel):
-    """Operations over a paged cache.
-
-    Symbols: T tokens, B requests, S gathered entries, L, R and D columns of a latent, a rotated key and an index key.
-    """
+    """Operations over a paged cache: T tokens, B requests, S gathered entries; latents, ropes, index keys."""
 
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)  # those of :data:`CACHE_CALLS` that the class has
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts that it writes and gathers
@@ -133,14 +130,9 @@ class MLACacheBackend(PagedKernel):
     ) -> None:
         """Gather entries of each request into rows of a workspace, one request after the other.
 
-        Args:
-            kv_cache: as of :meth:`run_write_latent`, and so ``k_scale``.
-            workspace: [S or more, width] of the cache's dtype, for entries as they are, or [S or more, L + R] of the
-                model's, for what they mean; rows from S on are not written.
-            block_table: blocks of each request; columns past its last entry may hold anything.
-            cu_seq_lens: the first row of each request, and S.
-            seq_starts: the first token of each request that is gathered; any, not only that of a page.
-            compress_ratio: tokens that an entry stands for; token t is in entry t // compress_ratio.
+        The workspace is [S or more, width] of the cache's dtype, for entries as they are, or [S or more, L + R] of the
+        model's, for what they mean; rows from S on are not written. ``cu_seq_lens`` are the first row of each request,
+        and S, ``seq_starts`` the first token that is gathered, any; token t is in entry t // compress_ratio.
         """
         self._lacks("gather_latent")
 
@@ -183,10 +175,7 @@ class MLACacheBackend(PagedKernel):
     def run_global_slots(
         self, out: FilledLists, req_id_per_token: Requests, block_table: Table, token_indices: Lists, block_size: int
     ) -> None:
-        """Fill ``out`` with the slots of the positions, in any order, that each row names of its request.
-
-        It is -1 where the list holds -1, or a position that the block table has no column for.
-        """
+        """Fill ``out`` with slots of positions; -1 where a list holds -1, or the block table has no column."""
         self._lacks("global_slots")
 
     def _lacks(self, call: str) -> None:
@@ -263,10 +252,7 @@ def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tenso
 def check_mapping(
     slot_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, block_table: Tensor, tokens_of_a_page: int
 ) -> None:
-    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
-
-    A page has so many tokens on all ranks, with what is compressed.
-    """
+    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table."""
     named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
     require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})
     counted = int(query_start_loc[-1])

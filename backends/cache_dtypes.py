@@ -99,10 +99,7 @@ def gather(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
 
 
 def dequantise(rows: Tensor, layout: str, k_scale: Tensor, model_dtype: torch.dtype) -> Tensor:
-    """Keys [..., L + R] in float32 of entries [..., width] of the cache's dtype; ``k_scale`` is an ``fp8`` cache's.
-
-    Of a tiled entry all of its columns, zeros where a model has no rope; its plain values are of the model's dtype.
-    """
+    """Keys in float32 of entries [..., width]; of a tiled one all of its columns, zeros where a model has no rope."""
     if layout not in TILED_FORMATS:
         return rows.float() * k_scale if layout == "fp8" else rows.float()
     form = TILED_FORMATS[layout]  # tiles of codes, each with its scale, then plain values

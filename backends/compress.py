@@ -108,10 +108,7 @@ def check_compress_call(
     norm_weight: Tensor,
     caches: tuple[Tensor, Tensor],
 ) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    ``states`` are kv, score and ape, ``caches`` those of states and of entries.
-    """
+    """Refuse operands (kv, score and ape; caches of states and entries) that do not fit, and what is not declared."""
     how, kv, (state_cache, kv_cache) = backend.compression, states[0], caches
     known = {"T": len(kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
     given = (*states, norm_weight, None, *caches)

@@ -33,7 +33,6 @@ class RaggedBatch:
 
     @staticmethod
     def context_chunk(metadata: MLACommonPrefillMetadata, chunk_idx: int) -> "RaggedBatch":
-        """The new tokens against one chunk of the cached context; ValueError where the metadata has none."""
         context = metadata.chunked_context
         if context is None:
             raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
@@ -108,10 +107,7 @@ def pad_head_dim(x: Tensor, width: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes.
-
-    Its columns must fill a multiple of 16 bytes, or no copy would help.
-    """
+    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes."""
     rows = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     misaligned = any(offset % ALIGNMENT for offset in (x.data_ptr(), *rows))
     return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x

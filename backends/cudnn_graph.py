@@ -53,14 +53,7 @@ def offsets(start_loc: Tensor, token_stride: int) -> Tensor:
 
 
 def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
-    """Run the graph of ``key``; the name of its plan.
-
-    Args:
-        key: of the call.
-        tensors: q, k, v, the packed o [T, N, V] and stats [T, N] float32, which are written; for e4m3 the
-            :data:`SCALES` too, one element each.
-        batch: lengths.
-    """
+    """Run the graph of ``key`` on q, k, v, o and stats, and for e4m3 :data:`SCALES`; the name of its plan."""
     graph, operands, size, name = _plan(key)
     start_loc = {name: batch.key_start_loc if name in "kv" else batch.query_start_loc for name in _RAGGED}
     bound = {f"{name}_at": offsets(start_loc[name], tensors[name].stride(0)) for name in _RAGGED}
@@ -86,10 +79,7 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _plan(key: Key) -> tuple[Any, dict[str, Any], int, str]:
-    """A built graph, its operands by name, its scratch bytes, and the name of its plan.
-
-    Of the operands q, k, v, o and stats each have their offsets under ``NAME_at``.
-    """
+    """A built graph, its operands by name, offsets under ``NAME_at``, its scratch bytes, and the name of its plan."""
     cudnn: Any = CUDNN.load()
     types = cudnn.data_type
     io_type = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}.get(key.dtype, types.FP8_E4M3)

@@ -81,10 +81,7 @@ class LatentDecode(LatentKernel):
 
 
 class MLADecodeBackend(LatentDecode):
-    """Decode attention over a paged cache of latents.
-
-    Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
-    """
+    """Decode attention over a paged cache of latents: T query tokens, N heads on this rank, L and R."""
 
     @abstractmethod
     @table
@@ -97,26 +94,18 @@ class MLADecodeBackend(LatentDecode):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 
-        Args:
-            ql_nope: the query after absorption of W_UK; any strides.
-            q_pe: rope applied; any strides.
-            kv_cache: [blocks, page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), or
-                [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block.
-            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
-
-        Returns:
-            (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0
-            and -inf. The output alone where the class declares that it returns no LSE.
+        ``ql_nope`` is the query after absorption of W_UK, ``q_pe`` rotated, both of any strides. The cache is [blocks,
+        page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or
+        [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block. Returns output
+        [T, N, L] of the query's dtype and lse [N, T] float32, natural logarithm, 0 and -inf in a row without keys; the
+        output alone where the class declares that it returns no LSE.
         """
 
 
 def check_decode_operands(
     backend: LatentDecode, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
-    """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
-
-    UnsupportedConfiguration of what is not declared, ValueError of shapes or lengths that do not fit.
-    """
+    """Refuse operands that are not declared or contradict the metadata; reads no device memory."""
     query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
     require_declared(
         backend,

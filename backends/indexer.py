@@ -40,10 +40,7 @@ class MLAIndexerSelectorConfig(NamedTuple):
 
 
 class MLAIndexerBackend(PagedKernel):
-    """Scores of cached tokens, and the best of them.
-
-    Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
-    """
+    """Scores of cached tokens, and the best: T query tokens, H heads of D columns, K ``topk_tokens``."""
 
     supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
     # those of :data:`INDEX_LAYOUTS` that the kernel reads
@@ -83,18 +80,12 @@ class MLAIndexerBackend(PagedKernel):
     def run_index_logits(self, q: Queries, weights: Weights, k: Keys, k_scale: KeyScales = None) -> Tensor:
         """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
 
-        Args:
-            q: of the model's dtype (``auto``) or e4m3; any strides.
-            weights: the softmax scale and of queries in codes their scales are in them.
-            k: a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's dtype, or
-                [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
-                scale for each; the stride between blocks may exceed a packed block. Or gathered keys [S, D] of the
-                query's dtype.
-            k_scale: of gathered keys in codes.
-
-        Returns:
-            [T, the metadata's max_seq_len] float32; row t holds at column s the score of token s of its request, and
-            anything from its bound on, the number of tokens up to its own.
+        q is of the model's dtype (``auto``) or e4m3, of any strides; weights hold the softmax scale and the scales of
+        queries in codes. k is a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's
+        dtype, or [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
+        scale for each, blocks any stride apart; or gathered keys [S, D] of the query's dtype, with k_scale if they are
+        codes. Returns [T, the metadata's max_seq_len] float32, at column s the score of token s, and anything behind a
+        row's own.
         """
 
     @abstractmethod
@@ -102,11 +93,7 @@ class MLAIndexerBackend(PagedKernel):
     def run_index_topk(
         self, q: Queries, weights: Weights, k: Keys, topk_tokens: int, k_scale: KeyScales = None
     ) -> Tensor:
-        """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
-
-        Returns:
-            [T, ``topk_tokens``] int32 in the metadata's index space, none twice; -1 where a row sees fewer tokens.
-        """
+        """[T, ``topk_tokens``] int32, the tokens with the largest scores in any order, none twice, -1 of none."""
 
 
 def bounds_of(metadata: MLASparseMetadata) -> Tensor:

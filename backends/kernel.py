@@ -67,7 +67,6 @@ class KernelBackend(ABC):
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """Whether the operands may have ``dtype``."""
         return dtype in cls.supported_dtypes
 
     @classmethod
@@ -144,8 +143,6 @@ class AttentionSizes(HeadSizes):
 
 
 class NamedKernel(KernelBackend):
-    """A kernel whose name is data."""
-
     name: ClassVar[str]  # by which the backend is chosen and reported
 
     @classmethod
@@ -159,10 +156,11 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
 
 
 def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
-    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare.
+    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare of what a call asks
+    for.
 
-    ``selector_config`` is what a call asks for; or the role's class of it, with the fields that only the call tells,
-    for an instance, which then answers itself for what it was made with.
+    ``selector_config`` is that, or with ``asked`` its class, for an instance that answers itself for what it was made
+    with.
     """
     if asked:
         names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
@@ -186,8 +184,6 @@ def expect_one(name: str, value: str, known: Sequence[str]) -> None:
 
 
 class PagedKernel(KernelBackend):
-    """A kernel over a paged cache."""
-
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
 
     @classmethod

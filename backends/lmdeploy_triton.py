@@ -19,10 +19,7 @@ _DEVICE = {"multi_processor_count": 16, "compute_capability": (9, 0), "warps_per
 
 
 class _WithoutDevice(Library):
-    """A module on a machine without a GPU, whose size LMDeploy asks for, with functions that it renames.
-
-    The interpreter replaces a function of Triton's language where it stands, so a second name would miss it.
-    """
+    """A module without a GPU, whose size it asks for; the interpreter replaces Triton's functions by their own name."""
 
     def load(self) -> ModuleType:
         module, language = super().load(), import_module("triton.language")

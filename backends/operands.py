@@ -78,11 +78,7 @@ def require_forms(
     given: Mapping[str, Any] | Sequence[Tensor | None],
     known: Mapping[str, Any],
 ) -> None:
-    """Refuse by ValueError, with expected and got, tensors of another form than the table's; reads no device memory.
-
-    They are ``given`` by name or in order; one that is missing or None is not looked at. ``known`` are sizes and dtypes
-    that names in the table stand for.
-    """
+    """Refuse tensors ``given`` by name or in order of another form; names stand for what is ``known``."""
     forms = of if isinstance(of, Mapping) else forms_of(of)
     named = given if isinstance(given, Mapping) else dict(zip(forms, given, strict=False))
     for name, form in forms.items():

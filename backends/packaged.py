@@ -167,10 +167,7 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def resolve(cls, device_capability: DeviceCapability | None) -> type[Self]:
-        """The class that serves calls on a device: of a family the first variant that is installed and can run there.
-
-        If none can, the first that the device could run, so that its reasons name what to install.
-        """
+        """Of a family the first variant that is installed and can run there, else the first that could."""
         if cls.variant or not cls.by_device:
             return cls
         names = cls.by_device.get(device_capability.major if device_capability else 0, cls.by_device[0])
@@ -180,7 +177,6 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def not_a_family(cls) -> NotImplementedError:
-        """What a call of a family itself raises."""
         return NotImplementedError(f"{cls.name} is a family of kernels: choose one of {', '.join(cls.variants)}")
 
     @classmethod
@@ -195,19 +191,16 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def lacks(cls) -> str:
-        """Why libraries that import are without this kernel; empty if they have it."""
         return ""
 
     @classmethod
     def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        """Reasons why the kernel cannot be used: those of its role, and behind them its own."""
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
         return [*reasons, *cls.refuses(selector_config, device_capability)]
 
     @classmethod
     def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        """Reasons that no attribute of the role declares, on a device of this compute capability."""
         return iter(())
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -220,10 +213,7 @@ class LibraryKernel(NamedKernel):
 
 
 class InterpretedLibrary(Library):
-    """A library whose Triton kernels are interpreted.
-
-    Triton decides that where a function is defined, so Triton and the library are imported here first.
-    """
+    """A library whose Triton kernels are interpreted, which is decided where they are defined."""
 
     def load(self) -> ModuleType:
         if self.module in sys.modules:
@@ -254,10 +244,7 @@ def interpreted(
     variant: str = "interpreted",
     **changes: Any,
 ) -> _Kernel:
-    """The same source by Triton's interpreter, as a variant of a kernel with what differs in ``changes``.
-
-    It has the compiled one's libraries, of the class ``library``, and its declaration, and is never certified.
-    """
+    """The same source by Triton's interpreter, as a variant with what differs in ``changes``; it is never certified."""
     said = changes.pop("declaration", kernel.declaration)
     given = {
         "__module__": kernel.__module__,

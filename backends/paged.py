@@ -43,11 +43,8 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
         """Call the library with the rows of ql_nope [T, N, L] and q_pe [T, N, R] that count, at least one.
 
-        Strides may be any, and the blocks of kv_cache [blocks, page, L + R] apart.
-
-        Returns:
-            (output [T, N, L], which the caller may write to, lse [N, T] float32, natural logarithm), or the output
-            alone of a library that returns no LSE; anything in rows without keys.
+        Returns (output [T, N, L], which the caller may write to, lse [N, T] float32, natural), or of a library without
+        LSE the output alone; anything in rows without keys.
         """
 
     @property

@@ -93,10 +93,9 @@ class MLAPrepareBackend(KernelBackend):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
 
-        Returns:
-            The codes of q [T, H, D] and of k [T, D] in float8_e4m3fn, the scales of k [T, C] float32, and last, in
-            float32, the weights [T, H] times the scale of their query, the softmax scale and H^-1/2; or where they are
-            not folded the scales of q [T, H, C].
+        Returns the codes of q [T, H, D] and of k [T, D], the scales of k [T, C] float32, and last, in float32, the
+        weights [T, H] times the scale of their query, the softmax scale and H^-1/2; or where they are not folded the
+        scales of q [T, H, C].
         """
 
 

@@ -37,9 +37,6 @@ class QuantKey:
 
 
 def fp8_static_tensor_sym() -> QuantKey:
-    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor.
-
-    A function, because a torch without float8, of which it raises ValueError, must be able to import this module.
-    """
+    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale; ValueError without float8."""
     require_float8()
     return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))

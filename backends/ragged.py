@@ -20,10 +20,7 @@ from mla_conformance.reference.dimensions import MLADimensions
 
 
 class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
-    """Operands are checked, trimmed to the rows that count, and handed to the library in one call.
-
-    A call in which no query or no key counts is not launched: its output is 0 and its LSE -inf.
-    """
+    """Operands are checked, trimmed to the rows that count, and handed over in one call, unless no row counts."""
 
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()  # pairs (q and k, v) that there are kernels for; empty: any
     takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)  # or the rule of those that have one and no list
@@ -70,11 +67,8 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Any:
         """Call the library with the rows of q [T, N, P + R], k and v [S, N, V] that count, at least one of each.
 
-        Strides may be any. ``out`` [T, N, V] is to be written if the library can: what is returned elsewhere is copied.
-
-        Returns:
-            (output [T, N, V], lse [N, T] float32, natural logarithm), or the output alone of a library that returns no
-            LSE.
+        ``out`` is to be written if the library can: what is returned elsewhere is copied. Returns (output [T, N, V],
+        lse [N, T] float32, natural logarithm), or of a library without an LSE the output alone.
         """
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -77,9 +77,7 @@ class SelectedKeysBackend(MLASparseBackend):
     ) -> tuple[Tensor, Tensor | None]:
         """Call the library with q [T, N, D] of any strides, the lists, and behind them those of a second cache, if any.
 
-        Returns:
-            (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, -inf without keys); no LSE
-            if the library has none.
+        Returns (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, or None without).
         """
 
     def _run(

@@ -240,10 +240,7 @@ def _slots(attention: Any) -> Tensor:
 
 
 def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
-    """[index blocks] int64, the page of the pool that each block of index keys is copied to.
-
-    That of the latents of the same tokens; blocks of no request take the pages that are left.
-    """
+    """[index blocks] int64, the pool's page of each: that of the same tokens' latents, or one that is left."""
     lengths = metadata.attention.seq_lens_cpu.tolist()
     tables = (each.block_table.tolist() for each in (metadata.attention, metadata.index))
     found: dict[int, int] = {}

@@ -76,10 +76,7 @@ packaged.interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"
 
 
 def _addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, width], of which a block begins every so many, and the rows of slots in int64, -1 of none.
-
-    Of several layers' blocks the others are among the rows.
-    """
+    """[rows, width], other layers' among them, and the rows of slots in int64, -1 of none."""
     blocks, page, width = cache.shape
     apart, rest = divmod(cache.stride(0), width)
     if rest:

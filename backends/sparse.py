@@ -78,10 +78,7 @@ class MLASparseSelectorConfig(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class MLASparseBackend(LatentKernel):
-    """Attention to selected keys.
-
-    Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
-    """
+    """Attention to selected keys: T query tokens, N heads on this rank, lists of K, keys of D = L + R columns."""
 
     extra_kv_cache_dtype: str | None = None
 
@@ -148,22 +145,13 @@ class MLASparseBackend(LatentKernel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the entries of a paged cache that its list names; no other mask.
 
-        Args:
-            q: absorbed and rotated; any strides.
-            kv_cache: [blocks, page, D] of the model's dtype (``auto``) or of e4m3 (``fp8``), or [blocks, page, bytes of
-                an entry] uint8; the stride between blocks may exceed a packed block.
-            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
-            topk_indices: in the metadata's index space; -1 names no key, wherever it stands.
-            return_softmax_lse: whether to return the LSE as well.
-            topk_length: entries of a list from there on are no part of it, whatever they hold.
-            attn_sink: the logit of each head's sink, natural: it takes its share of the weights, so the output becomes
-                output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
-            extra_kv_cache: a second cache of ``extra_kv_cache_dtype``, attended to together with the first.
-            extra_topk_indices: slots of it, or -1; their lengths likewise.
-
-        Returns:
-            The output [T, N, L] of the query's dtype, or (output, lse) with lse [N, T] float32, natural logarithm; a
-            row without keys is 0 and -inf.
+        q is absorbed and rotated, of any strides; the cache [blocks, page, D] of the model's dtype (``auto``) or of
+        e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or [blocks, page, bytes of an entry] uint8, its blocks
+        any stride apart. Lists are in the metadata's index space, of a second cache its slots; -1 names no key, and
+        what stands from ``topk_length`` on is no part of them. The sink of a head is a natural logit that takes its
+        share of the weights: the output becomes output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
+        Returns output [T, N, L] of the query's dtype, and if asked lse [N, T] float32, natural; a row without keys is 0
+        and -inf.
         """
 
     @abstractmethod
@@ -177,7 +165,4 @@ class MLASparseBackend(LatentKernel):
         topk_length: Lengths = None,
         attn_sink: Sink = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of each query token to the gathered rows that its list names; no other mask.
-
-        As :meth:`run_sparse_decode`, but the lists name rows of ``kv``, or count in the metadata's index space.
-        """
+        """The same over the gathered rows that lists name, or that they count in the metadata's index space."""

@@ -140,8 +140,7 @@ class MLASparseLayerBackend(PagedKernel):
     ) -> Tensor:
         """One layer over a batch, whose new entries it writes to both caches first; the buffer has T rows or more.
 
-        Returns [T, hidden] of the model's dtype; on several ranks the part of its heads, which its caller adds to the
-        others'.
+        Returns [T, hidden] of the model's dtype; on several ranks the part of its heads.
         """
 
 

@@ -68,25 +68,20 @@ class MLATopKBackend(KernelBackend):
     @abstractmethod
     @table
     def run_top_k_per_row(self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int) -> Tensor:
-        """The columns with the largest logits, anything outside of a row's window; the stride of rows may exceed C.
+        """[T, K] int32: the columns of each row's window with the largest logits, at most K, none twice, -1 behind.
 
-        Returns:
-            [T, K] int32, as many columns of each row's window as it has, at most K, none twice, -1 behind them; they
-            count from the row's start. What is declared of them otherwise is data: ``Declaration.selection``.
+        They count from the row's start; ``Declaration.selection`` says what is otherwise. Outside of a window stands
+        anything.
         """
 
     @table
     def run_pool_top_k_per_row(
         self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int, pool: int, tail: bool
     ) -> Tensor:
-        """The tokens of the pools with the largest logits, as many pools as ``topk_tokens``, a multiple, has room for.
+        """[T, K] int32 in any order, -1 between: each token of the pools with the largest logits.
 
         Logits have a column for each whole pool; pool p has the tokens from p · pool on. With a ``tail`` the tokens of
-        the last, incomplete pool of each row are named besides.
-
-        Returns:
-            [T, K] int32, with a tail [T, K + pool - 1], in any order: every token of each selected pool, each once,
-            counted from the row's first token, and -1 anywhere between.
+        the last, incomplete pool of each row are named besides, in [T, K + pool - 1].
         """
         raise UnsupportedConfiguration(f"{self.get_name()}: columns of several tokens not supported")
 

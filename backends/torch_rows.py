@@ -47,10 +47,10 @@ class TorchRows(NamedKernel):
     def attend_in_parts(
         self, q: Tensor, columns: int, keys_of: Callable[[slice], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Attention of each row of q [T, N, D] to those of its own keys that it sees.
+        """Output [T, N, L] and lse [N, T] float32 of each row of q [T, N, D] and those of its own keys that it sees.
 
-        ``keys_of`` some rows at a time are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it
-        sees, [T, S] bool. Returns output [T, N, L] and lse [N, T] float32, natural; without keys 0 and -inf.
+        ``keys_of`` some rows are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it sees, [T,
+        S].
         """
         step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
         outputs, lses = [], []

@@ -44,10 +44,7 @@ class MLATreeBackend(LatentDecode):
         kv_cache: Annotated[Tensor, Form("blocks, page, width")],
         k_scale: Annotated[Tensor, Form("", torch.float32)],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of each query token to the tokens before those of its request, and to those that its mask names.
-
-        Operands and results are those of ``MLADecodeBackend.run_decode``.
-        """
+        """As ``run_decode``, over the tokens before those of a request, and those that each one's mask names."""
 
 
 def check_tree_operands(

@@ -44,10 +44,7 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
     def call(
         self, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
     ) -> None:
-        """Plan and run; q is [T, N · width], and a phase is generation if it hands over ``q_pe``.
-
-        Lengths are [B] int32 on the host, the table [B, pages] int32 names blocks of the cache [blocks, page, L + R].
-        """
+        """Plan and run for q [T, N · width], a generation if ``q_pe`` is handed over; lengths are on the host."""
         trtllm, heads, generation = self.library, self.num_heads, "q_pe" in more
         sizes = {name: getattr(self, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
         sizes |= {

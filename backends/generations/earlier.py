@@ -54,10 +54,7 @@ class MLAPrefillImpl(AttentionSizes, ABC):
     def run_prefill_new_tokens(
         self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`interface.MLAPrefillBackend`: q and k [T, N, P + R], rope applied, v [T, N, V].
-
-        The metadata are of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-        """
+        """As of :class:`interface.MLAPrefillBackend`, with metadata that the backend finished."""
 
     @abstractmethod
     def run_prefill_context_chunk(

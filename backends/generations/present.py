@@ -77,10 +77,7 @@ class MLAPrefillBackend(PrefillKernelBackend):
     """Prefill attention as vLLM calls it today."""
 
     def supports_out(self) -> bool:
-        """Whether both entries write a given ``out`` [tokens, N, V] in place and return it.
-
-        A backend that says no may also return more than V columns, of which its caller takes the first V.
-        """
+        """Whether both entries write a given ``out`` [tokens, N, V] in place; if not, they may return more columns."""
         return False
 
     def clone(self) -> Self:
@@ -91,11 +88,9 @@ class MLAPrefillBackend(PrefillKernelBackend):
     def run_prefill_context_chunk(
         self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Unmasked attention of a run's new tokens to one chunk of its cached context.
+        """Unmasked attention of a run's query tokens [t, N, P + R] to its s keys of one chunk: output and lse [N, t].
 
-        q [t, N, P + R] are the run's query tokens, k [s, N, P + R], v [s, N, V] of any strides; out [t, N, V], to be
-        written in place, is given only to a backend that supports it. Returns (output [t, N, V], lse [N, t] float32,
-        natural logarithm).
+        ``out`` [t, N, V], to be written in place, is given only to a backend that supports it.
         """
 
 
@@ -189,10 +184,7 @@ class PresentAdapter(AdaptedPrefillBackend):
 
 
 def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextChunk]]:
-    """The runs of every chunk of the plan, numbered through; empty without cached context.
-
-    Maxima that exceed the true ones exceed a run's by the same factor.
-    """
+    """The runs of every chunk of a plan, numbered through; loose maxima exceed by the same factor."""
     context, number, device = metadata.chunked_context, count(), metadata.query_start_loc.device
     if context is None:
         return []

@@ -62,8 +62,8 @@ def parts(lengths: list[int], new: list[int], num_decodes: int) -> list[Part]:
 class AttentionLayer:
     """One ``DeepseekV2AttentionMLA`` over an attention backend of the class ``wrapped``, on one rank.
 
-    ``arguments`` are those of ``ServerArgs``, and ``variables`` those of the environment, where SGLang's defaults do
-    not hold. ``pool`` is its pool of both caches, whose buffers are the caller's to set; see :meth:`bind`.
+    ``arguments`` of ``ServerArgs``, and ``variables`` of the environment, are those where SGLang's defaults do not
+    hold.
     """
 
     def __init__(
@@ -152,10 +152,8 @@ class AttentionLayer:
             loader.post_load_weights(SimpleNamespace(config=self._model, model=layers, quant_config=None))
 
     def bind(self, latents: Tensor, index_keys: Tensor | None, table: Tensor, turns: Tensor) -> None:
-        """What the next batches of a step read and write.
-
-        latents: [slots, 1, width]. index_keys: [pages, bytes of a page] uint8. table: [B, positions] int32, the slot of
-        each position of a request. turns: [P, R] float32, cosines and sines.
+        """What the next batches read and write: latents [slots, 1, width], index keys by pages, slots of positions,
+        rotations.
         """
         self.pool.kv_buffer[0] = latents
         self.pool.size = len(latents) - PAGE
@@ -168,10 +166,7 @@ class AttentionLayer:
     def forward(
         self, part: Part, hidden: Tensor, positions: Tensor, slots: Tensor, selected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Output [rows, hidden] of a batch and what it selected, as SGLang names it; None where it did not select.
-
-        hidden, positions, slots: of the part's rows. selected: what an earlier layer selected, for one that reuses it.
-        """
+        """Output of a batch and what it selected, if it did, as SGLang names it; ``selected`` is what it reuses."""
         inputs = import_module("sglang.srt.layers.layer_boundary.adapters.attention")
         forward_context = import_module("sglang.srt.model_executor.forward_context")
         self.backend.speculative_num_draft_tokens = part.drafted or None

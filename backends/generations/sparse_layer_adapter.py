@@ -209,9 +209,8 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             return attention, made(spec, [cache.prefix], engine, device, block_table_width=self._columns)
 
     def _common(self, cache: str, batch: MLASparseMetadata, slots: Tensor) -> Any:
-        """The batch of one of the caches as vLLM's runner describes it.
-
-        Padded decodes of a token each, which a graph may have captured, are there whole, of others the real requests.
+        """The batch of a cache as vLLM's runner describes it; of single decodes, which a graph may capture, padding
+        too.
         """
         lens, queries = batch.seq_lens_cpu, batch.query_lens_cpu
         real, tokens = int((lens > 0).sum()), int(queries[lens > 0].sum())

@@ -30,10 +30,7 @@ def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:
 
 
 def quant_key_for(cls: type, quant_key: QuantKey) -> Any:
-    """The key of a quantised output as a class compares it: vLLM's static per-tensor key, the only one asked for.
-
-    A vLLM without its optional packages cannot import it; its classes then know no key either.
-    """
+    """vLLM's static per-tensor key, the only one asked for; a vLLM without optional packages has none."""
     try:
         return import_module(_QUANT_KEYS).kFp8StaticTensorSym if is_from_vllm(cls) else quant_key
     except ImportError:
