@@ -56,15 +56,9 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
         return lse.mT
 
 
-class CudnnGraph(CudnnPrefillBackend, variant="graph"):
-    libraries = (CUDNN,)
-    declaration = packaged.declared(
-        _FRONTEND,
-        _EMPTY,
-        _OFFSETS,
-        _ALIGNED,
-        ("Hopper's node for e4m3 operands writes e4m3 codes only", "left to the variant fp8"),
-    )
+_FP8_ALONE = ("Hopper's node for e4m3 operands writes e4m3 codes only", "left to the variant fp8")
+_GRAPH = packaged.declared(_FRONTEND, _EMPTY, _OFFSETS, _ALIGNED, _FP8_ALONE)
+CudnnPrefillBackend.also("graph", libraries=(CUDNN,), declaration=_GRAPH)
 
 
 class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):

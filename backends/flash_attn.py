@@ -47,10 +47,12 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         return self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
 
 
-class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
-    libraries = (packaged.Library("flash_attn.flash_attn_interface", "flash-attn", _COMMAND),)
-    asked = "return_attn_probs"
-    declaration = packaged.declared("flash-attn torch", *_OF_FA2)
+FlashAttnPrefillBackend.also(
+    "fa2",
+    libraries=(packaged.Library("flash_attn.flash_attn_interface", "flash-attn", _COMMAND),),
+    asked="return_attn_probs",
+    declaration=packaged.declared("flash-attn torch", *_OF_FA2),
+)
 
 
 class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
@@ -67,13 +69,14 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
         return torch.ops.aten._flash_attention_forward(q, k, v, *options, scale=self.scale)
 
 
-class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
-    libraries = (packaged.in_extra("fa3", "fa3_fwd_interface", "fa3-fwd", other=_UPSTREAMS_FA3),)
-    devices = packaged.HOPPER._replace(needed="9.x")
-    asked = "return_attn_probs"
-    takes_unequal = staticmethod(lambda qk, v: 128 < qk <= 192 and 96 < v <= 128)  # that it has kernels for
-    supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
-    declaration = packaged.declared(
+FlashAttnPrefillBackend.also(
+    "fa3",
+    libraries=(packaged.in_extra("fa3", "fa3_fwd_interface", "fa3-fwd", other=_UPSTREAMS_FA3),),
+    devices=packaged.HOPPER._replace(needed="9.x"),
+    asked="return_attn_probs",
+    takes_unequal=staticmethod(lambda qk, v: 128 < qk <= 192 and 96 < v <= 128),  # that it has kernels for
+    supported_dtypes=[torch.bfloat16, torch.float8_e4m3fn],
+    declaration=packaged.declared(
         "fa3-fwd torch",
         (
             "q, k and v of unequal head dims only at 129-192 with 97-128 columns of v",
@@ -85,22 +88,18 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
         packaged.COPIES,
         packaged.NO_OUT,
         e4m3_rounding=packaged.SCALED_P_FP22,
-    )
-
-
-class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
-    """The package compiles at the first call for each configuration."""
-
-    libraries = (
-        packaged.in_extra("fa4", "flash_attn.cute", "flash-attn-4"),
-        packaged.in_extra("fa4", "cutlass", "nvidia-cutlass-dsl"),
-        packaged.in_extra("fa4", "quack", "quack-kernels"),
-    )
-    asked = "return_lse"
-    takes_unequal = staticmethod(lambda qk, v: (qk, v) == (192, 128))
-    declaration = packaged.declared(
+    ),
+)
+_OF_FA4 = {"flash_attn.cute": "flash-attn-4", "cutlass": "nvidia-cutlass-dsl", "quack": "quack-kernels"}
+FlashAttnPrefillBackend.also(  # which compiles at the first call for each configuration
+    "fa4",
+    libraries=tuple(packaged.in_extra("fa4", *each) for each in _OF_FA4.items()),
+    asked="return_lse",
+    takes_unequal=staticmethod(lambda qk, v: (qk, v) == (192, 128)),
+    declaration=packaged.declared(
         "flash-attn-4 nvidia-cutlass-dsl quack-kernels torch",
         ("its fourth positional argument is not the lengths", "lengths are passed by keyword"),
         ("on Blackwell only head dims up to 128, (192, 128) and (256, 256)", "others are padded"),
         packaged.NO_OUT,
-    )
+    ),
+)

@@ -51,8 +51,6 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
 
 
 class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
-    """FlashAttention's own package, built for this; no package index has such a build."""
-
     libraries = (Library("flash_attn_interface", "flash-attn-3", _BUILD),)
     declaration = packaged.declared("flash-attn-3 tokenspeed-fa3 torch", *_DEVIATIONS)
 

@@ -30,9 +30,12 @@ class Devices(NamedTuple):
     first: tuple[int, int]  # the least of them
     end: tuple[int, int] | None = None  # the least beyond them; None without one
     cpu: bool = False  # whether a CPU is one of them
+    but: int = 0  # the major number of others between
 
     def include(self, capability: DeviceCapability | None) -> bool:
-        return self.cpu if capability is None else self.first <= capability < (self.end or (math.inf, 0))
+        if capability is None:
+            return self.cpu
+        return self.first <= capability < (self.end or (math.inf, 0)) and capability[0] != self.but
 
 
 CPU_ALONE = Devices("", (0, 0), (0, 0), cpu=True)

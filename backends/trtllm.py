@@ -15,7 +15,7 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.kernel import HeadSizes
-from mla_conformance.backends.packaged import declared, further
+from mla_conformance.backends.packaged import declared
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
@@ -127,22 +127,9 @@ class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
         return output.unflatten(1, (heads, -1)), lse
 
 
-class TrtllmPrefillSm90(TrtllmPrefillBackend, variant="sm90"):
-    """Kernels of its fmha_v2."""
-
-    devices = packaged.HOPPER
-    declaration = further(
-        TrtllmPrefillBackend.declaration,
-        packaged.FP22_SUMS,
-        e4m3_rounding=packaged.SCALED_P_FP22,
-    )
-
-
-class TrtllmPrefillSm100(TrtllmPrefillBackend, variant="sm100"):
-    """Kernels that come compiled, those of TRTLLM_RAGGED."""
-
-    devices = packaged.BLACKWELL
-    declaration = further(TrtllmPrefillBackend.declaration, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
+# Kernels of its fmha_v2, and those that come compiled, which are TRTLLM_RAGGED's.
+TrtllmPrefillBackend.also("sm90", packaged.FP22_SUMS, devices=packaged.HOPPER, e4m3_rounding=packaged.SCALED_P_FP22)
+TrtllmPrefillBackend.also("sm100", devices=packaged.BLACKWELL, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
 
 
 class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
@@ -176,18 +163,10 @@ class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
         return output if stats is None else (output, (stats[..., 0] + stats[..., 1].log()).mT)
 
 
-class TrtllmDecodeSm90(TrtllmDecodeBackend, variant="sm90"):
-    """FlashMLA, which it compiles in."""
-
-    devices = packaged.HOPPER
-    supported_dtypes = [torch.float16, torch.bfloat16]
-    returns_lse = False
-    declaration = further(TrtllmDecodeBackend.declaration, packaged.RETURNS_NO_LSE)
-
-
-class TrtllmDecodeSm100(TrtllmDecodeBackend, variant="sm100"):
-    """Kernels that come compiled."""
-
-    devices = packaged.BLACKWELL
-    supported_block_sizes = [32, 64]
-    declaration = further(TrtllmDecodeBackend.declaration, (f"{_STATS}, the logit scaled", "natural LSE, [N, T]"))
+# FlashMLA, which it compiles in, and kernels that come compiled.
+_HALF = [torch.float16, torch.bfloat16]
+TrtllmDecodeBackend.also(
+    "sm90", packaged.RETURNS_NO_LSE, devices=packaged.HOPPER, supported_dtypes=_HALF, returns_lse=False
+)
+_SCALED = (f"{_STATS}, the logit scaled", "natural LSE, [N, T]")
+TrtllmDecodeBackend.also("sm100", _SCALED, devices=packaged.BLACKWELL, supported_block_sizes=[32, 64])
