@@ -19,6 +19,7 @@ from mla_conformance.backends.interface import (
 )
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.operands import takes
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -108,19 +109,12 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    @takes(PrefillKernelBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         start_loc = self._prefill_metadata.query_start_loc.tolist()
-        accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
-        output = self._store(accumulated, q.dtype, out, output_scale)
-        return (output, lse) if return_softmax_lse else output
+        accumulated, lse = self._batch(x.q, x.k, x.v, start_loc, start_loc, causal=True)
+        output = self._store(accumulated, x.q.dtype, x.out, x.output_scale)
+        return (output, lse) if x.return_softmax_lse else output
 
     def merge_attn_states(
         self,

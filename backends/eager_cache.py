@@ -1,6 +1,6 @@
 """EAGER, caches: honest writers, gathers and slots in plain PyTorch, byte by byte; scales are float32."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mla_conformance.backends.cache import (
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.layer.cache_ops import may_look_at
+from mla_conformance.backends.operands import takes
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import E2M1_MAX, E4M3_MAX
@@ -47,64 +48,40 @@ class EagerCacheBackend(Eager, MLACacheBackend):
             check_written(self, "write_index", kv_cache, slot_mapping, k=k)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
-    def run_gather_latent(
-        self,
-        kv_cache: Tensor,
-        workspace: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
-        k_scale: Tensor,
-        compress_ratio: int = 1,
-    ) -> None:
-        check_workspace(self, kv_cache, workspace)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
-        slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
-        entries = self._gathered(kv_cache, slots)
-        if workspace.dtype != kv_cache.dtype:
-            entries = self._meaning(entries, k_scale, workspace.dtype)
-        workspace[: len(slots)] = entries[:, : workspace.shape[1]]
+    @takes(MLACacheBackend.run_gather_latent)
+    def run_gather_latent(self, x: Any) -> None:
+        check_workspace(self, x.kv_cache, x.workspace)
+        requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
+        check_gather(x.kv_cache, *requests, workspace=x.workspace)
+        slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
+        entries = self._gathered(x.kv_cache, slots)
+        if x.workspace.dtype != x.kv_cache.dtype:
+            entries = self._meaning(entries, x.k_scale, x.workspace.dtype)
+        x.workspace[: len(slots)] = entries[:, : x.workspace.shape[1]]
 
-    def run_gather_index(
-        self,
-        kv_cache: Tensor,
-        k: Tensor,
-        k_scale: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
-        compress_ratio: int = 1,
-    ) -> None:
-        check_forms(self, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
-        slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
-        codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
-        k.view(torch.uint8)[: len(slots)] = codes
-        k_scale[: len(slots)] = self._scales(scales.contiguous())
+    @takes(MLACacheBackend.run_gather_index)
+    def run_gather_index(self, x: Any) -> None:
+        check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
+        check_gather(x.kv_cache, *requests, k=x.k, k_scale=x.k_scale)
+        slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
+        codes, scales = self._gathered(x.kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
+        x.k.view(torch.uint8)[: len(slots)] = codes
+        x.k_scale[: len(slots)] = self._scales(scales.contiguous())
 
-    def run_slot_mapping(
-        self,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        positions: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        compress_ratio: int = 1,
-        dcp_world_size: int = 1,
-        dcp_rank: int = 0,
-        cp_kv_cache_interleave_size: int = 1,
-    ) -> None:
-        tokens = block_size * compress_ratio * dcp_world_size
-        check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
-        request = _repeated(query_start_loc)
-        position = positions[: len(request)]
-        slot_mapping.fill_(NO_SLOT)
-        last = (position + 1) % compress_ratio == 0
-        entry, interleave = position // compress_ratio, cp_kv_cache_interleave_size
-        own = entry // interleave % dcp_world_size == dcp_rank
-        local = entry // (interleave * dcp_world_size) * interleave + entry % interleave
-        slots = self._slots(block_table, request, local, block_size)
-        slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(slot_mapping.dtype)
+    @takes(MLACacheBackend.run_slot_mapping)
+    def run_slot_mapping(self, x: Any) -> None:
+        tokens, ranks = x.block_size * x.compress_ratio * x.dcp_world_size, x.dcp_world_size
+        check_mapping(x.slot_mapping, x.query_start_loc, x.positions, x.block_table, tokens)
+        request = _repeated(x.query_start_loc)
+        position = x.positions[: len(request)]
+        x.slot_mapping.fill_(NO_SLOT)
+        last = (position + 1) % x.compress_ratio == 0
+        entry, interleave = position // x.compress_ratio, x.cp_kv_cache_interleave_size
+        own = entry // interleave % ranks == x.dcp_rank
+        local = entry // (interleave * ranks) * interleave + entry % interleave
+        slots = self._slots(x.block_table, request, local, x.block_size)
+        x.slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(x.slot_mapping.dtype)
 
     def run_global_slots(
         self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int

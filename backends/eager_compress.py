@@ -1,6 +1,6 @@
 """EAGER, compressor: states of tokens stored, gathered, pooled, normalised and rotated in float32."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from mla_conformance.backends.compress import MLACompressBackend, check_compress_call
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.eager_prepare import rotated_pairs
+from mla_conformance.backends.operands import takes
 
 
 class EagerCompressBackend(Eager, MLACompressBackend):
@@ -15,27 +16,19 @@ class EagerCompressBackend(Eager, MLACompressBackend):
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
-    def run_compress(
-        self,
-        kv: Tensor,
-        score: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        cos_sin_cache: Tensor,
-        state_cache: Tensor,
-        kv_cache: Tensor,
-    ) -> None:
+    @takes(MLACompressBackend.run_compress)
+    def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
-        check_compress_call(self, metadata, (kv, score, ape), norm_weight, (state_cache, kv_cache))
-        logits = score.float() + ape[self._places(metadata.positions)]
-        self._store(state_cache, torch.cat((kv.float(), logits), dim=1), self._state_slots())
+        check_compress_call(self, metadata, (x.kv, x.score, x.ape), x.norm_weight, (x.state_cache, x.kv_cache))
+        logits = x.score.float() + x.ape[self._places(metadata.positions)]
+        self._store(x.state_cache, torch.cat((x.kv.float(), logits), dim=1), self._state_slots())
         ends = self._ends().nonzero()[:, 0]
-        k, logits = self._gathered(state_cache, ends)
+        k, logits = self._gathered(x.state_cache, ends)
         entries = self._pooled(k, logits)
         if self.compression.norm:
-            entries = self._normed(entries, norm_weight)
-        entries = self._rotated(entries, cos_sin_cache[self._angles(metadata.positions[ends])])
-        self._store(kv_cache, entries.to(kv_cache.dtype), self._slots(kv_cache.shape[1])[ends])
+            entries = self._normed(entries, x.norm_weight)
+        entries = self._rotated(entries, x.cos_sin_cache[self._angles(metadata.positions[ends])])
+        self._store(x.kv_cache, entries.to(x.kv_cache.dtype), self._slots(x.kv_cache.shape[1])[ends])
 
     def _places(self, positions: Tensor) -> Tensor:
         return positions % self.compression.ratio

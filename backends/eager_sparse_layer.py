@@ -13,6 +13,7 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -60,29 +61,21 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
             vllm_config=None,
         )
 
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         self._attention.prepare_metadata(self._metadata.attention)
         self._indexer.prepare_metadata(self._metadata.index)
         # Rows of padding hold anything. PyTorch's product of bf16 by AMX reads past the end of a row whose columns are
         # no multiple of 32, into the next one: 0 x NaN is NaN, in the last row that counts.
-        hidden_states = hidden_states.masked_fill((self._metadata.slot_mapping < 0).unsqueeze(1), 0.0)
-        turns, w = cos_sin_cache[positions], self._weights
-        q_c = self._normed(hidden_states @ w.q_a_proj.mT, w.q_a_layernorm)
-        self._write_latents(hidden_states, turns, kv_cache)
-        if index_kv_cache is not None:
-            self._write_index_keys(hidden_states, turns, index_kv_cache)
-            self._select(hidden_states, q_c, turns, index_kv_cache, topk_indices_buffer)
-        output = self._attend(self._queries(q_c, turns), kv_cache, topk_indices_buffer[: len(hidden_states)])
+        hidden = x.hidden_states.masked_fill((self._metadata.slot_mapping < 0).unsqueeze(1), 0.0)
+        turns, w = x.cos_sin_cache[x.positions], self._weights
+        q_c = self._normed(hidden @ w.q_a_proj.mT, w.q_a_layernorm)
+        self._write_latents(hidden, turns, x.kv_cache)
+        if x.index_kv_cache is not None:
+            self._write_index_keys(hidden, turns, x.index_kv_cache)
+            self._select(hidden, q_c, turns, x.index_kv_cache, x.topk_indices_buffer)
+        output = self._attend(self._queries(q_c, turns), x.kv_cache, x.topk_indices_buffer[: len(hidden)])
         return output.flatten(1) @ w.o_proj.mT
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ A check before a launch is made of it, and what a suite must know of it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +65,23 @@ def table(of: AnyTable) -> AnyTable:
             expected = "expected a form of it, Annotated[Tensor, Form(...)], got none"
             raise TypeError(f"{of.__qualname__}.{name}: {expected}")
     return of
+
+
+def takes(entry: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator of a method that calls of an entry go to: it finds what they hand over in one object, by its name."""
+    form = signature(entry)
+
+    def decorate(method: Callable[..., Any]) -> Any:
+        @wraps(entry)
+        def call(*given: Any, **named: Any) -> Any:
+            bound = form.bind(*given, **named)
+            bound.apply_defaults()
+            return method(given[0], SimpleNamespace(**bound.arguments))
+
+        vars(call)["__isabstractmethod__"] = False
+        return call
+
+    return decorate
 
 
 @cache

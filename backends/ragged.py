@@ -15,6 +15,7 @@ from mla_conformance.backends.interface import (
 )
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -38,21 +39,15 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         super().prepare_metadata(prefill_metadata)
         self._plans: dict[int | None, Any] = {}
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        check_unquantised(self, output_scale)
-        if return_softmax_lse and not self.returns_lse:
+    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        check_unquantised(self, x.output_scale)
+        if x.return_softmax_lse and not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
-        self._output_scale = output_scale
-        output, lse = self._run(q, k, v, self.taken(RaggedBatch.new_tokens(self._prefill_metadata), out), out)
-        return (output, lse) if return_softmax_lse else output
+        self._output_scale = x.output_scale
+        batch = self.taken(RaggedBatch.new_tokens(self._prefill_metadata), x.out)
+        output, lse = self._run(x.q, x.k, x.v, batch, x.out)
+        return (output, lse) if x.return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not self.returns_lse:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import check_cache
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.operands import require_forms
+from mla_conformance.backends.operands import require_forms, takes
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.reference.selected import NO_KEY
@@ -34,42 +34,24 @@ class Selected:
 class SelectedKeysBackend(MLASparseBackend):
     """Operands are checked; the lists of a second cache stand behind those of the first."""
 
-    def run_sparse_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        k_scale: Tensor,
-        topk_indices: Tensor,
-        return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
-        extra_topk_indices: Tensor | None = None,
-        extra_topk_length: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    @takes(MLASparseBackend.run_sparse_decode)
+    def run_sparse_decode(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         space = self._sparse_metadata.index_space
-        sources = [Selected(kv_cache, True, self.kv_cache_dtype, topk_indices, topk_length, space)]
-        if extra_kv_cache is not None:
-            if self.extra_kv_cache_dtype is None or extra_topk_indices is None:
+        sources = [Selected(x.kv_cache, True, self.kv_cache_dtype, x.topk_indices, x.topk_length, space)]
+        if x.extra_kv_cache is not None:
+            if self.extra_kv_cache_dtype is None or x.extra_topk_indices is None:
                 raise ValueError(
                     "extra_kv_cache: expected extra_topk_indices with it and its dtype at construction, got "
                     f"extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}"
                 )
-            extra = extra_topk_indices, extra_topk_length, IndexSpace.SLOT
-            sources.append(Selected(extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
-        return self._run(q, sources, k_scale, attn_sink, return_softmax_lse)
+            extra = x.extra_topk_indices, x.extra_topk_length, IndexSpace.SLOT
+            sources.append(Selected(x.extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
+        return self._run(x.q, sources, x.k_scale, x.attn_sink, x.return_softmax_lse)
 
-    def run_sparse_prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        topk_indices: Tensor,
-        return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        gathered = Selected(kv, False, "auto", topk_indices, topk_length, self._sparse_metadata.index_space)
-        return self._run(q, [gathered], q.new_ones((), dtype=torch.float32), attn_sink, return_softmax_lse)
+    @takes(MLASparseBackend.run_sparse_prefill)
+    def run_sparse_prefill(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        gathered = Selected(x.kv, False, "auto", x.topk_indices, x.topk_length, self._sparse_metadata.index_space)
+        return self._run(x.q, [gathered], x.q.new_ones((), dtype=torch.float32), x.attn_sink, x.return_softmax_lse)
 
     @abstractmethod
     def attend(

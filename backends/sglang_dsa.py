@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
 
 _MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
@@ -103,29 +104,25 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     def _topk(self) -> str:
         return "torch" if self.by_torch else "sgl-kernel"
 
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         attention, given = self._metadata.attention, self._metadata
         lengths, new = attention.seq_lens_cpu.tolist(), attention.query_lens_cpu.tolist()
-        caches = _Caches(given, kv_cache, index_kv_cache)
+        caches = _Caches(given, x.kv_cache, x.index_kv_cache)
         assert self._layer is not None
-        self._layer.bind(caches.latents, caches.index_keys, caches.table, cos_sin_cache)
-        slots, hidden, output = given.slot_mapping + PAGE, hidden_states.contiguous(), torch.zeros_like(hidden_states)
+        self._layer.bind(caches.latents, caches.index_keys, caches.table, x.cos_sin_cache)
+        slots, hidden, output = (
+            given.slot_mapping + PAGE,
+            x.hidden_states.contiguous(),
+            torch.zeros_like(x.hidden_states),
+        )
         for part in parts(lengths, new, given.num_decodes):
             rows = slice(part.rows.start, part.rows.stop)
-            buffer, lists = topk_indices_buffer[rows], None
+            buffer, lists = x.topk_indices_buffer[rows], None
             if self.config.skip_topk:
                 lists = self._as_sglang_names(buffer, part, caches.table)
-            output[rows], selected = self._layer.forward(part, hidden[rows], positions[rows], slots[rows], lists)
+            output[rows], selected = self._layer.forward(part, hidden[rows], x.positions[rows], slots[rows], lists)
             left = selected if lists is None else lists
             if left is not None:
                 buffer.copy_(self._as_positions(left, part, caches))

@@ -144,15 +144,10 @@ class MLASparseLayerBackend(PagedKernel):
         """
 
 
-def check_sparse_layer_call(
-    backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[Tensor | None, ...]
-) -> None:
-    """Refuse operands of ``run_sparse_layer``, in its order, that do not fit, and what is not declared."""
-    hidden, *_, index_cache, buffer = operands
-    config = backend.config
-    assert hidden is not None and buffer is not None
-    tokens = int(metadata.attention.query_lens_cpu.sum())
-    if (index_cache is None) != config.skip_topk:
+def check_sparse_layer_call(backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, x: Any) -> None:
+    """Refuse what ``run_sparse_layer`` was given that does not fit, and what is not declared."""
+    config, tokens = backend.config, int(metadata.attention.query_lens_cpu.sum())
+    if (x.index_kv_cache is None) != config.skip_topk:
         raise ValueError(f"index_kv_cache: expected {'none' if config.skip_topk else 'one'} with {config.skip_topk=}")
     known = {
         "T": tokens,
@@ -162,9 +157,9 @@ def check_sparse_layer_call(
         "entries": cache_dtype(config.kv_cache_dtype, config.dtype),
         "index width": entry_width(config.index_kv_cache_dtype, config.preparation.head_dim, 0),
         "index entries": cache_dtype(config.index_kv_cache_dtype, config.dtype),
-        "rows": max(tokens, len(buffer)),
+        "rows": max(tokens, len(x.topk_indices_buffer)),
         "K": config.topk_tokens,
     }
-    require_forms(MLASparseLayerBackend.run_sparse_layer, operands, known)
+    require_forms(MLASparseLayerBackend.run_sparse_layer, vars(x), known)
     require_forms(MLASparseLayerMetadata, vars(metadata), known)
-    require_declared(backend, hidden.device, config)
+    require_declared(backend, x.hidden_states.device, config)

@@ -1,8 +1,6 @@
 """What library adapters have in common around attention: indexers, top-k, preparations and operations on caches."""
 
 from abc import abstractmethod
-from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from mla_conformance.backends.cache import (
     require_call,
 )
 from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
@@ -86,18 +85,18 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
     gather_latent: Any
     gather_index: Any
 
-    def run_write_latent(self, *operands: Any, **named: Any) -> None:
-        x = self._given("write_latent", operands, named)
+    @takes(MLACacheBackend.run_write_latent)
+    def run_write_latent(self, x: Any) -> None:
         if self._is_written("write_latent", x, kv_c=x.kv_c, k_pe=x.k_pe):
             self.write_latent(x)
 
-    def run_write_index(self, *operands: Any, **named: Any) -> None:
-        x = self._given("write_index", operands, named)
+    @takes(MLACacheBackend.run_write_index)
+    def run_write_index(self, x: Any) -> None:
         if self._is_written("write_index", x, k=x.k):
             self.write_index(x)
 
-    def run_gather_latent(self, *operands: Any, **named: Any) -> None:
-        x = self._given("gather_latent", operands, named)
+    @takes(MLACacheBackend.run_gather_latent)
+    def run_gather_latent(self, x: Any) -> None:
         as_stored = x.workspace.dtype == x.kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else x.workspace.dtype
         asked = {"dequantise": not as_stored, "compress_ratio": x.compress_ratio}
@@ -105,16 +104,11 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
         check_workspace(self, x.kv_cache, x.workspace)
         self.gather_latent(self._looked_up(x, workspace=x.workspace))
 
-    def run_gather_index(self, *operands: Any, **named: Any) -> None:
-        x = self._given("gather_index", operands, named)
+    @takes(MLACacheBackend.run_gather_index)
+    def run_gather_index(self, x: Any) -> None:
         require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
         check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
-
-    def _given(self, call: str, operands: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        bound = signature(getattr(MLACacheBackend, f"run_{call}")).bind(self, *operands, **named)
-        bound.apply_defaults()
-        return SimpleNamespace(**bound.arguments)
 
     def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
         model = next(iter(rows.values())).dtype

@@ -15,6 +15,7 @@ from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
@@ -118,16 +119,9 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         self._target.prepare_metadata(prefill_metadata)
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        return self._new_tokens((q, k, v), return_softmax_lse, out, output_scale)
+    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return self._new_tokens((x.q, x.k, x.v), x.return_softmax_lse, x.out, x.output_scale)
 
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None

@@ -20,6 +20,7 @@ from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, default_dtype, load_layer, runs_on
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.sparse_layer import (
     MLASparseLayerBackend,
@@ -240,32 +241,24 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             slot_mapping=slots[:rows],
         )
 
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         layer, indexer, (metadata, slots) = self._layer, self._layer.indexer, self._batch
-        layer.rotary_emb.cos_sin_cache = layer.indexer_rope_emb.cos_sin_cache = cos_sin_cache
-        layer.bind_kv_cache(kv_cache.unsqueeze(1))
-        layer.topk_indices_buffer = topk_indices_buffer
+        layer.rotary_emb.cos_sin_cache = layer.indexer_rope_emb.cos_sin_cache = x.cos_sin_cache
+        layer.bind_kv_cache(x.kv_cache.unsqueeze(1))
+        layer.topk_indices_buffer = x.topk_indices_buffer
         if indexer is None:
-            layer.impl.topk_indices_buffer = topk_indices_buffer
+            layer.impl.topk_indices_buffer = x.topk_indices_buffer
         else:
-            indexer.k_cache.bind_kv_cache(index_kv_cache.unsqueeze(1) if index_kv_cache is not None else None)
-            indexer.topk_indices_buffer = topk_indices_buffer
-        captures = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+            indexer.k_cache.bind_kv_cache(None if x.index_kv_cache is None else x.index_kv_cache.unsqueeze(1))
+            indexer.topk_indices_buffer = x.topk_indices_buffer
+        captures = x.hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         if captures:  # as the runner says when it captures: a replay may be as long as a sequence can be
             for each in metadata.values():
                 each.max_seq_len = self._room.longest
         with vllm.forward_context(self._engine, metadata, slots, captures):
-            result: Tensor = layer(positions, hidden_states)
+            result: Tensor = layer(x.positions, x.hidden_states)
         return result
 
     def kernel_evidence(self) -> dict[str, str]:
