@@ -11,8 +11,7 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.paged import PagedDecodeBackend
 
-PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]
-"""Page sizes, which are the kernels' tiles of keys."""
+PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]  # page sizes, which are the kernels' tiles of keys
 _COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
 _COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+https://github.com/ROCm/aiter@{_COMMIT}"
 

@@ -124,5 +124,4 @@ _READ: Mapping[str, Callable[[Tensor], Tensor]] = {
     "e2m1": _e2m1,
     "float32": lambda data: data.view(torch.float32),
     "ue8m0": lambda data: (data.int() << _MANTISSA_BITS).view(torch.float32),  # the exponent of a float32 number
-}
-"""Values or scales of the bytes that stand for them."""
+}  # values or scales of the bytes that stand for them

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
-ALIGNMENT = 16
-"""Bytes; GPU kernels load and store in units of it, and few of them check."""
+ALIGNMENT = 16  # bytes; GPU kernels load and store in units of it, and few of them check
 
 
 @dataclass(frozen=True)

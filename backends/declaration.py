@@ -5,19 +5,15 @@ from enum import Enum
 
 import torch
 
-NO_LSE = "LSE not declared"
-"""Why a kernel that returns none does not support a call that asks for one."""
+NO_LSE = "LSE not declared"  # why a kernel that returns none does not support a call that asks for one
 
 
 class LseClass(Enum):
     """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""
 
-    EXACT = "exact"
-    """Float32 probabilities of a float32 exponential."""
-    APPROXIMATE_EXP = "approximate-exp"
-    """An exponential of reduced precision, the same for the sum and for P."""
-    ROUNDED_P = "rounded-p"
-    """Probabilities after rounding to P's dtype."""
+    EXACT = "exact"  # float32 probabilities of a float32 exponential
+    APPROXIMATE_EXP = "approximate-exp"  # an exponential of reduced precision, the same for the sum and for P
+    ROUNDED_P = "rounded-p"  # probabilities after rounding to P's dtype
 
 
 class Precision(Enum):
@@ -25,16 +21,11 @@ class Precision(Enum):
 
     FLOAT32 = "float32"
     MODEL = "model"
-    FLOAT16 = "float16"
-    """Finer than bfloat16, but what is below 2^-25 of a row's largest vanishes."""
-    MODEL_OR_FLOAT16 = "model or float16"
-    """A layer's, some rows of which come of a kernel of either."""
-    E4M3 = "e4m3"
-    """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
-    SCALED_E4M3 = "scaled-e4m3"
-    """P times 2^8."""
-    FP22 = "fp22"
-    """13 bits behind the point: what Hopper's tensor cores keep of sums of 8-bit products."""
+    FLOAT16 = "float16"  # finer than bfloat16, but what is below 2^-25 of a row's largest vanishes
+    MODEL_OR_FLOAT16 = "model or float16"  # a layer's, some rows of which come of a kernel of either
+    E4M3 = "e4m3"  # P as it is, at most 1: what is below 2^-10 of a row's largest vanishes
+    SCALED_E4M3 = "scaled-e4m3"  # P times 2^8
+    FP22 = "fp22"  # 13 bits behind the point: what Hopper's tensor cores keep of sums of 8-bit products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +47,8 @@ class SelectionOrder(Enum):
     """In which order selected columns are named."""
 
     ANY = "any"
-    DESCENDING = "descending"
-    """The largest logit first."""
-    ASCENDING = "ascending"
-    """The first column first."""
+    DESCENDING = "descending"  # the largest logit first
+    ASCENDING = "ascending"  # the first column first
 
 
 class Ties(Enum):

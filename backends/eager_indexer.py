@@ -12,8 +12,7 @@ from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, b
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.selected import NO_KEY
 
-_ROWS = 256
-"""Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
+_ROWS = 256  # rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB
 
 
 class EagerIndexerBackend(Eager, MLAIndexerBackend):

@@ -14,8 +14,7 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-_ROWS = 1024
-"""Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
+_ROWS = 1024  # rows that go through their lists at once, so that the keys of a tile stay within 300 MiB
 
 
 class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):

@@ -10,8 +10,7 @@ from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
-LEAST = -(2**40)
-"""Below the key of every logit."""
+LEAST = -(2**40)  # below the key of every logit
 _MAGNITUDE = 0x7FFFFFFF
 
 

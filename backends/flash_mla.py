@@ -14,8 +14,7 @@ from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.paged import PagedDecodeBackend
 
 _NOTE = "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
-FORK = packaged.in_extra("flashmla", "flash_mla", "sgl-flash-mla", _NOTE)
-"""The build on the package index."""
+FORK = packaged.in_extra("flashmla", "flash_mla", "sgl-flash-mla", _NOTE)  # the build on the package index
 _DEEPSEEK = packaged.Library("flash_mla", "flash-mla", FORK.command)
 
 

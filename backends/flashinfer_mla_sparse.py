@@ -8,8 +8,7 @@ from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
-_STATISTICS_BYTES = 8 * 256
-"""Of the workspace, for each head of each query token, where the LSE is asked for."""
+_STATISTICS_BYTES = 8 * 256  # of the workspace, for each head of each query token, where the LSE is asked for
 
 
 class FlashInferMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):

@@ -17,8 +17,7 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
-INDEX_LAYOUTS = ("auto", "fp8_index")
-"""Keys and queries of the model's dtype, or both in e4m3."""
+INDEX_LAYOUTS = ("auto", "fp8_index")  # keys and queries of the model's dtype, or both in e4m3
 Queries = Annotated[Tensor, Form("T, H, D", "codes")]
 Weights = Annotated[Tensor, Form("T, H", torch.float32)]
 Keys = Annotated[Tensor, Form("blocks, page, width", "entries")]

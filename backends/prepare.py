@@ -11,10 +11,8 @@ from torch import Tensor
 from mla_conformance.backends.kernel import KernelBackend, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 
-SCALE_FORMATS = ("float32", "pow2")
-"""Any float32 numbers, or powers of two (UE8M0)."""
-BLOCK = 128
-"""Columns that share a scale; a narrower head is one block."""
+SCALE_FORMATS = ("float32", "pow2")  # any float32 numbers, or powers of two (UE8M0)
+BLOCK = 128  # columns that share a scale; a narrower head is one block
 
 
 class IndexPreparation(NamedTuple):

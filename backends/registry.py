@@ -164,8 +164,7 @@ class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     CUSTOM = None
 
 
-ENUMS = tuple(BackendEnum.__subclasses__())
-"""The enumerations of all roles."""
+ENUMS = tuple(BackendEnum.__subclasses__())  # the enumerations of all roles
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:

@@ -10,8 +10,7 @@ from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _DISTRIBUTIONS = "tokenspeed-mla nvidia-cutlass-dsl"
 _SWALLOWS = ("imports even where its dependencies are missing", "its recorded import error is reported")
-_TILE = 128
-"""Rows, query heads times query tokens, that a block of the decode kernel computes."""
+_TILE = 128  # rows, query heads times query tokens, that a block of the decode kernel computes
 _MODULES = {"tokenspeed_mla": "tokenspeed-mla", "cutlass": "nvidia-cutlass-dsl"}
 _MODULES |= {"tokenspeed_triton": "tokenspeed-triton", "tvm_ffi": "apache-tvm-ffi"}
 

@@ -19,10 +19,8 @@ from mla_conformance.backends.selected import Selected, SelectedKeysBackend, lis
 from mla_conformance.backends.tree import MLATreeBackend, TreeBatch, check_tree_operands
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-MASK_ALIGNMENT = 16
-"""Keys of a row are a multiple of this, for kernels that load masks in vectors."""
-_GATHERED_ELEMENTS = 2**28
-"""Elements of keys that are gathered at once: half a GiB of 16 bits."""
+MASK_ALIGNMENT = 16  # keys of a row are a multiple of this, for kernels that load masks in vectors
+_GATHERED_ELEMENTS = 2**28  # elements of keys that are gathered at once: half a GiB of 16 bits
 APPROXIMATE = Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL)
 APPROXIMATE_EXP = ("16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp")
 EFFICIENT = (

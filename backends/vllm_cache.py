@@ -13,10 +13,8 @@ from mla_conformance.backends.steps import CacheKernel
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
-_INDEX_PAGE = 64
-"""As vLLM's indexer has them on NVIDIA's GPUs."""
-_WIDTHS = (320, 512, 576)
-"""Of the rows that are gathered and dequantised at once."""
+_INDEX_PAGE = 64  # as vLLM's indexer has them on NVIDIA's GPUs
+_WIDTHS = (320, 512, 576)  # of the rows that are gathered and dequantised at once
 
 
 class VllmCacheBackend(CacheKernel):

@@ -16,8 +16,7 @@ from mla_conformance.reference.selected import NO_KEY
 _NOTE = "its wheels for CUDA have these operators"
 VLLM_OPERATORS = packaged.in_extra("vllm", "vllm._C_stable_libtorch", note=_NOTE)
 """Importing it registers them with torch."""
-_ROWS = 64
-"""That the cooperative kernel takes at once."""
+_ROWS = 64  # that the cooperative kernel takes at once
 _WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
 
 

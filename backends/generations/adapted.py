@@ -20,8 +20,7 @@ from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
 
-_NOMINAL_DTYPE = torch.bfloat16
-"""The model's dtype in a configuration that is made before any batch is known."""
+_NOMINAL_DTYPE = torch.bfloat16  # the model's dtype in a configuration that is made before any batch is known
 
 
 def adapter_of(wrapped: Any, adapter: Any, **attributes: Any) -> Any:

@@ -18,15 +18,13 @@ from mla_conformance.backends.metadata import int32
 from mla_conformance.backends.packaged import environment
 from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, SparseLayerWeights
 
-PAGE = 64
-"""Tokens of a page of either cache."""
+PAGE = 64  # tokens of a page of either cache
 _CACHE_DTYPES = {"auto": ("bfloat16", torch.bfloat16), "fp8_ds_mla": ("fp8_e4m3", torch.float8_e4m3fn)}
 """By layout, what a server calls the dtype of its cache, and the dtype."""
 _UTILS = "sglang.srt.layers.attention.dsa.utils"
 _ONCE = ("num_sms", "paged_mqa_logits_metadata_fn", "fp8_paged_mqa_logits_fn", "fp8_mqa_logits_fn")
 """What the environment decides when it is first asked for."""
-_ROOM = 2**20
-"""Longest sequence, in tokens; what has this size is not allocated."""
+_ROOM = 2**20  # longest sequence, in tokens; what has this size is not allocated
 
 
 @dataclass(frozen=True)

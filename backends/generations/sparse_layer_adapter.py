@@ -42,8 +42,7 @@ class _Room(NamedTuple):
     requests: int = 256
 
 
-_INDEX_EPS = 1e-6
-"""Of the norm of index keys, a constant there."""
+_INDEX_EPS = 1e-6  # of the norm of index keys, a constant there
 DECLARATION = packaged.declared(
     "vllm torch",
     ("is the attention of a layer alone", "vLLM's ``DeepseekV32Attention`` is made around it"),
