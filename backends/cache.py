@@ -211,29 +211,23 @@ def check_written(backend: MLACacheBackend, call: str, kv_cache: Tensor, slots: 
     _refuse("slot_mapping: slot", slots, (slots < NO_SLOT) | (slots >= count), f"-1 or 0..{count - 1}")
 
 
-def check_gather(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    cu_seq_lens: Tensor,
-    seq_starts: Tensor,
-    compress_ratio: int,
-    **workspaces: Tensor,
-) -> None:
+def check_gather(x: Any, **workspaces: Tensor) -> None:
     """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them."""
-    page, given = kv_cache.shape[1], {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    page, block_table, cu_seq_lens, first = x.kv_cache.shape[1], x.block_table, x.cu_seq_lens, x.seq_starts
+    given = {name: getattr(x, name) for name in ("block_table", "cu_seq_lens", "seq_starts")}
     require_forms(MLACacheBackend.run_gather_latent, given, {"B": len(block_table), "B + 1": len(block_table) + 1})
     lengths = cu_seq_lens.diff()
     _refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
     for name, workspace in workspaces.items():
         if len(workspace) < int(cu_seq_lens[-1]):
             raise ValueError(f"{name}: expected at least {int(cu_seq_lens[-1])} rows, got {len(workspace)}")
-    pages = -(-(seq_starts // compress_ratio + lengths) // page) * (lengths > 0)
+    pages = -(-(first // x.compress_ratio + lengths) // page) * (lengths > 0)
     columns = block_table.shape[1]
     _refuse("block_table: pages of a request", pages, pages > columns, f"at most the table's {columns}")
     named = torch.arange(columns, device=pages.device) < pages.unsqueeze(1)
-    named &= torch.arange(columns, device=pages.device) >= (seq_starts // compress_ratio // page).unsqueeze(1)
-    outside = named & ((block_table < 0) | (block_table >= len(kv_cache)))
-    _refuse("block_table: block", block_table, outside, f"0..{len(kv_cache) - 1}")
+    named &= torch.arange(columns, device=pages.device) >= (first // x.compress_ratio // page).unsqueeze(1)
+    outside = named & ((block_table < 0) | (block_table >= len(x.kv_cache)))
+    _refuse("block_table: block", block_table, outside, f"0..{len(x.kv_cache) - 1}")
 
 
 def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
@@ -243,36 +237,31 @@ def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tenso
     check_forms(backend, "gather_latent", model, kv_cache=kv_cache)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
     if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
-        raise ValueError(
-            f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, got "
-            f"{list(workspace.shape)} of {workspace.dtype}"
-        )
+        got = f"got {list(workspace.shape)} of {workspace.dtype}"
+        raise ValueError(f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, {got}")
 
 
-def check_mapping(
-    slot_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, block_table: Tensor, tokens_of_a_page: int
-) -> None:
+def check_mapping(x: Any, tokens_of_a_page: int) -> None:
     """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table."""
-    named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
-    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})
-    counted = int(query_start_loc[-1])
-    for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
-        if len(x) < counted:
-            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(x)}")
-    if slot_mapping.dtype not in _SLOTS:
-        raise ValueError(f"slot_mapping: expected int64 or int32, got {slot_mapping.dtype}")
-    room, given = block_table.shape[1] * tokens_of_a_page, positions[:counted]
-    _refuse(
-        "positions: position", given, (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
-    )
+    named = {name: getattr(x, name) for name in ("query_start_loc", "positions", "block_table")}
+    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(x.block_table) + 1})
+    counted = int(x.query_start_loc[-1])
+    for name, each in (("slot_mapping", x.slot_mapping), ("positions", x.positions)):
+        if len(each) < counted:
+            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(each)}")
+    if x.slot_mapping.dtype not in _SLOTS:
+        raise ValueError(f"slot_mapping: expected int64 or int32, got {x.slot_mapping.dtype}")
+    room, given = x.block_table.shape[1] * tokens_of_a_page, x.positions[:counted]
+    outside, expected = (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
+    _refuse("positions: position", given, outside, expected)
 
 
-def check_lists(out: Tensor, req_id_per_token: Tensor, token_indices: Tensor, requests: int) -> None:
+def check_lists(x: Any) -> None:
     """Refuse lists of another dtype than int32, results of another shape, and requests without a row in the table."""
-    known = dict(zip(("T", "K"), (len(req_id_per_token), *token_indices.shape[1:2]), strict=False))
-    require_forms(MLACacheBackend.run_global_slots, {"token_indices": token_indices, "out": out}, known)
-    wrong = (req_id_per_token < 0) | (req_id_per_token >= requests)
-    _refuse("req_id_per_token: request", req_id_per_token, wrong, f"0..{requests - 1}")
+    of_row, requests = x.req_id_per_token, len(x.block_table)
+    known = dict(zip(("T", "K"), (len(of_row), *x.token_indices.shape[1:2]), strict=False))
+    require_forms(MLACacheBackend.run_global_slots, {"token_indices": x.token_indices, "out": x.out}, known)
+    _refuse("req_id_per_token: request", of_row, (of_row < 0) | (of_row >= requests), f"0..{requests - 1}")
 
 
 def _refuse(name: str, numbers: Tensor, wrong: Tensor, expected: str) -> None:

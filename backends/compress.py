@@ -101,18 +101,11 @@ class MLACompressBackend(PagedKernel):
         """Write the entry of every group that a token of the batch completes, and keep the states of the others."""
 
 
-def check_compress_call(
-    backend: MLACompressBackend,
-    metadata: CompressMetadata,
-    states: tuple[Tensor, Tensor, Tensor],
-    norm_weight: Tensor,
-    caches: tuple[Tensor, Tensor],
-) -> None:
-    """Refuse operands (kv, score and ape; caches of states and entries) that do not fit, and what is not declared."""
-    how, kv, (state_cache, kv_cache) = backend.compression, states[0], caches
-    known = {"T": len(kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
-    given = (*states, norm_weight, None, *caches)
-    require_forms(MLACompressBackend.run_compress, given, {**known, "input": kv.dtype})
+def check_compress_call(backend: MLACompressBackend, metadata: CompressMetadata, x: Any) -> None:
+    """Refuse what ``run_compress`` was given that does not fit, and what is not declared."""
+    how, given = backend.compression, vars(x) | {"cos_sin_cache": None}
+    known = {"T": len(x.kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
+    require_forms(MLACompressBackend.run_compress, given, {**known, "input": x.kv.dtype})
     require_forms(CompressMetadata, vars(metadata), known)
-    pages = {"block_size": kv_cache.shape[1], "state_block_size": state_cache.shape[1]}
-    require_declared(backend, kv.device, MLACompressSelectorConfig, dtype=kv_cache.dtype, input_dtype=kv.dtype, **pages)
+    asked = {"block_size": x.kv_cache.shape[1], "state_block_size": x.state_cache.shape[1], "input_dtype": x.kv.dtype}
+    require_declared(backend, x.kv.device, MLACompressSelectorConfig, dtype=x.kv_cache.dtype, **asked)

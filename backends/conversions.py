@@ -51,17 +51,14 @@ class RaggedBatch:
         return sum(self.key_lens)
 
     @property
-    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Starts of queries and keys, and the longest of both, as torch's own operators take them."""
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:  # as torch's own operators take them
         return self.query_start_loc, self.key_start_loc, max(self.query_lens), max(self.key_lens)
 
     @property
-    def cumulative(self) -> dict[str, Any]:
-        """The same by the names that functions after ``flash_attn_varlen_func`` give them."""
+    def cumulative(self) -> dict[str, Any]:  # as functions after ``flash_attn_varlen_func`` call them
         return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), self.lengths, strict=True))
 
-    def requests(self) -> Iterator[tuple[slice, slice]]:
-        """Rows of q and of k of each request that has both."""
+    def requests(self) -> Iterator[tuple[slice, slice]]:  # rows of q and of k of each that has both
         ends = zip(accumulate(self.query_lens), accumulate(self.key_lens), strict=True)
         for queries, keys, (last_query, last_key) in zip(self.query_lens, self.key_lens, ends, strict=True):
             if queries and keys:

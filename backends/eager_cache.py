@@ -19,6 +19,7 @@ from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.backends.operands import takes
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import E2M1_MAX, E4M3_MAX
@@ -36,23 +37,23 @@ class EagerCacheBackend(Eager, MLACacheBackend):
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
 
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
-        if may_look_at(slot_mapping):
-            check_written(self, "write_latent", kv_cache, slot_mapping, kv_c=kv_c, k_pe=k_pe)
-        self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
+    @takes(MLACacheBackend.run_write_latent)
+    def run_write_latent(self, x: Any) -> None:
+        if may_look_at(x.slot_mapping):
+            check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
+        self._store(x.kv_cache, self._latent_entries(x.kv_c, x.k_pe, x.k_scale), x.slot_mapping)
 
-    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        if may_look_at(slot_mapping):
-            check_written(self, "write_index", kv_cache, slot_mapping, k=k)
-        self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
+    @takes(MLACacheBackend.run_write_index)
+    def run_write_index(self, x: Any) -> None:
+        if may_look_at(x.slot_mapping):
+            check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
+        self._store(x.kv_cache, self._tiled(x.k, TILED_FORMATS[self.kv_cache_dtype]), x.slot_mapping)
 
     @takes(MLACacheBackend.run_gather_latent)
     def run_gather_latent(self, x: Any) -> None:
         check_workspace(self, x.kv_cache, x.workspace)
+        check_gather(x, workspace=x.workspace)
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
-        check_gather(x.kv_cache, *requests, workspace=x.workspace)
         slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
         entries = self._gathered(x.kv_cache, slots)
         if x.workspace.dtype != x.kv_cache.dtype:
@@ -62,8 +63,8 @@ class EagerCacheBackend(Eager, MLACacheBackend):
     @takes(MLACacheBackend.run_gather_index)
     def run_gather_index(self, x: Any) -> None:
         check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        check_gather(x, k=x.k, k_scale=x.k_scale)
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
-        check_gather(x.kv_cache, *requests, k=x.k, k_scale=x.k_scale)
         slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
         codes, scales = self._gathered(x.kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
         x.k.view(torch.uint8)[: len(slots)] = codes
@@ -72,7 +73,7 @@ class EagerCacheBackend(Eager, MLACacheBackend):
     @takes(MLACacheBackend.run_slot_mapping)
     def run_slot_mapping(self, x: Any) -> None:
         tokens, ranks = x.block_size * x.compress_ratio * x.dcp_world_size, x.dcp_world_size
-        check_mapping(x.slot_mapping, x.query_start_loc, x.positions, x.block_table, tokens)
+        check_mapping(x, tokens)
         request = _repeated(x.query_start_loc)
         position = x.positions[: len(request)]
         x.slot_mapping.fill_(NO_SLOT)
@@ -83,14 +84,13 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         slots = self._slots(x.block_table, request, local, x.block_size)
         x.slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(x.slot_mapping.dtype)
 
-    def run_global_slots(
-        self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
-    ) -> None:
-        check_lists(out, req_id_per_token, token_indices, len(block_table))
-        request = req_id_per_token.long().unsqueeze(1).expand_as(token_indices)
-        inside = (token_indices >= 0) & (token_indices // block_size < block_table.shape[1])
-        position = token_indices.where(inside, 0).long()
-        out.copy_(self._slots(block_table, request, position, block_size).where(inside, NO_SLOT))
+    @takes(MLACacheBackend.run_global_slots)
+    def run_global_slots(self, x: Any) -> None:
+        check_lists(x)
+        request = x.req_id_per_token.long().unsqueeze(1).expand_as(x.token_indices)
+        inside = (x.token_indices >= 0) & (x.token_indices // x.block_size < x.block_table.shape[1])
+        position = x.token_indices.where(inside, 0).long()
+        x.out.copy_(self._slots(x.block_table, request, position, x.block_size).where(inside, NO_SLOT))
 
     def _latent_entries(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor) -> Tensor:
         keys = torch.cat((kv_c, k_pe), dim=-1)
@@ -105,9 +105,7 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         scales, stored = self._tile_scales(self._largest(tiles), form)
         quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
         plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[1]))
-        stored = stored.clone(
-            memory_format=torch.contiguous_format
-        )  # none may have no stride that a view of bytes takes
+        stored = stored.clone(memory_format=torch.contiguous_format)  # with strides that a view of bytes takes
         parts = {
             "codes": _codes(quotients) if form.codes == "e4m3" else _halves(quotients),
             "scales": torch.nn.functional.pad(stored.view(torch.uint8), (0, form.padding)),
@@ -178,8 +176,7 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return self._slots(block_table, request, row + seq_starts.long()[request] // compress_ratio, page)
 
     def _slots(self, block_table: Tensor, request: Tensor, entry: Tensor, page: int) -> Tensor:
-        column = (entry // page).clamp(max=block_table.shape[1] - 1)
-        return block_table[request, column].long() * page + entry % page
+        return slots_at(block_table, request, entry, page)
 
 
 def _repeated(start_loc: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class EagerCompressBackend(Eager, MLACompressBackend):
     @takes(MLACompressBackend.run_compress)
     def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
-        check_compress_call(self, metadata, (x.kv, x.score, x.ape), x.norm_weight, (x.state_cache, x.kv_cache))
+        check_compress_call(self, metadata, x)
         logits = x.score.float() + x.ape[self._places(metadata.positions)]
         self._store(x.state_cache, torch.cat((x.kv.float(), logits), dim=1), self._state_slots())
         ends = self._ends().nonzero()[:, 0]

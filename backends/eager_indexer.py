@@ -10,6 +10,7 @@ from mla_conformance.backends.cache_dtypes import gather
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.selected import NO_KEY
 
 _ROWS = 256  # rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB
@@ -23,13 +24,13 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
+        check_index_call(self, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
+        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
 
@@ -98,6 +99,4 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         if metadata.block_table is None:
             assert metadata.workspace_starts is not None
             return metadata.workspace_starts.long()[request] + positions
-        page = k.shape[1]
-        columns = (positions // page).clamp(max=metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request, columns] * page + positions % page
+        return slots_at(metadata.block_table, request, positions, k.shape[1])

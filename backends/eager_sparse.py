@@ -12,6 +12,7 @@ from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
 _ROWS = 1024  # rows that go through their lists at once, so that the keys of a tile stay within 300 MiB
@@ -73,9 +74,7 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         if metadata.block_table is None:
             assert metadata.workspace_starts is not None
             return metadata.workspace_starts.long()[request].unsqueeze(1) + local
-        page = source.cache.shape[1]
-        columns = (local // page).clamp(0, metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + local % page
+        return slots_at(metadata.block_table, request.unsqueeze(1), local, source.cache.shape[1])
 
     def _keys(self, source: Selected, slots: Tensor, visible: Tensor, k_scale: Tensor) -> Tensor:
         """[T, tile, D] float32; zeros where a list names no key: a weight of 0 times NaN is NaN."""

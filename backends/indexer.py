@@ -103,14 +103,10 @@ def bounds_of(metadata: MLASparseMetadata) -> Tensor:
 
 
 def check_index_call(
-    backend: MLAIndexerBackend,
-    metadata: MLASparseMetadata,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    call: str,
-    topk_tokens: int = 1,
+    backend: MLAIndexerBackend, operands: tuple[Tensor, Tensor, Tensor, Tensor | None], call: str, topk_tokens: int = 1
 ) -> None:
     """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared."""
-    q, weights, k, k_scale = operands
+    (q, weights, k, k_scale), metadata = operands, backend._sparse_metadata
     paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend
     known: dict[str, Any] = {"T": int(metadata.query_lens_cpu.sum()), "H": backend.num_heads, "D": backend.head_dim}
     known |= {"S": len(k), "width": entry_width(backend.kv_cache_dtype, backend.head_dim, 0)}

@@ -25,13 +25,13 @@ class IndexerKernel(LibraryKernel, MLAIndexerBackend):
     """Scores, and of a class that declares it a choice by them."""
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
+        check_index_call(self, (q, weights, k, k_scale), "logits")
         return self.score(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
+        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         return self.choose(self.score(q, weights, k, k_scale), topk_tokens)
 
     @abstractmethod
@@ -117,8 +117,7 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
         return len(x.slot_mapping) > 0
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
-        requests = (x.block_table, x.cu_seq_lens, x.seq_starts)
-        check_gather(x.kv_cache, *requests, compress_ratio=x.compress_ratio, **workspaces)
+        check_gather(x, **workspaces)
         x.starts, x.lengths = x.seq_starts // x.compress_ratio, x.cu_seq_lens.diff()
         numbers = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
         x.request = numbers.repeat_interleave(x.lengths)

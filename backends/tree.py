@@ -1,6 +1,5 @@
 """The abstract MLA tree backend: a decode of trees of drafts, whose masks say which query token sees which."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -8,7 +7,12 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.conversions import starts_of
-from mla_conformance.backends.decode import LatentDecode, MLACommonDecodeMetadata, check_decode_operands
+from mla_conformance.backends.decode import (
+    LatentDecode,
+    MLACommonDecodeMetadata,
+    MLADecodeBackend,
+    check_decode_operands,
+)
 from mla_conformance.backends.kernel import expect
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.slots import slots_at
@@ -35,16 +39,8 @@ class MLATreeBackend(LatentDecode):
     supports_nonuniform_queries: ClassVar[bool] = True
     _decode_metadata: MLATreeMetadata
 
-    @abstractmethod
-    @table
-    def run_tree_decode(
-        self,
-        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
-        q_pe: Annotated[Tensor, Form("T or more, N, R")],
-        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
-        k_scale: Annotated[Tensor, Form("", torch.float32)],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As ``run_decode``, over the tokens before those of a request, and those that each one's mask names."""
+    # of each query token to the tokens before those of its request, and to those that its mask names
+    run_tree_decode = MLADecodeBackend.run_decode
 
 
 def check_tree_operands(
