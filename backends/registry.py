@@ -28,8 +28,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     class as NAME=PATH. CUSTOM is a third party's backend, which must be registered before use.
     """
 
-    # what the members' classes compute
-    role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
+    role: Role
     _variants: dict[str, str]
     _override: str | None
 

@@ -47,10 +47,8 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
         """Plan and run for q [T, N · width], a generation if ``q_pe`` is handed over; lengths are on the host."""
         trtllm, heads, generation = self.library, self.num_heads, "q_pe" in more
         sizes = {name: getattr(self, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
-        sizes |= {
-            "v_head_dim": output.shape[1] // heads,
-            "predicted_tokens_per_seq": int(queries.max()) if generation else 1,
-        }
+        predicted = int(queries.max()) if generation else 1
+        sizes |= {"v_head_dim": output.shape[1] // heads, "predicted_tokens_per_seq": predicted}
         made = {"num_kv_heads": 1 if generation else heads, "mla_params": trtllm.MLAParams(**sizes)}
         made["q_scaling"] = 1.0 / (self.scale * math.sqrt(self.dimensions.qk_head_dim))
         wrapper = trtllm.TrtllmAttentionWrapper(heads, q.shape[1] // heads, **made)

@@ -20,17 +20,16 @@ from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
 
-_NOMINAL_DTYPE = torch.bfloat16  # the model's dtype in a configuration that is made before any batch is known
-
 
 def adapter_of(wrapped: Any, adapter: Any, **attributes: Any) -> Any:
     """A subclass of an adapter with these attributes, which goes by the name of the class that it drives."""
-    own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__}
-    return type(
-        wrapped.__name__,
-        (adapter,),
-        own | {"wrapped": wrapped, "get_name": staticmethod(wrapped.get_name)} | attributes,
-    )
+    own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "wrapped": wrapped}
+    return type(wrapped.__name__, (adapter,), {**own, "get_name": staticmethod(wrapped.get_name), **attributes})
+
+
+def _asked(method: str, check: Any, *without: Any) -> Any:
+    """A method that asks the driven class, whose answer is checked."""
+    return classmethod(lambda cls, *asked: check(getattr(cls.wrapped, method, *without)(*asked), method))
 
 
 class AdaptedPrefillBackend(MLAPrefillBackend):
@@ -41,15 +40,11 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
         undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
-        adapted: Any = adapter_of(
-            wrapped,
-            cls,
-            supported_dtypes=wrapped.supported_dtypes,
-            declaration=cls.declared(getattr(wrapped, "declaration", None) or undeclared),
-            needed_capability=getattr(wrapped, "needed_capability", ""),
-            variant=getattr(wrapped, "variant", ""),
-            decode_backend=getattr(wrapped, "decode_backend", None),
-        )
+        declaration = cls.declared(getattr(wrapped, "declaration", None) or undeclared)
+        told = {"needed_capability": "", "variant": "", "decode_backend": None}
+        attributes = {name: getattr(wrapped, name, without) for name, without in told.items()}
+        dtypes = wrapped.supported_dtypes
+        adapted: Any = adapter_of(wrapped, cls, supported_dtypes=dtypes, declaration=declaration, **attributes)
         if hasattr(wrapped, "merge_attn_states"):
             adapted.merge_attn_states = lambda self, *given, **named: self._target.merge_attn_states(*given, **named)
         adapted.__abstractmethods__ = frozenset(getattr(wrapped, "__abstractmethods__", ()))
@@ -57,29 +52,17 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def declared(cls, declaration: Declaration) -> Declaration:
-        """The declaration of the class that is driven, with what the adapter itself deviates in."""
+        """With what the adapter itself deviates in."""
         return declaration
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        answer = cls.wrapped.supports_compute_capability(device_capability)
-        return yes_or_no(answer, "supports_compute_capability")
+    supports_compute_capability = _asked("supports_compute_capability", yes_or_no)
+    is_available = _asked("is_available", yes_or_no)
+    missing_dependencies = _asked("missing_dependencies", reasons_of, list)
+    broken_dependencies = _asked("broken_dependencies", reasons_of, list)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
         return bool(cls.wrapped.supports_dtype(dtype))
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return yes_or_no(cls.wrapped.is_available(), "is_available")
-
-    @classmethod
-    def missing_dependencies(cls) -> list[str]:
-        return reasons_of(getattr(cls.wrapped, "missing_dependencies", list)(), "missing_dependencies")
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        return reasons_of(getattr(cls.wrapped, "broken_dependencies", list)(), "broken_dependencies")
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -101,7 +84,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         self._target: Any = self._start()
 
     def _start(self) -> Any:
-        return self.wrapped(**self._configuration(_NOMINAL_DTYPE))
+        return self.wrapped(**self._configuration(torch.bfloat16))  # nominal: no batch is known yet
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""

@@ -101,10 +101,7 @@ class MLAPrefillBackend(KernelBackend):
 
     @classmethod
     def post_process_prefill_metadata(
-        cls,
-        prefill_metadata: MLACommonPrefillMetadata,
-        builder_state: MLAPrefillBuilderState,
-        prefill_query_start_loc: Tensor,
+        cls, prefill_metadata: MLACommonPrefillMetadata, builder_state: Any, prefill_query_start_loc: Tensor
     ) -> None:
         """Fill the backend's own fields of a batch's prefill metadata; by default there are none."""
         return
@@ -129,10 +126,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def declared(cls, declaration: Declaration) -> Declaration:
-        """The declaration, with what the generation's interface lacks."""
-        if not isinstance(declaration, Declaration):
-            return declaration
-        return replace(declaration, deviations=(*declaration.deviations, _NO_OUT))
+        known = isinstance(declaration, Declaration)
+        return replace(declaration, deviations=(*declaration.deviations, _NO_OUT)) if known else declaration
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -77,14 +77,9 @@ class AdaptedLayerBuilder:
         order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
         if cuda_graph_pad_size > 0 and requests[0].is_prompt:
             raise UnsupportedConfiguration("rows of padding behind prefills not supported")
-        common = common_metadata(
-            [requests[request] for request in order],
-            padding=max(cuda_graph_pad_size, 0),
-            block_size=self._page,
-            device=self._device,
-            sharding=Sharding(),
-        )
-        built = self.build(0, common)
+        form = {"block_size": self._page, "device": self._device, "sharding": Sharding()}
+        moved = [requests[request] for request in order]
+        built = self.build(0, common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
         if order != list(range(len(requests))):
             lengths = [request.query_len for request in requests]
             rows = torch.arange(sum(lengths)).split(lengths)
@@ -126,13 +121,7 @@ class AdaptedLayerImpl:
             self.module.process_weights_after_loading(act_dtype)
 
     def forward(
-        self,
-        layer: AttentionLayer,
-        q: Tensor,
-        k_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: AdaptedLayerMetadata,
+        self, layer: AttentionLayer, q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
         """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
         for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
@@ -237,11 +226,9 @@ class AdaptedLayerBackend:
         ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in pages]
         if not accepts_block_size(ours, block_size):
             return [f"pages of {block_size} tokens not supported"]
-        configuration = {
-            "head_size": head_size, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size,
-            "use_per_head_quant_scales": False,
-        } | asked  # fmt: skip
-        reasons = reasons_of(cls.wrapped.validate_configuration(**configuration))
+        entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}
+        reasons = reasons_of(cls.wrapped.validate_configuration(**given))
         if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons

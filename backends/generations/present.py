@@ -113,13 +113,8 @@ class PresentAdapter(AdaptedPrefillBackend):
         if context is not None and chunks:
             lengths, tokens = context.seq_lens.sum(dim=0).tolist(), starts.tolist()
             empty = [slice(tokens[row], tokens[row + 1]) for row, length in enumerate(lengths) if not length]
-            translated = ChunkedContextMetadata(
-                context_lens=int32(lengths, starts.device),
-                workspace=context.workspace,
-                chunks=chunks,
-                context_lens_list=lengths,
-                empty_token_slices=empty,
-            )
+            on_device = int32(lengths, starts.device)
+            translated = ChunkedContextMetadata(on_device, context.workspace, chunks, lengths, empty)
             self._only_chunk = len(chunks) == 1 and not empty
         self._output_dtype, self._query_rows = prefill_metadata.output_dtype, int(starts[-1])
         given = {each.name: getattr(prefill_metadata, each.name) for each in fields(prefill_metadata)}
@@ -170,10 +165,8 @@ class PresentAdapter(AdaptedPrefillBackend):
             for name, got, place in (*found, ("lse", part_lse, lse[:, chunk.token_slice])):
                 # A copy alone would hide another dtype or a broadcast.
                 if got.shape != place.shape or got.dtype != place.dtype:
-                    raise ValueError(
-                        f"context chunk: expected {name} {list(place.shape)} {place.dtype}, got {list(got.shape)} "
-                        f"{got.dtype}"
-                    )
+                    expected = f"expected {name} {list(place.shape)} {place.dtype}"
+                    raise ValueError(f"context chunk: {expected}, got {list(got.shape)} {got.dtype}")
                 place.copy_(got)
         return output, lse
 
@@ -223,11 +216,9 @@ def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextCh
 def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
     """The requests of each run of one chunk, given the first context position and the keys of every request."""
     begin = None
-    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+    for request, (start, length) in enumerate(zip((*starts, 0), (*seq_lens, 0), strict=True)):
         if begin is not None and (start or not length):
             yield slice(begin, request)
             begin = None
         if begin is None and length:
             begin = request
-    if begin is not None:
-        yield slice(begin, len(seq_lens))

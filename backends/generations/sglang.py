@@ -65,12 +65,7 @@ class AttentionLayer:
     """
 
     def __init__(
-        self,
-        wrapped: Any,
-        config: MLASparseLayerConfig,
-        weights: SparseLayerWeights,
-        arguments: Mapping[str, Any],
-        variables: Mapping[str, str],
+        self, wrapped: Any, config: MLASparseLayerConfig, weights: SparseLayerWeights, arguments: Any, variables: Any
     ) -> None:
         self._device, self._variables, self._model = weights.o_proj.device, variables, _model(config, weights)
         with environment(variables):

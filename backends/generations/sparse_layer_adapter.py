@@ -22,13 +22,7 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse import MLASparseMetadata
-from mla_conformance.backends.sparse_layer import (
-    MLASparseLayerBackend,
-    MLASparseLayerConfig,
-    MLASparseLayerMetadata,
-    SparseLayerWeights,
-    check_sparse_layer_call,
-)
+from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 
 _LAYERS = "vllm.models.deepseek_v32.attention"
 _PREFIX = "model.layers.0.self_attn"
@@ -131,7 +125,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         self._builders: dict[int, tuple[Any, Any]] = {}
         self._held: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # by cache and number of requests
 
-    def load_weights(self, weights: SparseLayerWeights) -> None:
+    def load_weights(self, weights: Any) -> None:
         super().load_weights(weights)
         if self._layer is None:
             self._layer, self._engine = self._made(weights)
@@ -139,7 +133,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         with vllm.current_config(self._engine):
             self._layer.process_weights_after_loading(self.config.dtype)
 
-    def _made(self, weights: SparseLayerWeights) -> tuple[Any, Any]:
+    def _made(self, weights: Any) -> tuple[Any, Any]:
         config, device, (latent, hidden) = self.config, weights.o_proj.device, weights.q_a_proj.shape
         base = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
@@ -172,7 +166,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
         return layer, engine
 
-    def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
+    def prepare_metadata(self, sparse_layer_metadata: Any) -> None:
         super().prepare_metadata(sparse_layer_metadata)
         batch, lens = sparse_layer_metadata, sparse_layer_metadata.attention.seq_lens_cpu
         needed = (int(lens.max()), len(batch.slot_mapping), len(lens))
