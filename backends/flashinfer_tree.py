@@ -3,6 +3,7 @@
 Its kernels take keys of at most 256 columns: other latents than those of deployed models are judged.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class FlashInferTreeBackend(PagedTreeBackend):
     )
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Any:
-        columns = config.kv_lora_rank + config.qk_rope_head_dim
-        if columns > _WIDTHS[-1]:
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
+        if (columns := config.kv_lora_rank + config.qk_rope_head_dim) > _WIDTHS[-1]:
             yield f"keys of {columns} columns not supported (at most {_WIDTHS[-1]})"
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:

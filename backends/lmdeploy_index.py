@@ -1,8 +1,5 @@
 """LMDEPLOY_TRITON: LMDeploy 0.18.0's Triton kernels around the selection of a sparse layer."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,11 +51,7 @@ class LmdeployIndexerBackend(IndexerKernel):
         _FEWER,
         rounding=packaged.FP22,  # Triton multiplies 64 heads' codes as Hopper does by itself
     )
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if not config.paged:
-            yield "gathered keys not supported"
+    refused = ((lambda c, device: not c.paged, "gathered keys not supported"),)
 
     def score(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
         x = self._sparse_metadata
@@ -95,11 +88,9 @@ class LmdeployPrepareBackend(PrepareKernel):
         ("wants columns without gaps", "copies others"),
         intermediates=Precision.MODEL,
     )
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if config.preparation.rope_dim != 64:
-            yield f"{config.preparation.rope_dim} rotated columns not supported"
+    refused = (
+        (lambda c, device: c.preparation.rope_dim != 64, "{c.preparation.rope_dim} rotated columns not supported"),
+    )
 
     def prepare(
         self, q: Tensor, k: Tensor, weights: Tensor, norm: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor]

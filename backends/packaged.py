@@ -6,7 +6,7 @@ A variant is a subclass of what differs. Triton kernels have a twin by Triton's 
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -133,6 +133,8 @@ class LibraryKernel(NamedKernel):
     # compute capability; under 0 those of all other devices
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
     of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})  # evidence of what comes with torch, its version first
+    # when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons, and why
+    refused: ClassVar[Sequence[tuple[Callable[[Any, Any], object], str]]] = ()
     _served: Mapping[str, str] = MappingProxyType({})  # what the last call was served by
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
@@ -200,11 +202,8 @@ class LibraryKernel(NamedKernel):
     def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
-        return [*reasons, *cls.refuses(selector_config, device_capability)]
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        return iter(())
+        asked = {"c": selector_config, "device": device_capability}
+        return [*reasons, *(said.format(**asked) for when, said in cls.refused if when(*asked.values()))]
 
     def kernel_evidence(self) -> dict[str, str]:
         """Versions of the libraries, the variant, and what the last call was served by."""

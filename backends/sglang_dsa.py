@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
+from mla_conformance.backends.kernel import unless
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
 
@@ -53,6 +54,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     _layer: AttentionLayer | None = None
     _made_for: tuple[torch.Size, torch.device] | None = None  # of the layer's weights, which fit no others
     by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
+    topk: ClassVar[str] = "sgl-kernel"  # what selects, as ``--dsa-topk-backend`` has it
     supported_dtypes = [torch.bfloat16]
     supported_kv_cache_dtypes = ["auto", _TILED]
     supported_tile_scales = ["float32"]
@@ -70,7 +72,8 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         return adapted
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
         for kind in dict.fromkeys(cls.attends.get(config.kv_cache_dtype, ())):
             yield from _attention_refuses(kind, config)
         if config.skip_topk:
@@ -94,15 +97,11 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
             return
         wrapped, config = self.wrapped or getattr(self.library, _CLASS), self.config
         prefill, decode = self.attends[config.kv_cache_dtype]
-        arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self._topk}
+        arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self.topk}
         whole = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         dense = config.topk_tokens if whole[0] == whole[1] or whole == (192, 128) else 0
         variables = {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {})
         self._layer, self._made_for = AttentionLayer(wrapped, config, weights, arguments, variables), made_for
-
-    @property
-    def _topk(self) -> str:
-        return "torch" if self.by_torch else "sgl-kernel"
 
     @takes(MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
@@ -141,7 +140,8 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         if self._ragged(part):
             named = lists + _first_keys(part, lists)
         else:
-            named = table[_requests(part, lists), lists.long().clamp(min=0)]
+            requests = torch.tensor(part.requests).repeat_interleave(torch.tensor(part.new)).to(lists.device)
+            named = table[requests.unsqueeze(1), lists.long().clamp(min=0)]
         return named.int().masked_fill(lists == _NONE, _NONE)
 
     def _as_positions(self, selected: Tensor, part: Part, caches: "_Caches") -> Tensor:
@@ -157,7 +157,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     def kernel_evidence(self) -> dict[str, str]:
         prefill, decode = self.attends[self.config.kv_cache_dtype]
-        served = {"prefill": prefill, "decode": decode, "topk": self._topk}
+        served = {"prefill": prefill, "decode": decode, "topk": self.topk}
         if self._layer is not None:
             backend = type(self._layer.backend)
             served["class"] = f"{backend.__module__}.{backend.__qualname__}"
@@ -166,25 +166,25 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
 def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
     heads, latent, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    too_many = f"{heads} heads not supported by {kind}"
+    columns = f"latents of {latent} and {rope} columns not supported by {kind}"
     if kind == "triton":
-        if latent % 128 or latent > 512 or rope & (rope - 1):
-            yield f"latents of {latent} and {rope} columns not supported by {kind}"
-        if heads > 16 and heads & (heads - 1):
-            yield f"{heads} heads not supported by {kind}"
-        return
-    if (latent, rope) != (512, 64):
-        yield f"latents of {latent} and {rope} columns not supported by {kind} (supported: 512 and 64)"
-    if kind == "flashmla_sparse" and heads % 64 and 64 % heads:
-        yield f"{heads} heads not supported by {kind}"
-    if kind == "flashmla_kv" and heads > 128:
-        yield f"{heads} heads not supported by {kind}"
-    if kind == "triton_sparse_mla" and heads > 32:
-        yield f"{heads} heads not supported by {kind}"
+        fits = not latent % 128 and latent <= 512 and not rope & (rope - 1)
+        return unless((fits, columns), (heads <= 16 or not heads & (heads - 1), too_many))
+    takes = {"flashmla_sparse": not heads % 64 or not 64 % heads, "flashmla_kv": heads <= 128}
+    takes["triton_sparse_mla"] = heads <= 32
+    of_512_and_64 = ((latent, rope) == (512, 64), f"{columns} (supported: 512 and 64)")
+    return unless(of_512_and_64, (takes.get(kind, True), too_many))
 
 
 _TORCH = ("its kernels select 2,048 tokens alone", "--dsa-topk-backend torch, and scores of PyTorch")
 _OFF_ROCM = ("a server refuses these kernels off ROCm", "they are chosen all the same")
-_PLAIN = {"by_torch": True, "supported_kv_cache_dtypes": ["auto"], "supported_topk": [packaged.MultipleOf(1)]}
+_PLAIN = {
+    "by_torch": True,
+    "topk": "torch",
+    "supported_kv_cache_dtypes": ["auto"],
+    "supported_topk": [packaged.MultipleOf(1)],
+}
 SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton", _TORCH, _OFF_ROCM, attends={"auto": ("triton", "triton")}, **_PLAIN)
@@ -247,10 +247,6 @@ def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
     taken = set(found.values())
     left = (page for page in range(1, blocks + index_blocks + 1) if page not in taken)
     return torch.tensor([found[block] if block in found else next(left) for block in range(index_blocks)])
-
-
-def _requests(part: Part, lists: Tensor) -> Tensor:
-    return torch.tensor(list(part.requests)).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
 
 
 def _first_keys(part: Part, lists: Tensor) -> Tensor:

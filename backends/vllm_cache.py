@@ -38,7 +38,8 @@ class VllmCacheBackend(CacheKernel):
     )
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
         layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
