@@ -1,7 +1,7 @@
 """The abstract MLA decode backend: absorbed queries against paged latents, one row of L + R a token for all heads."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -75,31 +75,11 @@ class LatentDecode(LatentKernel):
         if config.lse and not cls.returns_lse:
             yield NO_LSE
 
+    _check: ClassVar[Callable[..., None]]  # refuses operands
+
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._decode_metadata = decode_metadata
-
-
-class MLADecodeBackend(LatentDecode):
-    """Decode attention over a paged cache of latents: T query tokens, N heads on this rank, L and R."""
-
-    @abstractmethod
-    @table
-    def run_decode(
-        self,
-        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
-        q_pe: Annotated[Tensor, Form("T or more, N, R")],
-        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
-        k_scale: Annotated[Tensor, Form("", torch.float32)],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
-
-        ``ql_nope`` is the query after absorption of W_UK, ``q_pe`` rotated, both of any strides. The cache is [blocks,
-        page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or
-        [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block. Returns output
-        [T, N, L] of the query's dtype and lse [N, T] float32, natural logarithm, 0 and -inf in a row without keys; the
-        output alone where the class declares that it returns no LSE.
-        """
 
 
 def check_decode_operands(
@@ -127,6 +107,30 @@ def check_decode_operands(
             f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
             f"{pages}"
         )
+
+
+class MLADecodeBackend(LatentDecode):
+    """Decode attention over a paged cache of latents: T query tokens, N heads on this rank, L and R."""
+
+    _check = staticmethod(check_decode_operands)
+
+    @abstractmethod
+    @table
+    def run_decode(
+        self,
+        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
+        q_pe: Annotated[Tensor, Form("T or more, N, R")],
+        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
+        k_scale: Annotated[Tensor, Form("", torch.float32)],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
+
+        ``ql_nope`` is the query after absorption of W_UK, ``q_pe`` rotated, both of any strides. The cache is [blocks,
+        page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or
+        [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block. Returns output
+        [T, N, L] of the query's dtype and lse [N, T] float32, natural logarithm, 0 and -inf in a row without keys; the
+        output alone where the class declares that it returns no LSE.
+        """
 
 
 def output_of(result: Any) -> Any:

@@ -1,6 +1,6 @@
 """EAGER, decode: an honest online softmax over pages of latents, one request after the other, tile by tile."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -8,15 +8,9 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import (
-    LatentDecode,
-    MLACommonDecodeMetadata,
-    MLADecodeBackend,
-    check_decode_operands,
-    positions_of,
-)
+from mla_conformance.backends.decode import LatentDecode, MLACommonDecodeMetadata, MLADecodeBackend, positions_of
 from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
-from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
+from mla_conformance.backends.tree import MLATreeBackend
 
 
 class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
@@ -27,8 +21,6 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
     supports_nonuniform_queries: ClassVar[bool] = True
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    _check: ClassVar[Callable[..., None]]  # of the operands
 
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata = self._decode_metadata
@@ -85,16 +77,10 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
 
 
 class EagerDecodeBackend(EagerLatentDecode, MLADecodeBackend):
-    """Causal."""
-
-    _check = staticmethod(check_decode_operands)
     run_decode = EagerLatentDecode._run
 
 
 class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
-    """By the masks of trees."""
-
-    _check = staticmethod(check_tree_operands)
     run_tree_decode = EagerLatentDecode._run
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:

@@ -29,11 +29,8 @@ class EagerTopKBackend(Eager, MLATopKBackend):
 
     def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
         check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
-        tokens = self._expanded(self._selected(logits, self._pools_of(topk_tokens, pool)), pool)
+        tokens = self._expanded(self._selected(logits, topk_tokens // pool), pool)
         return (torch.cat((tokens, self._tails(pool)), dim=1) if tail else tokens).int()
-
-    def _pools_of(self, topk_tokens: int, pool: int) -> int:
-        return topk_tokens // pool
 
     def _expanded(self, pools: Tensor, pool: int) -> Tensor:
         tokens = pools.unsqueeze(-1) * pool + torch.arange(pool, device=pools.device)

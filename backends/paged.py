@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend, check_decode_operands
+from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
+from mla_conformance.backends.tree import MLATreeBackend
 
 
 class PagedLatentDecode(LibraryKernel, LatentDecode):
@@ -21,6 +21,7 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
 
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
         metadata = self._decode_metadata
+        self._check(self, metadata, ql_nope, q_pe, kv_cache)
         rows, lse = int(metadata.query_lens_cpu.sum()), None
         if rows:
             found = self.attend(ql_nope[:rows], q_pe[:rows], kv_cache, k_scale)
@@ -54,16 +55,8 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
 
 
 class PagedDecodeBackend(PagedLatentDecode, MLADecodeBackend):
-    """A causal decode, whose operands are checked."""
-
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        check_decode_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    run_decode = PagedLatentDecode._run
 
 
 class PagedTreeBackend(PagedLatentDecode, MLATreeBackend):
-    """A decode of trees, whose operands are checked."""
-
-    def run_tree_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        check_tree_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    run_tree_decode = PagedLatentDecode._run

@@ -17,7 +17,6 @@ from mla_conformance.backends.cache import (
 from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 
 
@@ -52,24 +51,6 @@ class TopKKernel(LibraryKernel, MLATopKBackend):
     @abstractmethod
     def select(self, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
         """What ``run_top_k_per_row`` returns, for rows of lengths [T]."""
-
-
-class PrepareKernel(LibraryKernel, MLAPrepareBackend):
-    """Queries and keys of an indexer in codes."""
-
-    def run_prepare_index(
-        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = self._prepare_metadata
-        check_prepare_call(self, x, (q, k, weights, k_norm_weight, k_norm_bias))
-        cos, sin = x.cos_sin_cache[x.positions].chunk(2, dim=-1)
-        return self.prepare(q, k, weights, (k_norm_weight, k_norm_bias), (cos, sin))
-
-    @abstractmethod
-    def prepare(
-        self, q: Tensor, k: Tensor, weights: Tensor, norm: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``run_prepare_index`` returns, by the cosines and the sines [T, R/2] of the tokens' positions."""
 
 
 class CacheKernel(LibraryKernel, MLACacheBackend):

@@ -32,24 +32,25 @@ class MLATreeMetadata(MLACommonDecodeMetadata):
     tree_mask_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]
 
 
+def check_tree_operands(
+    backend: LatentDecode, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
+) -> None:
+    """As ``check_decode_operands``; refuses masks of another width, too."""
+    check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
+    pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
+    expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
+
+
 class MLATreeBackend(LatentDecode):
     """Attention of trees of query tokens to the paged latents of their requests; symbols as of ``MLADecodeBackend``."""
 
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     _decode_metadata: MLATreeMetadata
+    _check = staticmethod(check_tree_operands)
 
     # of each query token to the tokens before those of its request, and to those that its mask names
     run_tree_decode = MLADecodeBackend.run_decode
-
-
-def check_tree_operands(
-    backend: MLATreeBackend, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
-) -> None:
-    """As ``check_decode_operands``; refuses masks of another width, too."""
-    check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
-    pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
-    expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
 
 
 class TreeBatch(NamedTuple):
