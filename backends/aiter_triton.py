@@ -30,8 +30,6 @@ class AiterLibrary(packaged.Library):
 
 
 class _WithoutWaves:
-    """A kernel that is launched without ``waves_per_eu``."""
-
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
 

@@ -44,8 +44,6 @@ FilledLists = Annotated[Tensor, Form("T, K", torch.int32, written=True)]
 
 
 class MLACacheSelectorConfig(NamedTuple):
-    """What a class is validated against; hashable."""
-
     call: str  # one of :data:`CACHE_CALLS`
     dtype: torch.dtype  # of the model
     kv_cache_dtype: str  # the layout, a name of ``CACHE_LAYOUTS``

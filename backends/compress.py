@@ -15,8 +15,6 @@ from mla_conformance.backends.operands import Form, require_forms, table
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How a model compresses its keys."""
-
     head_dim: int  # D, columns of an entry
     rope_dim: int  # R, of which the last ones are rotated, neighbours together; 0 where none are
     ratio: int  # m, tokens that an entry stands for
@@ -50,8 +48,6 @@ class CompressMetadata:
 
 
 class MLACompressSelectorConfig(NamedTuple):
-    """What a compressor is validated against; hashable."""
-
     dtype: torch.dtype  # of the entries
     input_dtype: torch.dtype  # of key states and scores
     compression: Compression  # conventions of the model

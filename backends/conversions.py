@@ -17,8 +17,6 @@ ALIGNMENT = 16  # bytes; GPU kernels load and store in units of it, and few of t
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """The lengths of one call: B requests, packed one after the other."""
-
     chunk_idx: int | None  # the context chunk that is attended to; None for the new tokens, which attend causally
     query_start_loc: Tensor  # [B + 1] int32, on the device
     key_start_loc: Tensor  # [B + 1] int32, on the device

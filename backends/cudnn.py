@@ -25,8 +25,6 @@ _RAGGED = ("q", "k", "v", "o", "stats")
 
 
 class Key(NamedTuple):
-    """All that a plan depends on; e4m3 operands have e4m3 output."""
-
     device: torch.device
     dtype: torch.dtype
     requests: int
@@ -40,7 +38,6 @@ class Key(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float) -> "Key":
-        """The key of a call on q [T, N, D], k [S, N, D] and v [S, N, V]."""
         sizes = (len(batch.query_lens), q.shape[1], *batch.lengths[2:], (q.shape[-1], v.shape[-1]))
         return Key(q.device, q.dtype, *sizes, tuple(x.stride() for x in (q, k, v)), scale, batch.causal)
 
@@ -54,8 +51,6 @@ _P_SCALE, _SHORTEST = 2.0**8, 2
 
 
 class CudnnPrefillBackend(RaggedPrefillBackend):
-    """The family: the graph API, or FlashInfer's entry where only that is asked for."""
-
     name = "CUDNN"
     devices = packaged.FROM_HOPPER  # which ragged operands need
     by_device = {0: ("graph", "flashinfer")}

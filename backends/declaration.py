@@ -44,8 +44,6 @@ class Rounding:
 
 
 class SelectionOrder(Enum):
-    """In which order selected columns are named."""
-
     ANY = "any"
     DESCENDING = "descending"  # the largest logit first
     ASCENDING = "ascending"  # the first column first
@@ -79,8 +77,6 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Everything an adapter declares."""
-
     rounding: Rounding = field(default_factory=Rounding)  # rounding classes, verified by the judge
     # those that hold instead where q, k and v are e4m3; None if the kernel widens them
     e4m3_rounding: Rounding | None = None
@@ -93,7 +89,6 @@ class Declaration:
     batch_invariant: bool = False  # a request's bits do not depend on the other requests of its batch
 
     def rounding_of(self, dtype: torch.dtype) -> Rounding:
-        """The classes for operands of this dtype."""
         return self.e4m3_rounding or self.rounding if dtype == torch.float8_e4m3fn else self.rounding
 
 

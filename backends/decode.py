@@ -39,8 +39,6 @@ class MLACommonDecodeMetadata:
 
 
 class MLADecodeSelectorConfig(NamedTuple):
-    """What a decode backend is validated against; hashable."""
-
     dtype: torch.dtype  # of the absorbed query, the rotated query and the output
     kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these
     block_size: int  # tokens of a page

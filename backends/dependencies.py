@@ -28,7 +28,6 @@ class Library:
     other: "Library | None" = None  # a build that does as well, taken where it is installed and this one is not
 
     def found(self) -> "Library":
-        """The build that is taken."""
         return self.other if self.other and not _installed(self.module) and _installed(self.other.module) else self
 
     def missing(self) -> list[str]:

@@ -32,8 +32,6 @@ class SoftmaxState(NamedTuple):
 
 
 class OnlineSoftmax:
-    """What a kernel does with the queries and keys of one request."""
-
     key_tile: ClassVar[int] = 128  # keys of one step
     scale: float  # softmax scale
 
@@ -81,8 +79,6 @@ class OnlineSoftmax:
 
 
 class LatentSoftmax(OnlineSoftmax):
-    """The same over latents, which are keys and values."""
-
     kv_lora_rank: int  # L
     _model_dtype: torch.dtype
 
@@ -95,16 +91,12 @@ class LatentSoftmax(OnlineSoftmax):
 
 
 class Eager(NamedKernel):
-    """What the emulations of all roles have in common."""
-
     name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
 
 class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
-    """Online softmax over key tiles, one request after the other."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [*Eager.supported_dtypes, torch.float8_e4m3fn]
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
@@ -199,8 +191,6 @@ class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
 
 
 class EagerPrefillImpl(earlier.MLAPrefillImpl):
-    """The kernel of the earlier generation."""
-
     requires_v_padding = False
     kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend  # what computes
 
@@ -222,8 +212,6 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
 
 
 class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
-    """EAGER of the earlier generation."""
-
     name, variant = "EAGER", "earlier"
     supported_dtypes = EagerPrefillBackend.supported_dtypes
     declaration = EagerPrefillBackend.declaration
@@ -234,8 +222,6 @@ class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
 
 
 class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
-    """EAGER of the present generation."""
-
     variant = "present"
 
     def supports_out(self) -> bool:

@@ -31,8 +31,6 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
 class EagerCacheBackend(Eager, MLACacheBackend):
-    """Every call and every layout, with any strides."""
-
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
@@ -117,7 +115,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return tiles.abs().amax(dim=-1)
 
     def _tile_scales(self, largest: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:
-        """Scales [T, tiles] float32, and as they are stored."""
         if form.cache == "index":
             largest = largest.clamp(min=_LEAST_KEY)
         least = largest / _LARGEST[form.codes]

@@ -14,8 +14,6 @@ from mla_conformance.backends.tree import MLATreeBackend
 
 
 class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
-    """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
-
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True

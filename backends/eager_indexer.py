@@ -17,8 +17,6 @@ _ROWS = 256  # rows that are scored at once, so that the products of 64 heads wi
 
 
 class EagerIndexerBackend(Eager, MLAIndexerBackend):
-    """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
-
     token_tile: ClassVar[int] = 512
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]

@@ -19,8 +19,6 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> T
 
 
 class EagerPrepareBackend(Eager, MLAPrepareBackend):
-    """Every convention, and heads of any whole blocks of columns."""
-
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

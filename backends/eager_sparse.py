@@ -19,8 +19,6 @@ _ROWS = 1024  # rows that go through their lists at once, so that the keys of a 
 
 
 class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
-    """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
-
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = list(IndexSpace)

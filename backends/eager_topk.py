@@ -15,8 +15,6 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class EagerTopKBackend(Eager, MLATopKBackend):
-    """Any number of columns of any windows, the largest first."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supports_pools: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(

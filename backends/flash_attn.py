@@ -40,7 +40,6 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         return output[..., : self.v_head_dim], lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Any:
-        """Output [T, N, columns of v] and LSE [N, T], by the function that all packages share."""
         if not self.variant:
             raise self.not_a_family()
         options = {"softmax_scale": self.scale, "causal": batch.causal, self.asked: True}

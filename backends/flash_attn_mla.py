@@ -42,7 +42,6 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
         return output, lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
-        """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         if not self.variant:
             raise self.not_a_family()
         lengths, table = self._decode_metadata.seq_lens, self._decode_metadata.block_table

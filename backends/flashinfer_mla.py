@@ -64,7 +64,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         self._host_scale = 1.0
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
-        """Take the metadata and plan for it, as the last call's operands were; a replayed graph reads that plan."""
         super().prepare_metadata(decode_metadata)
         if self._planned is not None:
             form, _ = self._planned
@@ -88,7 +87,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         return output, lse.mT
 
     def plan(self, form: _Form) -> Any:
-        """The wrapper of this shape of batch, planned for the lengths of the metadata."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         table, lengths = metadata.block_table, metadata.seq_lens_cpu
         key = (table.shape, form)

@@ -19,8 +19,6 @@ _WIDTHS = (64, 128, 256)
 
 
 class FlashInferTreeBackend(PagedTreeBackend):
-    """Grouped queries of one head of keys, which are values too; no other backend of FlashInfer takes a mask."""
-
     name = "FLASHINFER_TREE"
     libraries = (FLASHINFER, TVM_FFI)
     devices = packaged.FROM_AMPERE

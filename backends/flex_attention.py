@@ -19,8 +19,6 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 
 
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
-    """One call a batch on a GPU, one a request on a CPU."""
-
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     devices = packaged.Devices("", (8, 0), cpu=True)  # that Triton compiles for, and a CPU

@@ -25,8 +25,6 @@ KeyScales = Annotated[Tensor | None, Form("S", torch.float32)]
 
 
 class MLAIndexerSelectorConfig(NamedTuple):
-    """What an indexer is validated against; hashable."""
-
     call: str  # ``logits`` or ``topk``
     paged: bool  # whether the keys lie in a paged cache, or gathered
     dtype: torch.dtype  # of the model

@@ -17,8 +17,6 @@ __all__ = ["MLADimensions", "MLAPrefillBackend", "MLAPrefillSelectorConfig", "Un
 
 
 class MLAPrefillSelectorConfig(NamedTuple):
-    """What a backend is validated against; hashable."""
-
     dtype: torch.dtype
     mla_dimensions: MLADimensions
 

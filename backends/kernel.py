@@ -47,8 +47,6 @@ def output_dtype(operands: torch.dtype) -> torch.dtype:
 
 
 class KernelBackend(ABC):
-    """Name, requirements and evidence of a kernel."""
-
     # dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     declaration: ClassVar[Declaration] = Declaration()  # rounding classes, deviations and packages, as data
@@ -86,7 +84,6 @@ class KernelBackend(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the library behind the backend is installed."""
         return not cls.missing_dependencies()
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -115,8 +112,6 @@ class KernelBackend(ABC):
 
 @dataclass(eq=False, repr=False)
 class HeadSizes:
-    """The sizes of a model's heads on this rank."""
-
     num_heads: int
     scale: float
     kv_lora_rank: int
@@ -131,8 +126,6 @@ class HeadSizes:
 
 @dataclass(eq=False, repr=False)
 class AttentionSizes(HeadSizes):
-    """What is constructed with them."""
-
     vllm_config: Any
 
     @property
@@ -188,7 +181,6 @@ class PagedKernel(KernelBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Page sizes of the cache, in tokens, by vLLM's name."""
         return cls.supported_block_sizes
 
 

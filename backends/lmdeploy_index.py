@@ -71,8 +71,6 @@ class LmdeployIndexerBackend(IndexerKernel):
 
 
 class LmdeployPrepareBackend(packaged.LibraryKernel, MLAPrepareBackend):
-    """Queries and keys by a kernel each, which leave out the transform."""
-
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("dsa_indexer_preprocess"),)
     devices = packaged.FROM_HOPPER  # where its tests run, as e4m3 is

@@ -25,8 +25,6 @@ class ChunkedContextMetadata:
 
 @dataclass
 class MLACommonPrefillMetadata:
-    """What a prefill backend may know of the batch."""
-
     block_table: Tensor  # [B, max blocks] int32; physical block of each page of a request's context
     query_start_loc: Tensor  # [B + 1] int32, on the device
     max_query_len: int  # longest query in tokens

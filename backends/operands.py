@@ -28,8 +28,6 @@ AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Form:
-    """What a tensor is like."""
-
     # dimensions; the first says whose the parts are: T query tokens, S keys, B requests. A name stands for a size that
     # who checks knows, or else for any; ``T or more`` has rows behind those that the metadata counts
     shape: str

@@ -24,8 +24,6 @@ from mla_conformance.backends.kernel import DeviceCapability, NamedKernel
 
 
 class Devices(NamedTuple):
-    """Devices that a kernel runs on."""
-
     needed: str  # their compute capabilities, for a person
     first: tuple[int, int]  # the least of them
     end: tuple[int, int] | None = None  # the least beyond them; None without one
@@ -163,7 +161,6 @@ class LibraryKernel(NamedKernel):
 
     @property
     def library(self) -> Any:
-        """The module that calls go to, imported; ImportError where it is missing or broken."""
         return self.libraries[0].found().load()
 
     @classmethod
@@ -190,7 +187,6 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
-        """What is installed but does not import, or lacks this kernel; imports the libraries."""
         broken = [reason for library in cls.libraries for reason in library.found().broken()]
         return broken or ([] if cls.missing_dependencies() else [reason for reason in (cls.lacks(),) if reason])
 
@@ -206,7 +202,6 @@ class LibraryKernel(NamedKernel):
         return [*reasons, *(said.format(**asked) for when, said in cls.refused if when(*asked.values()))]
 
     def kernel_evidence(self) -> dict[str, str]:
-        """Versions of the libraries, the variant, and what the last call was served by."""
         found = dict(self.of_torch)
         for library in self.libraries:
             build = library.found()
@@ -229,8 +224,6 @@ class InterpretedLibrary(Library):
 
 
 class InterpretedKernel(LibraryKernel):
-    """What the interpreted variants have in common; :func:`interpreted` makes them."""
-
     # NumPy computes, and has no bfloat16 (triton-lang/triton#11584).
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32]
     needed_capability: ClassVar[str] = "none, it is interpreted on a CPU"

@@ -50,7 +50,6 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
 
     @property
     def latent_dims(self) -> dict[str, int]:
-        """L and R by the names that libraries give them."""
         return {"kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
 
 

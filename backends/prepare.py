@@ -29,8 +29,6 @@ class IndexPreparation(NamedTuple):
 
 
 class MLAPrepareSelectorConfig(NamedTuple):
-    """What a preparation is validated against; hashable."""
-
     dtype: torch.dtype  # of the model
     num_heads: int  # H
     preparation: IndexPreparation  # the model's conventions

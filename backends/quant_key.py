@@ -9,8 +9,6 @@ from mla_conformance.reference.quantization import require_float8
 
 
 class GroupShape(NamedTuple):
-    """Extent of one scale in rows and columns; -1 means the whole axis."""
-
     row: int
     col: int
 

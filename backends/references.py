@@ -24,14 +24,11 @@ _MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
 
 @dataclass(frozen=True)
 class BackendReference:
-    """A backend as the user names it."""
-
     name: str  # by which it is selected and reported; the class name for a reference to a class
     reference: str  # what replays it, and what another process loads it by
 
     @property
     def variant(self) -> str:
-        """Which of the kernels that share a name; empty if none was named."""
         return self.name.partition("[")[2].rstrip("]")
 
     @property

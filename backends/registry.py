@@ -50,7 +50,6 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         raise ValueError(f"MLA {self.role} backend {self.name} must be registered before use: {register}")
 
     def get_class(self, variant: str = "") -> Any:
-        """The class at :meth:`get_path`, imported, or one of its :meth:`variants`; ImportError where that fails."""
         found = resolve_obj_by_qualname(self.get_path(variant))
         return found.variants[variant] if variant and not self._variants[variant] else found
 

@@ -40,8 +40,6 @@ _DEVIATIONS = (
 
 
 class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
-    """What SGLang picks on Hopper."""
-
     name = "SGLANG_DSA"
     libraries = (packaged.in_extra("sglang", _MODULE),)
     devices = packaged.HOPPER
@@ -66,7 +64,6 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped``, by its name."""
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
         adapted: type[Self] = type(cls)(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
         return adapted

@@ -51,8 +51,6 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
 
 
 class SGLangTritonDecodeBackend(PagedDecodeBackend):
-    """One query token a request, over slots of one token."""
-
     name = "SGLANG_TRITON"
     libraries = (sglang_library("attention.decode_attention"), sglang_library("attention.metadata"))
     devices = packaged.FROM_AMPERE  # what Triton compiles for

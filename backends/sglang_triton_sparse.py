@@ -11,8 +11,6 @@ from mla_conformance.backends.sglang_triton import sglang_library
 
 
 class SGLangTritonSparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
-    """A program for each query token, any number of heads."""
-
     name = "SGLANG_TRITON_SPARSE"
     libraries = (sglang_library("attention.dsa.triton_sparse_mla_prefill"),)
     devices = packaged.FROM_HOPPER  # as its description says

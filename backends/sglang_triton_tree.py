@@ -11,8 +11,6 @@ from mla_conformance.backends.tree import TreeBatch
 
 
 class SGLangTritonTreeBackend(PagedTreeBackend):
-    """Absorbed queries over slots of one token; the latents of the query tokens are handed over beside the cache."""
-
     name = "SGLANG_TRITON_TREE"
     libraries = (sglang_library("attention.extend_attention"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for

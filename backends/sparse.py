@@ -53,8 +53,6 @@ class MLASparseMetadata:
 
 
 class MLASparseSelectorConfig(NamedTuple):
-    """What a sparse backend is validated against; hashable."""
-
     call: str  # ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype
     dtype: torch.dtype  # of the queries and of the output
     kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``

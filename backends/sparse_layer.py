@@ -61,8 +61,6 @@ class MLASparseLayerMetadata:
 
 
 class MLASparseLayerConfig(NamedTuple):
-    """What a layer is; hashable."""
-
     dtype: torch.dtype  # of the model
     num_heads: int  # N, of this rank where several share the heads
     scale: float  # softmax scale

@@ -21,8 +21,6 @@ from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 
 
 class IndexerKernel(LibraryKernel, MLAIndexerBackend):
-    """Scores, and of a class that declares it a choice by them."""
-
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         check_index_call(self, (q, weights, k, k_scale), "logits")
         return self.score(q, weights, k, k_scale)
@@ -42,8 +40,6 @@ class IndexerKernel(LibraryKernel, MLAIndexerBackend):
 
 
 class TopKKernel(LibraryKernel, MLATopKBackend):
-    """The best columns of each row."""
-
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         return self.select(logits, self._topk_metadata.lengths, topk_tokens)

@@ -34,8 +34,6 @@ class TopKMetadata:
 
 
 class MLATopKSelectorConfig(NamedTuple):
-    """What a top-k is validated against; hashable."""
-
     dtype: torch.dtype  # of the logits
     topk_tokens: int  # K, columns that are selected for a row, or their tokens
     row_starts: bool  # whether windows begin elsewhere than at column 0
@@ -43,8 +41,6 @@ class MLATopKSelectorConfig(NamedTuple):
 
 
 class MLATopKBackend(KernelBackend):
-    """The columns with the largest logits, of each row within its window."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns that are selected
     supports_row_starts: ClassVar[bool] = True  # whether a window may begin elsewhere than at column 0

@@ -74,8 +74,6 @@ class TorchRows(NamedKernel):
 
 
 class TorchEfficientRows(TorchRows):
-    """``aten::_scaled_dot_product_efficient_attention`` with its LSE."""
-
     variant: ClassVar[str] = "efficient"
     kernel = "efficient attention"
 
@@ -194,8 +192,6 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
 
 
 class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
-    """Every query token is a row against the tokens of its request."""
-
     name = "TORCH_SDPA_TREE"
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
     declaration = packaged.declared(

@@ -64,7 +64,6 @@ class TreeBatch(NamedTuple):
 
     @staticmethod
     def of(metadata: MLATreeMetadata, page: int) -> "TreeBatch":
-        """That of metadata over a cache of pages of so many tokens."""
         new, device = metadata.query_lens_cpu, metadata.block_table.device
         lengths = torch.maximum(new, metadata.seq_lens_cpu)
         contexts, squares = lengths - new, metadata.tree_mask.split(new.square().tolist())

@@ -25,8 +25,6 @@ _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
 class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
-    """The operator chooses its kernels by the device; the variants are what those differ in."""
-
     name = "TRTLLM"
     libraries = (packaged.in_extra("tensorrt-llm", "tensorrt_llm._torch.attention_backend.trtllm", note=_NOTE),)
     devices = packaged.Devices("9.0 or 10.x", (9, 0), (11, 0))
@@ -34,7 +32,6 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
 
     @classmethod
     def lacks(cls) -> str:
-        """Versions before these and after them are called otherwise."""
         run = getattr(getattr(cls.libraries[0].load(), "TrtllmAttentionWrapper", None), "run", None)
         if run and packaged.has_parameter(run, "cu_q_seqlens"):
             return ""
@@ -88,8 +85,6 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
 
 
 class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
-    """The context phase over keys and values that are given, as after a read of cached ones."""
-
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")
     supported_mla_dimensions = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
@@ -131,8 +126,6 @@ TrtllmPrefillBackend.also("sm100", devices=packaged.BLACKWELL, e4m3_rounding=Rou
 
 
 class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
-    """The generation phase over absorbed queries that are rotated already, uniform batches."""
-
     supported_dtypes = [torch.bfloat16]
     supported_block_sizes = [64]
     supported_latent_dims = [(512, 64)]

@@ -12,8 +12,6 @@ _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm o
 
 
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
-
     name = "TRTLLM_RAGGED"
     libraries = (packaged.in_extra("flashinfer", "flashinfer.prefill", "flashinfer-python", _NOTE),)
     devices = packaged.BLACKWELL

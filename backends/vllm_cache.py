@@ -18,8 +18,6 @@ _WIDTHS = (320, 512, 576)  # of the rows that are gathered and dequantised at on
 
 
 class VllmCacheBackend(CacheKernel):
-    """Entries alone; any slots in int64."""
-
     name = "VLLM_CACHE"
     libraries = (VLLM_OPERATORS,)
     devices = packaged.FROM_TURING  # what the wheel has code for

@@ -52,7 +52,6 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def declared(cls, declaration: Declaration) -> Declaration:
-        """With what the adapter itself deviates in."""
         return declaration
 
     supports_compute_capability = _asked("supports_compute_capability", yes_or_no)

@@ -27,8 +27,6 @@ _NO_OUT = Deviation("its interface has no output tensor and no quantised output"
 
 
 class MLAPrefillSelectorConfig(NamedTuple):
-    """What a backend is validated against; hashable."""
-
     dtype: torch.dtype
     is_r1_compatible: bool
 
@@ -75,7 +73,6 @@ class MLAPrefillBackend(KernelBackend):
 
     @staticmethod
     def get_prefill_metadata_cls() -> type[MLACommonPrefillMetadata]:
-        """Class of the metadata; a backend with fields of its own derives one."""
         return MLACommonPrefillMetadata
 
     @staticmethod
@@ -86,7 +83,6 @@ class MLAPrefillBackend(KernelBackend):
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
         reasons = super().validate_configuration(device_capability, selector_config)
         if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
             reasons.append(f"MLA dimensions not supported (supported: {PRESETS['r1'].head})")

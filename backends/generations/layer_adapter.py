@@ -33,8 +33,6 @@ _NULL_BLOCK = 0
 
 @dataclass
 class AdaptedLayerMetadata(AttentionMetadata):
-    """What a builder of vLLM made of a batch."""
-
     translated: Any  # its metadata
     # [T] int64, the caller's row of each row of the batch that the builder saw; None if they are the same
     order: Tensor | None = None
@@ -123,7 +121,6 @@ class AdaptedLayerImpl:
     def forward(
         self, layer: AttentionLayer, q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
-        """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
         for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
             getattr(self.module, name).copy_(getattr(layer, name))
         for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float"):

@@ -53,8 +53,6 @@ class ContextChunk:
 
 @dataclass
 class ChunkedContextMetadata:
-    """All chunks of a batch of B requests."""
-
     context_lens: Tensor  # [B] int32, on the device
     workspace: Tensor  # [workspace tokens, L + R], holds a chunk's gathered latents
     chunks: list[ContextChunk]  # in the order in which they are attended to
@@ -74,8 +72,6 @@ class MLACommonPrefillMetadata(ours.MLACommonPrefillMetadata):
 
 
 class MLAPrefillBackend(PrefillKernelBackend):
-    """Prefill attention as vLLM calls it today."""
-
     def supports_out(self) -> bool:
         """Whether both entries write a given ``out`` [tokens, N, V] in place; if not, they may return more columns."""
         return False

@@ -29,8 +29,6 @@ _PREFIX = "model.layers.0.self_attn"
 
 
 class _Room(NamedTuple):
-    """What a layer's buffers are made for at first."""
-
     longest: int = 8192  # tokens of a sequence
     tokens: int = 4096  # of a batch
     requests: int = 256
@@ -54,8 +52,6 @@ DECLARATION = packaged.declared(
 
 
 class AdaptedSparseLayer(MLASparseLayerBackend):
-    """A sparse attention backend inside vLLM's layer."""
-
     wrapped: ClassVar[Any] = None  # the class that is driven
     _layer: Any  # vLLM's layer; None before it is made
     declaration = DECLARATION
@@ -119,7 +115,6 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         self._start(_Room())
 
     def _start(self, room: _Room) -> None:
-        """Without a layer; the next weights are loaded into one with so much room."""
         self._room, self._layer = room, None
         self._columns = room.longest // self.config.block_size  # of a block table
         self._builders: dict[int, tuple[Any, Any]] = {}
@@ -189,7 +184,6 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         self._batch = built, slots
 
     def _made_builders(self) -> tuple[Any, Any]:
-        """The builder that the driven class names, and the indexer's; None without one."""
         layer, engine, device = self._layer, self._engine, self._layer.o_proj.weight.device
         engine.speculative_config = vllm.drafts(self._drafted)
         with vllm.current_config(engine):
