@@ -5,16 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache import (
-    NO_SLOT,
-    MLACacheBackend,
-    check_forms,
-    check_gather,
-    check_lists,
-    check_mapping,
-    check_workspace,
-    check_written,
-)
+from mla_conformance.backends import cache
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.layer.cache_ops import may_look_at
@@ -30,27 +21,27 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(Eager, MLACacheBackend):
+class EagerCacheBackend(Eager, cache.MLACacheBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
 
-    @takes(MLACacheBackend.run_write_latent)
+    @takes(cache.MLACacheBackend.run_write_latent)
     def run_write_latent(self, x: Any) -> None:
         if may_look_at(x.slot_mapping):
-            check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
+            cache.check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
         self._store(x.kv_cache, self._latent_entries(x.kv_c, x.k_pe, x.k_scale), x.slot_mapping)
 
-    @takes(MLACacheBackend.run_write_index)
+    @takes(cache.MLACacheBackend.run_write_index)
     def run_write_index(self, x: Any) -> None:
         if may_look_at(x.slot_mapping):
-            check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
+            cache.check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
         self._store(x.kv_cache, self._tiled(x.k, TILED_FORMATS[self.kv_cache_dtype]), x.slot_mapping)
 
-    @takes(MLACacheBackend.run_gather_latent)
+    @takes(cache.MLACacheBackend.run_gather_latent)
     def run_gather_latent(self, x: Any) -> None:
-        check_workspace(self, x.kv_cache, x.workspace)
-        check_gather(x, workspace=x.workspace)
+        cache.check_workspace(self, x.kv_cache, x.workspace)
+        cache.check_gather(x, workspace=x.workspace)
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
         slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
         entries = self._gathered(x.kv_cache, slots)
@@ -58,37 +49,37 @@ class EagerCacheBackend(Eager, MLACacheBackend):
             entries = self._meaning(entries, x.k_scale, x.workspace.dtype)
         x.workspace[: len(slots)] = entries[:, : x.workspace.shape[1]]
 
-    @takes(MLACacheBackend.run_gather_index)
+    @takes(cache.MLACacheBackend.run_gather_index)
     def run_gather_index(self, x: Any) -> None:
-        check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
-        check_gather(x, k=x.k, k_scale=x.k_scale)
+        cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        cache.check_gather(x, k=x.k, k_scale=x.k_scale)
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
         slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
         codes, scales = self._gathered(x.kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
         x.k.view(torch.uint8)[: len(slots)] = codes
         x.k_scale[: len(slots)] = self._scales(scales.contiguous())
 
-    @takes(MLACacheBackend.run_slot_mapping)
+    @takes(cache.MLACacheBackend.run_slot_mapping)
     def run_slot_mapping(self, x: Any) -> None:
         tokens, ranks = x.block_size * x.compress_ratio * x.dcp_world_size, x.dcp_world_size
-        check_mapping(x, tokens)
+        cache.check_mapping(x, tokens)
         request = _repeated(x.query_start_loc)
         position = x.positions[: len(request)]
-        x.slot_mapping.fill_(NO_SLOT)
+        x.slot_mapping.fill_(cache.NO_SLOT)
         last = (position + 1) % x.compress_ratio == 0
         entry, interleave = position // x.compress_ratio, x.cp_kv_cache_interleave_size
         own = entry // interleave % ranks == x.dcp_rank
         local = entry // (interleave * ranks) * interleave + entry % interleave
         slots = self._slots(x.block_table, request, local, x.block_size)
-        x.slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(x.slot_mapping.dtype)
+        x.slot_mapping[: len(request)] = slots.where(last & own, cache.NO_SLOT).to(x.slot_mapping.dtype)
 
-    @takes(MLACacheBackend.run_global_slots)
+    @takes(cache.MLACacheBackend.run_global_slots)
     def run_global_slots(self, x: Any) -> None:
-        check_lists(x)
+        cache.check_lists(x)
         request = x.req_id_per_token.long().unsqueeze(1).expand_as(x.token_indices)
         inside = (x.token_indices >= 0) & (x.token_indices // x.block_size < x.block_table.shape[1])
         position = x.token_indices.where(inside, 0).long()
-        x.out.copy_(self._slots(x.block_table, request, position, x.block_size).where(inside, NO_SLOT))
+        x.out.copy_(self._slots(x.block_table, request, position, x.block_size).where(inside, cache.NO_SLOT))
 
     def _latent_entries(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor) -> Tensor:
         keys = torch.cat((kv_c, k_pe), dim=-1)

@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import hub
+from mla_conformance.backends import foreign, hub
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
 from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.foreign import (
-    AnswerError,
-    ForeignError,
-    call_foreign,
-    is_from_vllm,
-    reasons_of,
-    yes_or_no,
-)
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
@@ -83,8 +75,8 @@ def _load_named(backend: BackendReference) -> Any:
         return as_backend(getattr(module, name))
 
     try:
-        return call_foreign(load, passing=(BackendReferenceError,))
-    except ForeignError as error:
+        return foreign.call_foreign(load, passing=(BackendReferenceError,))
+    except foreign.ForeignError as error:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
 
 
@@ -141,13 +133,13 @@ def as_backend(loaded: Any) -> Any:
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
-    if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
+    if callable(named) and foreign.is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
         adapter = AdaptedSparseLayer if getattr(cls, "is_sparse", bool)() else AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
         adapter = EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
         adapter = PresentAdapter
-    elif callable(chunk) and is_from_vllm(cls):
+    elif callable(chunk) and foreign.is_from_vllm(cls):
         adapter = AdaptedPrefillBackend
     elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
         adapter = SGLangDSABackend
@@ -168,21 +160,21 @@ def unavailable_reasons(
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
     passing = (BackendReferenceError,) if ":" in backend.reference else ()
     try:
-        roles = call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
-    except ForeignError as error:
+        roles = foreign.call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
+    except foreign.ForeignError as error:
         return [_import_reason(error)]
 
     def of_role(each: Role) -> list[str]:
         try:
-            loaded = call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
-        except ForeignError as error:
+            loaded = foreign.call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
+        except foreign.ForeignError as error:
             return [_import_reason(error)]
         if loaded is None:
             return [f"no {each} class"]
         try:
-            return call_foreign(partial(_requirements, loaded, device_capability))
-        except ForeignError as error:
-            said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
+            return foreign.call_foreign(partial(_requirements, loaded, device_capability))
+        except foreign.ForeignError as error:
+            said = error.__cause__ if isinstance(error.__cause__, foreign.AnswerError) else f"it raised {error}"
             return [f"asked whether it can run here, {said}"]
 
     found = [*map(of_role, roles)]
@@ -191,17 +183,17 @@ def unavailable_reasons(
 
 def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
     reasons = []
-    if not yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
+    if not foreign.yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
         needed, got = getattr(loaded, "needed_capability", ""), device_capability or "none"
         said = f"needs compute capability {needed}" if needed else "compute capability not supported"
         reasons.append(f"{said}: this device has {got}")
-    if not yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
-        missing = reasons_of(getattr(loaded, "missing_dependencies", list)(), "missing_dependencies")
+    if not foreign.yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
+        missing = foreign.reasons_of(getattr(loaded, "missing_dependencies", list)(), "missing_dependencies")
         reasons += missing or ["required dependencies not available"]
-    return reasons or reasons_of(getattr(loaded, "broken_dependencies", list)(), "broken_dependencies")
+    return reasons or foreign.reasons_of(getattr(loaded, "broken_dependencies", list)(), "broken_dependencies")
 
 
-def _import_reason(error: ForeignError) -> str:
+def _import_reason(error: foreign.ForeignError) -> str:
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and (cause.name or "").startswith("mla_conformance.backends."):
         return "this version has no adapter for it"

@@ -6,14 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache import (
-    MLACacheBackend,
-    check_forms,
-    check_gather,
-    check_workspace,
-    check_written,
-    require_call,
-)
+from mla_conformance.backends import cache
 from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
@@ -49,7 +42,7 @@ class TopKKernel(LibraryKernel, MLATopKBackend):
         """What ``run_top_k_per_row`` returns, for rows of lengths [T]."""
 
 
-class CacheKernel(LibraryKernel, MLACacheBackend):
+class CacheKernel(LibraryKernel, cache.MLACacheBackend):
     """What is written and gathered: ``write_latent(x)`` and so on find in ``x`` what the call was given, by its name.
 
     A call without slots writes nothing. A gather finds besides ``starts``, the first entry of each request, ``lengths``
@@ -62,39 +55,39 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
     gather_latent: Any
     gather_index: Any
 
-    @takes(MLACacheBackend.run_write_latent)
+    @takes(cache.MLACacheBackend.run_write_latent)
     def run_write_latent(self, x: Any) -> None:
         if self._is_written("write_latent", x, kv_c=x.kv_c, k_pe=x.k_pe):
             self.write_latent(x)
 
-    @takes(MLACacheBackend.run_write_index)
+    @takes(cache.MLACacheBackend.run_write_index)
     def run_write_index(self, x: Any) -> None:
         if self._is_written("write_index", x, k=x.k):
             self.write_index(x)
 
-    @takes(MLACacheBackend.run_gather_latent)
+    @takes(cache.MLACacheBackend.run_gather_latent)
     def run_gather_latent(self, x: Any) -> None:
         as_stored = x.workspace.dtype == x.kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else x.workspace.dtype
         asked = {"dequantise": not as_stored, "compress_ratio": x.compress_ratio}
-        require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
-        check_workspace(self, x.kv_cache, x.workspace)
+        cache.require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
+        cache.check_workspace(self, x.kv_cache, x.workspace)
         self.gather_latent(self._looked_up(x, workspace=x.workspace))
 
-    @takes(MLACacheBackend.run_gather_index)
+    @takes(cache.MLACacheBackend.run_gather_index)
     def run_gather_index(self, x: Any) -> None:
-        require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
-        check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        cache.require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
+        cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
 
     def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
         model = next(iter(rows.values())).dtype
-        require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
-        check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
+        cache.require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
+        cache.check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
         return len(x.slot_mapping) > 0
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
-        check_gather(x, **workspaces)
+        cache.check_gather(x, **workspaces)
         x.starts, x.lengths = x.seq_starts // x.compress_ratio, x.cu_seq_lens.diff()
         numbers = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
         x.request = numbers.repeat_interleave(x.lengths)
