@@ -73,10 +73,8 @@ def check_cache(name: str, cache: Tensor, layout: str, backend: HeadSizes, dtype
     fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
     others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
     hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
-    raise ValueError(
-        f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "
-        f"{hint}"
-    )
+    expected, got = f"[blocks, page, {width}] of {stored} for {layout}", f"{list(cache.shape)} of {cache.dtype}"
+    raise ValueError(f"{name}: expected {expected}, got {got}, {hint}")
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -101,10 +101,8 @@ def check_decode_operands(
     check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
     longest, pages = max(metadata.seq_lens_cpu.tolist()), metadata.block_table.shape[1]
     if pages * page < longest:
-        raise ValueError(
-            f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
-            f"{pages}"
-        )
+        needs = f"a sequence of {longest} tokens has {-(-longest // page)} pages of {page}"
+        raise ValueError(f"block_table: {needs}, its row holds {pages}")
 
 
 class MLADecodeBackend(LatentDecode):

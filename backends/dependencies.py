@@ -32,16 +32,14 @@ class Library:
 
     def missing(self) -> list[str]:
         """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""
-        if _installed(self.module):
-            return []
-        return [f"package {self.distribution} not installed ({self.command})" + (f"; {self.note}" if self.note else "")]
+        said = f"package {self.distribution} not installed ({self.command})" + (f"; {self.note}" if self.note else "")
+        return [] if _installed(self.module) else [said]
 
     def broken(self) -> list[str]:
         """Why an installed library does not import; empty if it does, or if it is not installed."""
-        if not _installed(self.module):
-            return []
         try:
-            self.load()
+            if _installed(self.module):
+                self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
             reason = f"{self.module} does not import: {type(error).__name__}: {error}"
             found = self.version()

@@ -37,11 +37,9 @@ class OnlineSoftmax:
 
     def _initial(self, q: Tensor, v: Tensor) -> SoftmaxState:
         shape = (q.shape[1], q.shape[0])
-        return SoftmaxState(
-            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
-            total=q.new_zeros(*shape, 1, dtype=torch.float32),
-            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
-        )
+        maximum = q.new_full((*shape, 1), -torch.inf, dtype=torch.float32)
+        weighted = q.new_zeros(*shape, v.shape[-1], dtype=torch.float32)
+        return SoftmaxState(maximum, torch.zeros_like(maximum), weighted)
 
     def _tiles(self, keys: int) -> Iterator[slice]:
         for start in range(0, keys, self.key_tile):
@@ -67,9 +65,8 @@ class OnlineSoftmax:
         decay = (state.maximum - shift).exp()
         p = self._exp(scores - shift)
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(
-            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
-        )
+        total = state.total * decay + p.sum(dim=-1, keepdim=True)
+        return SoftmaxState(maximum, total, state.weighted * decay + weighted)
 
     def _finish(self, state: SoftmaxState) -> tuple[Tensor, Tensor]:
         """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
@@ -123,11 +120,9 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
         weights = [(part - shift).exp().mT.unsqueeze(-1) for part in (prefix_lse, suffix_lse)]
         # A weight of 0 does not clear what need not be a number.
-        parts = [
-            (weight * part.float()).masked_fill(weight == 0, 0.0)
-            for weight, part in zip(weights, (prefix_output, suffix_output), strict=True)
-        ]
-        output.copy_(parts[0] + parts[1])
+        both = zip(weights, (prefix_output, suffix_output), strict=True)
+        prefix, suffix = ((weight * part.float()).masked_fill(weight == 0, 0.0) for weight, part in both)
+        output.copy_(prefix + suffix)
         if output_lse is not None:
             output_lse.copy_(lse)
 

@@ -44,22 +44,14 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: object) -> None:
         super().__init__(config, vllm_config)
-        head: dict[str, Any] = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
-        width, layout = config.preparation.head_dim, config.index_kv_cache_dtype
-        self._latents = EagerCacheBackend(
-            **head, kv_cache_dtype=config.kv_cache_dtype, tile_scales=config.tile_scales, vllm_config=None
-        )
-        self._index_keys = EagerCacheBackend(width, 0, layout, config.preparation.scale_format, None)
-        self._indexer = _OfAnyLength(config.index_n_heads, width, layout, None)
-        self._attention = EagerSparseBackend(
-            **head,
-            num_heads=config.num_heads,
-            scale=config.scale,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            v_head_dim=config.v_head_dim,
-            kv_cache_dtype=config.kv_cache_dtype,
-            vllm_config=None,
-        )
+        head = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
+        width, index, scales = config.preparation.head_dim, config.index_kv_cache_dtype, config.preparation.scale_format
+        entries: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype, "vllm_config": None, **head}
+        self._latents = EagerCacheBackend(tile_scales=config.tile_scales, **entries)
+        self._index_keys = EagerCacheBackend(width, 0, index, scales, None)
+        self._indexer = _OfAnyLength(config.index_n_heads, width, index, None)
+        sizes = {name: getattr(config, name) for name in ("num_heads", "scale", "qk_nope_head_dim", "v_head_dim")}
+        self._attention = EagerSparseBackend(**sizes, **entries)
 
     @takes(MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
@@ -148,9 +140,8 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
 
     def _attend(self, q: Tensor, kv_cache: Tensor, lists: Tensor) -> Tensor:
         config = self.config
-        w_uk, w_uv = self._weights.kv_b_proj.unflatten(0, (config.num_heads, -1)).tensor_split(
-            [config.qk_nope_head_dim], dim=1
-        )
+        projection = self._weights.kv_b_proj.unflatten(0, (config.num_heads, -1))
+        w_uk, w_uv = projection.tensor_split([config.qk_nope_head_dim], dim=1)
         nope, rope = q.tensor_split([config.qk_nope_head_dim], dim=-1)
         absorbed = torch.cat((torch.einsum("tnp,npl->tnl", nope, w_uk), rope), dim=-1)
         one = torch.ones((), device=q.device)

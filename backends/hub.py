@@ -149,8 +149,8 @@ def load(reference: str, import_file: Callable[[Path], Any]) -> Any:
     evidence |= {"build": build.name, "digest": digest(reference)}
     kernel, backend = import_file(package), getattr(import_file(adapter), "Backend", None)
     if not isinstance(backend, type):
-        got = type(backend).__name__
-        raise BackendReferenceError(f"'{reference}': expected a class Backend in {adapter}, got {got}")
+        expected = f"expected a class Backend in {adapter}"
+        raise BackendReferenceError(f"'{reference}': {expected}, got {type(backend).__name__}")
 
     def driving(cls: Any, **others: Any) -> Any:  # its own class: one adapter may drive several repositories
         tells: Any = getattr(cls, "kernel_evidence", lambda self: {})

@@ -89,10 +89,8 @@ def check_operands(
     """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts."""
     for dtype in {operand.dtype for operand in (q, k, v)}:
         if not backend.supports_dtype(dtype):
-            supported = ", ".join(map(str, backend.supported_dtypes))
-            raise UnsupportedConfiguration(
-                f"{backend.get_name()}: dtype {dtype} not supported (supported: {supported})"
-            )
+            said = f"dtype {dtype} not supported (supported: {', '.join(map(str, backend.supported_dtypes))})"
+            raise UnsupportedConfiguration(f"{backend.get_name()}: {said}")
     if not backend.supports_mla_dimensions(backend.dimensions):
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
     widths = {"P + R": backend.dimensions.qk_head_dim, "V": backend.v_head_dim}

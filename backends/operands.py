@@ -46,9 +46,8 @@ class Form:
             ("dtypes", [each for each in dtypes if isinstance(each, str)], DTYPES),
         ):
             if unknown := [name for name in names if name not in known]:
-                raise TypeError(
-                    f"Form({self.shape!r}): expected {what} of {', '.join(sorted(known - {''}))}; got {unknown[0]!r}"
-                )
+                expected = f"expected {what} of {', '.join(sorted(known - {''}))}"
+                raise TypeError(f"Form({self.shape!r}): {expected}; got {unknown[0]!r}")
 
     def has(self, dim: str) -> bool:
         """Whether it has a part for each of this dimension."""

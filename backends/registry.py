@@ -60,9 +60,6 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     def is_overridden(self) -> bool:
         return self._override is not None
 
-    def override(self, class_path: str) -> None:
-        self._override = class_path
-
     def clear_override(self) -> None:
         self._override = None
 
@@ -178,12 +175,12 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
     """Register or override a member's class, by its path or as a decorator of it, in whatever role."""
 
     def decorator(cls: type) -> type:
-        backend.override(f"{cls.__module__}.{cls.__qualname__}")
+        backend._override = f"{cls.__module__}.{cls.__qualname__}"
         return cls
 
     if class_path is None:
         return decorator
-    backend.override(class_path)
+    backend._override = class_path
     return lambda cls: cls
 
 

@@ -40,10 +40,8 @@ class SelectedKeysBackend(MLASparseBackend):
         sources = [Selected(x.kv_cache, True, self.kv_cache_dtype, x.topk_indices, x.topk_length, space)]
         if x.extra_kv_cache is not None:
             if self.extra_kv_cache_dtype is None or x.extra_topk_indices is None:
-                raise ValueError(
-                    "extra_kv_cache: expected extra_topk_indices with it and its dtype at construction, got "
-                    f"extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}"
-                )
+                expected = "expected extra_topk_indices with it and its dtype at construction"
+                raise ValueError(f"extra_kv_cache: {expected}, got extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}")
             extra = x.extra_topk_indices, x.extra_topk_length, IndexSpace.SLOT
             sources.append(Selected(x.extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
         return self._run(x.q, sources, x.k_scale, x.attn_sink, x.return_softmax_lse)

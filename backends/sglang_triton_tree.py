@@ -28,22 +28,17 @@ class SGLangTritonTreeBackend(PagedTreeBackend):
         q, latent, metadata = torch.cat([ql_nope, q_pe], dim=-1), self.kv_lora_rank, self._decode_metadata
         batch = TreeBatch.of(metadata, kv_cache.shape[1])
         keys = kv_cache.flatten(0, 1).unsqueeze(1)
-        cached, new = ([x[part] for x, part in zip(batch.slots, parts, strict=True)] for parts in _parts(batch))
+        of_each = list(zip(batch.slots, batch.contexts.tolist(), strict=True))
+        cached, new = [x[:context] for x, context in of_each], [x[context:] for x, context in of_each]
         extended = keys[torch.cat(new)]
         output, lse = q.new_empty(ql_nope.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
         starts = (metadata.query_start_loc.long(), starts_of(batch.contexts).to(q.device), torch.cat(cached))
         masks = (batch.mask.to(torch.uint8), True, batch.mask_starts.to(q.device))
         written = (q, extended, extended[..., :latent].contiguous(), output, keys, keys[..., :latent])
         longest = int(metadata.query_lens_cpu.max())
-        self.library.extend_attention_fwd(
-            *written, *starts, *masks, longest, 1.0, 1.0, sm_scale=self.scale, lse_extend=lse
-        )
+        options = {"sm_scale": self.scale, "lse_extend": lse}
+        self.library.extend_attention_fwd(*written, *starts, *masks, longest, 1.0, 1.0, **options)
         return output, lse.mT
-
-
-def _parts(batch: TreeBatch) -> tuple[list[slice], list[slice]]:
-    contexts = batch.contexts.tolist()
-    return [slice(0, end) for end in contexts], [slice(end, None) for end in contexts]
 
 
 packaged.interpreted(SGLangTritonTreeBackend)

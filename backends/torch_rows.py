@@ -4,7 +4,7 @@ A row is the N query heads, against the keys of its own, whose first L columns a
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,9 +35,14 @@ class TorchRows(NamedKernel):
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     kernel: ClassVar[str] = "CPU flash attention"  # which of PyTorch's it is, for the evidence
+    on_gpu: ClassVar[Any] = None  # what serves calls there, if another class does
     num_heads: int
     scale: float
     kv_lora_rank: int
+
+    @classmethod
+    def resolve(cls, device_capability: DeviceCapability | None) -> Any:
+        return cls if device_capability is None else cls.on_gpu or cls
 
     def kernel_evidence(self) -> dict[str, str]:
         return {"torch": torch.__version__, "kernel": self.kernel}
@@ -67,9 +72,8 @@ class TorchRows(NamedKernel):
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Output [T, 1, N, D] and LSE [T, 1, at least N] of q [T, 1, N, D] and keys [T, 1, S, D]."""
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, keys, 0.0, False, attn_mask=mask, scale=self.scale
-        )
+        call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = call(q, keys, keys, 0.0, False, attn_mask=mask, scale=self.scale)
         return output, lse
 
 
@@ -82,9 +86,8 @@ class TorchEfficientRows(TorchRows):
         return device_capability is not None
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale
-        )
+        call = torch.ops.aten._scaled_dot_product_efficient_attention
+        output, lse, *_ = call(aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale)
         return output, lse
 
 
@@ -111,10 +114,6 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         APPROXIMATE_EXP,
         rounding=APPROXIMATE,
     )
-
-    @classmethod
-    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPADecodeBackend"]:
-        return cls if device_capability is None else TorchEfficientDecodeBackend
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, page, token = self._decode_metadata, kv_cache.shape[1], torch.arange(len(ql_nope), device=q_pe.device)
@@ -144,6 +143,9 @@ class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
     declaration = packaged.further(_OF_PAGES, *EFFICIENT, rounding=packaged.DEQUANTISES)
 
 
+TorchSDPADecodeBackend.on_gpu = TorchEfficientDecodeBackend
+
+
 _OF_LISTS = packaged.declared(
     "torch",
     ("no lists", "gathers the named entries of every query token; a column that names none is masked"),
@@ -163,10 +165,6 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
         APPROXIMATE_EXP,
         rounding=APPROXIMATE,
     )
-
-    @classmethod
-    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPASparseBackend"]:
-        return cls if device_capability is None else TorchEfficientSparseBackend
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
@@ -189,6 +187,9 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
         *EFFICIENT,
         rounding=packaged.DEQUANTISES,
     )
+
+
+TorchSDPASparseBackend.on_gpu = TorchEfficientSparseBackend
 
 
 class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
