@@ -186,6 +186,5 @@ class PagedKernel(KernelBackend):
 
 def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:
     """Whether a kernel reads pages of ``block_size`` tokens; an empty list accepts every size."""
-    return not supported or any(
-        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size for size in supported
-    )
+    fits = (block_size % x.base == 0 if isinstance(x, MultipleOf) else block_size == x for x in supported)
+    return not supported or any(fits)

@@ -70,13 +70,8 @@ NAN_WITHOUT_KEYS = Deviation("a row without keys is NaN", "0 and -inf in the row
 LSE_OF_ROUNDED_P = Deviation("the row sum adds P as rounded: the LSE is off by up to 2^-9", "declared rounded-p")
 PARTIAL_OUTPUTS = Deviation("outputs of split keys are stored in the model's dtype", "declared partial outputs: model")
 FP22_SUMS = Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22")
-UNSCALED_P, UNSCALED_Q_AND_P = (
-    Deviation(
-        f"rounds {what} to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
-        "declared unsupported",
-    )
-    for what in ("P", "q and P")
-)
+_UNSCALED = "rounds {} to e4m3, without a scale, where the cache is e4m3; no rounding class describes that"
+UNSCALED_P, UNSCALED_Q_AND_P = (Deviation(_UNSCALED.format(x), "declared unsupported") for x in ("P", "q and P"))
 _INTERPRETED = Deviation("a kernel for GPUs", "interpreted by Triton on a CPU, not certified")
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """What has Triton interpret. An engine that finds no driver does without Triton, unless no GPU is visible for now."""

@@ -153,9 +153,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
             self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
             sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
-            self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(
-                self._config, self._cache_spec, ["layer"], device
-            )
+            layers = (self._config, self._cache_spec, ["layer"])
+            self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(*layers, device)
             self._target = self.wrapped.get_prefill_impl_cls()(**arguments, device=device)
         # The same fields in the backend's own classes, which may lack some of ours and have more.
         context = prefill_metadata.chunked_context
@@ -165,9 +164,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
         self.wrapped.post_process_prefill_metadata(own, self._state, own.query_start_loc)
         requests = own.query_start_loc.shape[0] - 1
         batch = SimpleNamespace(num_prefills=requests, prefill=own, num_decodes=0, decode=None)
-        self.wrapped.finalize_attention_metadata(
-            batch, self._state, requests, self.num_heads, self._cache_spec, self._dims, self._config.model_config
-        )
+        model = (self.num_heads, self._cache_spec, self._dims, self._config.model_config)
+        self.wrapped.finalize_attention_metadata(batch, self._state, requests, *model)
         self._prefill_metadata = batch.prefill
 
     def _new_tokens(

@@ -114,9 +114,8 @@ class PresentAdapter(AdaptedPrefillBackend):
             self._only_chunk = len(chunks) == 1 and not empty
         self._output_dtype, self._query_rows = prefill_metadata.output_dtype, int(starts[-1])
         given = {each.name: getattr(prefill_metadata, each.name) for each in fields(prefill_metadata)}
-        super().prepare_metadata(
-            MLACommonPrefillMetadata(**given | {"chunked_context": translated}, prefill_backend=self._target)
-        )
+        given |= {"chunked_context": translated, "prefill_backend": self._target}
+        super().prepare_metadata(MLACommonPrefillMetadata(**given))
 
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
@@ -180,9 +179,8 @@ def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextCh
     first, queries = metadata.query_start_loc.tolist(), metadata.query_start_loc.diff().tolist()
     looseness = metadata.max_query_len // max(1, *queries)
     plan = []
-    for starts, seq_lens, longest in zip(
-        context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens, strict=True
-    ):
+    chunks = (context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens)
+    for starts, seq_lens, longest in zip(*chunks, strict=True):
         runs = []
         for run in runs_of(starts, seq_lens):
             own, keys, row = queries[run], seq_lens[run], first[run.start]

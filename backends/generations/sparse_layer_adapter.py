@@ -251,6 +251,5 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
     def kernel_evidence(self) -> dict[str, str]:
         layer = self._layer
         parts = {"layer": layer, "attention": layer.impl, "prefill": layer.prefill_backend, "indexer": layer.indexer}
-        return {
-            name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items() if part is not None
-        }
+        kinds = {name: type(part) for name, part in parts.items() if part is not None}
+        return {name: f"{kind.__module__}.{kind.__name__}" for name, kind in kinds.items()}
