@@ -52,9 +52,7 @@ class SelectedKeysBackend(MLASparseBackend):
         return self._run(x.q, [gathered], x.q.new_ones((), dtype=torch.float32), x.attn_sink, x.return_softmax_lse)
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Any]:
         """Call the library with q [T, N, D] of any strides, the lists, and behind them those of a second cache, if any.
 
         Returns (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, or None without).
@@ -98,10 +96,7 @@ class SelectedKeysBackend(MLASparseBackend):
             if reads:
                 self._check_selection(lists, source)
         output, lse = self.attend(q, sources, k_scale, sink)
-        if not return_softmax_lse:
-            return output
-        assert lse is not None, "a backend without an LSE is refused before"
-        return output, lse
+        return (output, lse) if return_softmax_lse else output
 
     def _check_selection(self, name: str, source: Selected) -> None:
         """Refuse lengths beyond the lists, by this name, and numbers that name nothing; reads the lists."""
