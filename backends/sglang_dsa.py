@@ -65,7 +65,8 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
-        adapted: type[Self] = type(cls)(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
+        make: Any = type(cls)
+        adapted: type[Self] = make(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
         return adapted
 
     @classmethod

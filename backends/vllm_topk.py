@@ -67,8 +67,8 @@ def _cooperative(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> 
     (rows, columns), unit = logits.shape, ALIGNMENT // 4
     if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
         logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
-    for part in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
-        _persistent(self, *part, operator="cooperative_topk")
+    for few, own, written in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
+        _persistent(self, few, own, written, operator="cooperative_topk")
 
 
 _ZEROS = ("wants starts and ends", "zeros where there are no starts, as in vLLM")

@@ -95,7 +95,7 @@ class AdaptedLayerImpl:
         dtype, cache = config.model_config.dtype, config.cache_config
         sizes = (config.scheduler_config.max_num_seqs, kv_lora_rank + dims.qk_rope_head_dim, num_heads)
         text = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": None, "num_attention_heads": num_heads}
-        model = {"hf_text_config": SimpleNamespace(**asdict(dims), **text), "dtype": dtype}
+        model: dict[str, Any] = {"hf_text_config": SimpleNamespace(**asdict(dims), **text), "dtype": dtype}
         model["max_model_len"] = config.model_config.max_model_len
         self.config = vllm.engine_config(cache.block_size, cache.cache_dtype, *sizes, **model)
         if config.speculative_config and (drafted := vllm.drafts(config.speculative_config.num_speculative_tokens)):

@@ -149,8 +149,8 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         )
         sizes = (self._room.requests, config.kv_lora_rank + config.qk_rope_head_dim, config.num_heads)
         of_heads = SimpleNamespace(total_num_attention_heads=config.num_heads)
-        described = {"hf_config": model, "hf_text_config": model, "is_moe": False, "model_arch_config": of_heads}
-        described |= {"dtype": config.dtype, "max_model_len": self._room.longest}
+        described: dict[str, Any] = {"hf_config": model, "hf_text_config": model, "is_moe": False}
+        described |= {"model_arch_config": of_heads, "dtype": config.dtype, "max_model_len": self._room.longest}
         engine = vllm.engine_config(config.block_size, config.kv_cache_dtype, *sizes, **described)
         engine.scheduler_config.max_num_batched_tokens = self._room.tokens
         engine.attention_config.sparse_mla_prefill_workspace_factor = 5  # its default, of a model of its own
