@@ -1,8 +1,4 @@
-"""AITER_TRITON_MLA: AITER's Triton kernels of MLA over a paged cache, which run on NVIDIA's GPUs as well.
-
-Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla_decode_fwd`` splits the keys; variant
-``prefill`` is ``mla_prefill_fwd``, absorbed as well, for any numbers of query tokens. Both read a page at once.
-"""
+"""AITER_TRITON_MLA: ROCm/aiter's ``aiter/ops/triton/attention/mla.py`` at e4048607."""
 
 import os
 from types import ModuleType, SimpleNamespace
@@ -15,20 +11,15 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.paged import PagedDecodeBackend
 
-PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]
-"""Page sizes, which are the kernels' tiles of keys."""
+PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]  # page sizes, which are the kernels' tiles of keys
 _COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
 _COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+https://github.com/ROCm/aiter@{_COMMIT}"
 
 
 class AiterLibrary(packaged.Library):
-    """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported.
-
-    Two of its launchers give their kernels an option that Triton knows on AMD's GPUs alone.
-    """
+    """A module of AITER's Triton kernels, without its operators in C++, and launchers without AMD's option."""
 
     def load(self) -> ModuleType:
-        """Import the module."""
         with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
             module = super().load()
         for name in ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel"):
@@ -39,8 +30,6 @@ class AiterLibrary(packaged.Library):
 
 
 class _WithoutWaves:
-    """A kernel that is launched without ``waves_per_eu``."""
-
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
 

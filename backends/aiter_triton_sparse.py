@@ -1,7 +1,4 @@
-"""AITER_TRITON_SPARSE: AITER's Triton kernel of sparse MLA over a paged cache, which runs on NVIDIA's GPUs as well.
-
-Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/unified_attention_sparse_mla.py``.
-"""
+"""AITER_TRITON_SPARSE: ROCm/aiter at e4048607, ``aiter/ops/triton/attention/unified_attention_sparse_mla.py``."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,6 @@
 """The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
 
-What vLLM calls ``concat_and_cache_mla``, ``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``,
-``cp_gather_indexer_k_quant_cache``, ``get_compressed_slot_mapping`` and ``convert_req_index_to_global_index``. Every
-call writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has; the
-others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
+Every call writes into memory of its caller. A class declares which calls it has; the others raise.
 """
 
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from mla_conformance.backends.kernel import (
     PagedKernel,
     UnsupportedConfiguration,
     accepts_block_size,
+    expect_one,
     require_declared,
     unless,
 )
@@ -46,8 +44,6 @@ FilledLists = Annotated[Tensor, Form("T, K", torch.int32, written=True)]
 
 
 class MLACacheSelectorConfig(NamedTuple):
-    """What a class is validated against; hashable."""
-
     call: str  # one of :data:`CACHE_CALLS`
     dtype: torch.dtype  # of the model
     kv_cache_dtype: str  # the layout, a name of ``CACHE_LAYOUTS``
@@ -63,10 +59,7 @@ class MLACacheSelectorConfig(NamedTuple):
 
 
 class MLACacheBackend(PagedKernel):
-    """Operations over a paged cache.
-
-    Symbols: T tokens, B requests, S gathered entries, L, R and D columns of a latent, a rotated key and an index key.
-    """
+    """Operations over a paged cache: T tokens, B requests, S gathered entries; latents, ropes, index keys."""
 
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)  # those of :data:`CACHE_CALLS` that the class has
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts that it writes and gathers
@@ -101,10 +94,8 @@ class MLACacheBackend(PagedKernel):
     def __init__(
         self, kv_lora_rank: int, qk_rope_head_dim: int, kv_cache_dtype: str, tile_scales: str, vllm_config: Any
     ) -> None:
-        if kv_cache_dtype not in CACHE_LAYOUTS:
-            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(CACHE_LAYOUTS)}, got {kv_cache_dtype!r}")
-        if tile_scales not in TILE_SCALES:
-            raise ValueError(f"tile_scales: expected one of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
+        expect_one("kv_cache_dtype", kv_cache_dtype, CACHE_LAYOUTS)
+        expect_one("tile_scales", tile_scales, TILE_SCALES)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dtype, self.tile_scales, self.vllm_config = kv_cache_dtype, tile_scales, vllm_config
 
@@ -137,14 +128,9 @@ class MLACacheBackend(PagedKernel):
     ) -> None:
         """Gather entries of each request into rows of a workspace, one request after the other.
 
-        Args:
-            kv_cache: as of :meth:`run_write_latent`, and so ``k_scale``.
-            workspace: [S or more, width] of the cache's dtype, for entries as they are, or [S or more, L + R] of the
-                model's, for what they mean; rows from S on are not written.
-            block_table: blocks of each request; columns past its last entry may hold anything.
-            cu_seq_lens: the first row of each request, and S.
-            seq_starts: the first token of each request that is gathered; any, not only that of a page.
-            compress_ratio: tokens that an entry stands for; token t is in entry t // compress_ratio.
+        The workspace is [S or more, width] of the cache's dtype, for entries as they are, or [S or more, L + R] of the
+        model's, for what they mean; rows from S on are not written. ``cu_seq_lens`` are the first row of each request,
+        and S, ``seq_starts`` the first token that is gathered, any; token t is in entry t // compress_ratio.
         """
         self._lacks("gather_latent")
 
@@ -187,10 +173,7 @@ class MLACacheBackend(PagedKernel):
     def run_global_slots(
         self, out: FilledLists, req_id_per_token: Requests, block_table: Table, token_indices: Lists, block_size: int
     ) -> None:
-        """Fill ``out`` with the slots of the positions, in any order, that each row names of its request.
-
-        It is -1 where the list holds -1, or a position that the block table has no column for.
-        """
+        """Fill ``out`` with slots of positions; -1 where a list holds -1, or the block table has no column."""
         self._lacks("global_slots")
 
     def _lacks(self, call: str) -> None:
@@ -226,29 +209,23 @@ def check_written(backend: MLACacheBackend, call: str, kv_cache: Tensor, slots: 
     _refuse("slot_mapping: slot", slots, (slots < NO_SLOT) | (slots >= count), f"-1 or 0..{count - 1}")
 
 
-def check_gather(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    cu_seq_lens: Tensor,
-    seq_starts: Tensor,
-    compress_ratio: int,
-    **workspaces: Tensor,
-) -> None:
+def check_gather(x: Any, **workspaces: Tensor) -> None:
     """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them."""
-    page, given = kv_cache.shape[1], {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    page, block_table, cu_seq_lens, first = x.kv_cache.shape[1], x.block_table, x.cu_seq_lens, x.seq_starts
+    given = {name: getattr(x, name) for name in ("block_table", "cu_seq_lens", "seq_starts")}
     require_forms(MLACacheBackend.run_gather_latent, given, {"B": len(block_table), "B + 1": len(block_table) + 1})
     lengths = cu_seq_lens.diff()
     _refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
     for name, workspace in workspaces.items():
         if len(workspace) < int(cu_seq_lens[-1]):
             raise ValueError(f"{name}: expected at least {int(cu_seq_lens[-1])} rows, got {len(workspace)}")
-    pages = -(-(seq_starts // compress_ratio + lengths) // page) * (lengths > 0)
+    pages = -(-(first // x.compress_ratio + lengths) // page) * (lengths > 0)
     columns = block_table.shape[1]
     _refuse("block_table: pages of a request", pages, pages > columns, f"at most the table's {columns}")
     named = torch.arange(columns, device=pages.device) < pages.unsqueeze(1)
-    named &= torch.arange(columns, device=pages.device) >= (seq_starts // compress_ratio // page).unsqueeze(1)
-    outside = named & ((block_table < 0) | (block_table >= len(kv_cache)))
-    _refuse("block_table: block", block_table, outside, f"0..{len(kv_cache) - 1}")
+    named &= torch.arange(columns, device=pages.device) >= (first // x.compress_ratio // page).unsqueeze(1)
+    outside = named & ((block_table < 0) | (block_table >= len(x.kv_cache)))
+    _refuse("block_table: block", block_table, outside, f"0..{len(x.kv_cache) - 1}")
 
 
 def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
@@ -258,39 +235,31 @@ def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tenso
     check_forms(backend, "gather_latent", model, kv_cache=kv_cache)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
     if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
-        raise ValueError(
-            f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, got "
-            f"{list(workspace.shape)} of {workspace.dtype}"
-        )
+        got = f"got {list(workspace.shape)} of {workspace.dtype}"
+        raise ValueError(f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, {got}")
 
 
-def check_mapping(
-    slot_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, block_table: Tensor, tokens_of_a_page: int
-) -> None:
-    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
-
-    A page has so many tokens on all ranks, with what is compressed.
-    """
-    named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
-    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})
-    counted = int(query_start_loc[-1])
-    for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
-        if len(x) < counted:
-            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(x)}")
-    if slot_mapping.dtype not in _SLOTS:
-        raise ValueError(f"slot_mapping: expected int64 or int32, got {slot_mapping.dtype}")
-    room, given = block_table.shape[1] * tokens_of_a_page, positions[:counted]
-    _refuse(
-        "positions: position", given, (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
-    )
+def check_mapping(x: Any, tokens_of_a_page: int) -> None:
+    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table."""
+    named = {name: getattr(x, name) for name in ("query_start_loc", "positions", "block_table")}
+    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(x.block_table) + 1})
+    counted = int(x.query_start_loc[-1])
+    for name, each in (("slot_mapping", x.slot_mapping), ("positions", x.positions)):
+        if len(each) < counted:
+            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(each)}")
+    if x.slot_mapping.dtype not in _SLOTS:
+        raise ValueError(f"slot_mapping: expected int64 or int32, got {x.slot_mapping.dtype}")
+    room, given = x.block_table.shape[1] * tokens_of_a_page, x.positions[:counted]
+    outside, expected = (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
+    _refuse("positions: position", given, outside, expected)
 
 
-def check_lists(out: Tensor, req_id_per_token: Tensor, token_indices: Tensor, requests: int) -> None:
+def check_lists(x: Any) -> None:
     """Refuse lists of another dtype than int32, results of another shape, and requests without a row in the table."""
-    known = dict(zip(("T", "K"), (len(req_id_per_token), *token_indices.shape[1:2]), strict=False))
-    require_forms(MLACacheBackend.run_global_slots, {"token_indices": token_indices, "out": out}, known)
-    wrong = (req_id_per_token < 0) | (req_id_per_token >= requests)
-    _refuse("req_id_per_token: request", req_id_per_token, wrong, f"0..{requests - 1}")
+    of_row, requests = x.req_id_per_token, len(x.block_table)
+    known = dict(zip(("T", "K"), (len(of_row), *x.token_indices.shape[1:2]), strict=False))
+    require_forms(MLACacheBackend.run_global_slots, {"token_indices": x.token_indices, "out": x.out}, known)
+    _refuse("req_id_per_token: request", of_row, (of_row < 0) | (of_row >= requests), f"0..{requests - 1}")
 
 
 def _refuse(name: str, numbers: Tensor, wrong: Tensor, expected: str) -> None:

@@ -1,13 +1,14 @@
 """Kernels over a latent cache, and the names that configurations have for its dtype: some mean the same layout."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import AttentionKernel, PagedKernel, accepts_block_size
+from mla_conformance.backends.kernel import HeadSizes, PagedKernel, accepts_block_size
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -26,8 +27,12 @@ def contradiction(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
     return ""
 
 
-class LatentKernel(PagedKernel, AttentionKernel):
+@dataclass(eq=False, repr=False)
+class LatentKernel(PagedKernel, HeadSizes):
     """Attention to the entries of a paged cache of latents; L ``kv_lora_rank``, R ``qk_rope_head_dim``."""
+
+    kv_cache_dtype: str
+    vllm_config: Any
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that the kernel reads
     # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
@@ -55,22 +60,11 @@ class LatentKernel(PagedKernel, AttentionKernel):
         if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
             yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        kv_cache_dtype: str,
-        vllm_config: Any,
-    ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.kv_cache_dtype = layout_of(kv_cache_dtype)
+    def __post_init__(self) -> None:
+        self.kv_cache_dtype = layout_of(self.kv_cache_dtype)
 
 
-def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
+def check_cache(name: str, cache: Tensor, layout: str, backend: HeadSizes, dtype: torch.dtype) -> None:
     """Refuse a cache of another form than the layout's; reads no device memory."""
     dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
     width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
@@ -79,10 +73,8 @@ def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel,
     fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
     others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
     hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
-    raise ValueError(
-        f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "
-        f"{hint}"
-    )
+    expected, got = f"[blocks, page, {width}] of {stored} for {layout}", f"{list(cache.shape)} of {cache.dtype}"
+    raise ValueError(f"{name}: expected {expected}, got {got}, {hint}")
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -105,24 +97,17 @@ def gather(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
 
 
 def dequantise(rows: Tensor, layout: str, k_scale: Tensor, model_dtype: torch.dtype) -> Tensor:
-    """Keys [..., L + R] in float32 of entries [..., width] of the cache's dtype; ``k_scale`` is an ``fp8`` cache's.
-
-    Of a tiled entry all of its columns, zeros where a model has no rope; its plain values are of the model's dtype.
-    """
+    """Keys in float32 of entries [..., width]; of a tiled one all of its columns, zeros where a model has no rope."""
     if layout not in TILED_FORMATS:
         return rows.float() * k_scale if layout == "fp8" else rows.float()
     form = TILED_FORMATS[layout]  # tiles of codes, each with its scale, then plain values
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
-    tiles = _CODES[form.codes](parts["codes"]).unflatten(-1, (form.tiles, form.tile))
-    scaled = (tiles * _SCALES[form.scales](parts["scales"])[..., : form.tiles].unsqueeze(-1)).flatten(-2)
+    tiles = _READ[form.codes](parts["codes"]).unflatten(-1, (form.tiles, form.tile))
+    scaled = (tiles * _READ[form.scales](parts["scales"])[..., : form.tiles].unsqueeze(-1)).flatten(-2)
     if not form.plain:
         return scaled
     plain = parts["plain"].view(torch.float8_e4m3fn if form.plain_codes else model_dtype)
     return torch.cat((scaled, plain.float()), dim=-1)
-
-
-def _e4m3(data: Tensor) -> Tensor:
-    return data.view(torch.float8_e4m3fn).float()
 
 
 def _e2m1(data: Tensor) -> Tensor:
@@ -132,9 +117,9 @@ def _e2m1(data: Tensor) -> Tensor:
     return torch.where(codes >= 8, -values, values)
 
 
-_CODES: Mapping[str, Callable[[Tensor], Tensor]] = {"e4m3": _e4m3, "e2m1": _e2m1}
-_SCALES: Mapping[str, Callable[[Tensor], Tensor]] = {
+_READ: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "e4m3": lambda data: data.view(torch.float8_e4m3fn).float(),
+    "e2m1": _e2m1,
     "float32": lambda data: data.view(torch.float32),
     "ue8m0": lambda data: (data.int() << _MANTISSA_BITS).view(torch.float32),  # the exponent of a float32 number
-    "e4m3": _e4m3,
-}
+}  # values or scales of the bytes that stand for them

@@ -1,9 +1,4 @@
-"""The abstract compressor: key states and gate scores of tokens to entries, with states carried from call to call.
-
-What vLLM calls ``DeepseekCompressor``, LMDeploy ``score_kv`` and ``fill_compress_state``, and what SGLang and vLLM do
-for the pools of GLM-5.3's indexer. A compressor of ours checks each call before it launches: the refusals of SPEC 3.8
-and 11.5, with expected and got.
-"""
+"""The abstract compressor: key states and scores of tokens to entries, with states carried from call to call."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -20,14 +15,16 @@ from mla_conformance.backends.operands import Form, require_forms, table
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How a model compresses its keys."""
-
     head_dim: int  # D, columns of an entry
     rope_dim: int  # R, of which the last ones are rotated, neighbours together; 0 where none are
     ratio: int  # m, tokens that an entry stands for
     overlap: bool  # whether a group also takes the tokens of the one before
     norm: bool  # whether an entry passes through an RMSNorm before it is rotated
     eps: float  # of that norm
+
+    def __str__(self) -> str:
+        groups, norm = "overlapping " * self.overlap, "" if self.norm else ", as they are"
+        return f"{groups}groups of {self.ratio}, {self.head_dim} columns, {self.rope_dim} of them rotated{norm}"
 
     @property
     def columns(self) -> int:
@@ -55,8 +52,6 @@ class CompressMetadata:
 
 
 class MLACompressSelectorConfig(NamedTuple):
-    """What a compressor is validated against; hashable."""
-
     dtype: torch.dtype  # of the entries
     input_dtype: torch.dtype  # of key states and scores
     compression: Compression  # conventions of the model
@@ -88,7 +83,6 @@ class MLACompressBackend(PagedKernel):
         self.compression, self.vllm_config = compression, vllm_config
 
     def prepare_metadata(self, compress_metadata: CompressMetadata) -> None:
-        """Take the batch of the next call; called once per batch, outside of any graph capture."""
         self._compress_metadata = compress_metadata
 
     @abstractmethod
@@ -107,21 +101,11 @@ class MLACompressBackend(PagedKernel):
         """Write the entry of every group that a token of the batch completes, and keep the states of the others."""
 
 
-def check_compress_call(
-    backend: MLACompressBackend,
-    metadata: CompressMetadata,
-    states: tuple[Tensor, Tensor, Tensor],
-    norm_weight: Tensor,
-    caches: tuple[Tensor, Tensor],
-) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    ``states`` are kv, score and ape, ``caches`` those of states and of entries.
-    """
-    how, kv, (state_cache, kv_cache) = backend.compression, states[0], caches
-    known = {"T": len(kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
-    given = (*states, norm_weight, None, *caches)
-    require_forms(MLACompressBackend.run_compress, given, {**known, "input": kv.dtype})
+def check_compress_call(backend: MLACompressBackend, metadata: CompressMetadata, x: Any) -> None:
+    """Refuse what ``run_compress`` was given that does not fit, and what is not declared."""
+    how, given = backend.compression, vars(x) | {"cos_sin_cache": None}
+    known = {"T": len(x.kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
+    require_forms(MLACompressBackend.run_compress, given, {**known, "input": x.kv.dtype})
     require_forms(CompressMetadata, vars(metadata), known)
-    pages = {"block_size": kv_cache.shape[1], "state_block_size": state_cache.shape[1]}
-    require_declared(backend, kv.device, MLACompressSelectorConfig, dtype=kv_cache.dtype, input_dtype=kv.dtype, **pages)
+    asked = {"block_size": x.kv_cache.shape[1], "state_block_size": x.state_cache.shape[1], "input_dtype": x.kv.dtype}
+    require_declared(backend, x.kv.device, MLACompressSelectorConfig, dtype=x.kv_cache.dtype, **asked)

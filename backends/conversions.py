@@ -12,14 +12,11 @@ from torch.nn.functional import pad
 
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
-ALIGNMENT = 16
-"""Bytes; GPU kernels load and store in units of it, and few of them check."""
+ALIGNMENT = 16  # bytes; GPU kernels load and store in units of it, and few of them check
 
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """The lengths of one call: B requests, packed one after the other."""
-
     chunk_idx: int | None  # the context chunk that is attended to; None for the new tokens, which attend causally
     query_start_loc: Tensor  # [B + 1] int32, on the device
     key_start_loc: Tensor  # [B + 1] int32, on the device
@@ -28,13 +25,11 @@ class RaggedBatch:
 
     @staticmethod
     def new_tokens(metadata: MLACommonPrefillMetadata) -> "RaggedBatch":
-        """Each request's new tokens against themselves."""
         lengths = _query_lens(metadata)
         return RaggedBatch(None, metadata.query_start_loc, metadata.query_start_loc, lengths, lengths)
 
     @staticmethod
     def context_chunk(metadata: MLACommonPrefillMetadata, chunk_idx: int) -> "RaggedBatch":
-        """The new tokens against one chunk of the cached context; ValueError where the metadata has none."""
         context = metadata.chunked_context
         if context is None:
             raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
@@ -43,31 +38,25 @@ class RaggedBatch:
 
     @property
     def causal(self) -> bool:
-        """Whether the mask is causal; query and key lengths are then the same."""
         return self.chunk_idx is None
 
     @property
     def query_tokens(self) -> int:
-        """Rows of q that count."""
         return sum(self.query_lens)
 
     @property
     def key_tokens(self) -> int:
-        """Rows of k and v that count."""
         return sum(self.key_lens)
 
     @property
-    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Starts of queries and keys, and the longest of both, as torch's own operators take them."""
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:  # as torch's own operators take them
         return self.query_start_loc, self.key_start_loc, max(self.query_lens), max(self.key_lens)
 
     @property
-    def cumulative(self) -> dict[str, Any]:
-        """The same by the names that functions after ``flash_attn_varlen_func`` give them."""
+    def cumulative(self) -> dict[str, Any]:  # as functions after ``flash_attn_varlen_func`` call them
         return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), self.lengths, strict=True))
 
-    def requests(self) -> Iterator[tuple[slice, slice]]:
-        """Rows of q and of k of each request that has both."""
+    def requests(self) -> Iterator[tuple[slice, slice]]:  # rows of q and of k of each that has both
         ends = zip(accumulate(self.query_lens), accumulate(self.key_lens), strict=True)
         for queries, keys, (last_query, last_key) in zip(self.query_lens, self.key_lens, ends, strict=True):
             if queries and keys:
@@ -112,10 +101,7 @@ def pad_head_dim(x: Tensor, width: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes.
-
-    Its columns must fill a multiple of 16 bytes, or no copy would help.
-    """
+    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes."""
     rows = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     misaligned = any(offset % ALIGNMENT for offset in (x.data_ptr(), *rows))
     return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x

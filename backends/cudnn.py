@@ -1,20 +1,46 @@
-"""CUDNN: cuDNN's fused attention, by the frontend's graph API (``graph``) or by FlashInfer's entry (``flashinfer``).
+"""CUDNN: cuDNN's fused attention, by the frontend's graph API or by FlashInfer's entry; ``fp8`` is its node for e4m3.
 
-Variant ``fp8`` is the attention node for e4m3 operands in a graph like that of ``graph``. On Hopper it writes e4m3
-codes and nothing else, so new tokens with an output scale are all that it computes here.
+On Hopper that writes e4m3 codes alone, so that it computes new tokens with an output scale. A graph is kept for good,
+one a shape: lengths and offsets are data, the longest lengths and all strides part of its plan.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, writable
-from mla_conformance.backends.cudnn_graph import CUDNN, SCALES, Key, execute, lengths, offsets
 from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.ragged import RaggedPrefillBackend
+
+CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
+SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+"""Float32 scalars of the node for e4m3 operands: each is multiplied where its name says."""
+_MAXIMA = ("amax_s", "amax_o")
+_RAGGED = ("q", "k", "v", "o", "stats")
+
+
+class Key(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+    requests: int
+    heads: int
+    max_query_len: int
+    max_key_len: int
+    head_dims: tuple[int, int]
+    strides: tuple[tuple[int, ...], ...]
+    scale: float
+    causal: bool
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float) -> "Key":
+        sizes = (len(batch.query_lens), q.shape[1], *batch.lengths[2:], (q.shape[-1], v.shape[-1]))
+        return Key(q.device, q.dtype, *sizes, tuple(x.stride() for x in (q, k, v)), scale, batch.causal)
+
 
 _ALIGNED = ("operands must start at multiples of 16 bytes", "others are copied")
 _OFFSETS = ("lengths and element offsets instead of token offsets", "computed on the device, int64")
@@ -25,8 +51,6 @@ _P_SCALE, _SHORTEST = 2.0**8, 2
 
 
 class CudnnPrefillBackend(RaggedPrefillBackend):
-    """The family: the graph API, or FlashInfer's entry where only that is asked for."""
-
     name = "CUDNN"
     devices = packaged.FROM_HOPPER  # which ragged operands need
     by_device = {0: ("graph", "flashinfer")}
@@ -57,15 +81,9 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
         return lse.mT
 
 
-class CudnnGraph(CudnnPrefillBackend, variant="graph"):
-    libraries = (CUDNN,)
-    declaration = packaged.declared(
-        _FRONTEND,
-        _EMPTY,
-        _OFFSETS,
-        _ALIGNED,
-        ("Hopper's node for e4m3 operands writes e4m3 codes only", "left to the variant fp8"),
-    )
+_FP8_ALONE = ("Hopper's node for e4m3 operands writes e4m3 codes only", "left to the variant fp8")
+_GRAPH = packaged.declared(_FRONTEND, _EMPTY, _OFFSETS, _ALIGNED, _FP8_ALONE)
+CudnnPrefillBackend.also("graph", libraries=(CUDNN,), declaration=_GRAPH)
 
 
 class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
@@ -126,3 +144,85 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
+
+
+def lengths(start_loc: Tensor) -> Tensor:
+    """[B, 1, 1, 1] int32."""
+    return start_loc.diff().view(-1, 1, 1, 1)
+
+
+def offsets(start_loc: Tensor, token_stride: int) -> Tensor:
+    """[B + 1, 1, 1, 1] int64, in elements."""
+    return (start_loc.long() * token_stride).view(-1, 1, 1, 1)
+
+
+def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
+    """Run the graph of ``key`` on q, k, v, o and stats, and for e4m3 :data:`SCALES`; the name of its plan."""
+    graph, operands, size, name = _plan(key)
+    start_loc = {name: batch.key_start_loc if name in "kv" else batch.query_start_loc for name in _RAGGED}
+    bound = {f"{name}_at": offsets(start_loc[name], tensors[name].stride(0)) for name in _RAGGED}
+    bound |= {"q_len": lengths(batch.query_start_loc), "k_len": lengths(batch.key_start_loc)}
+    bound |= {name: tensors["stats"].new_empty(1) for name in _MAXIMA if name in operands}
+    workspace = torch.empty(max(1, size), dtype=torch.uint8, device=key.device)
+    named = {operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
+    graph.execute(named, workspace, handle=_handle(key.device))
+    return name
+
+
+@cache
+def _create_handle(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return CUDNN.load().create_handle()
+
+
+def _handle(device: torch.device) -> Any:
+    handle = _create_handle(device)
+    CUDNN.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    return handle
+
+
+@cache
+def _plan(key: Key) -> tuple[Any, dict[str, Any], int, str]:
+    """A built graph, its operands by name, offsets under ``NAME_at``, its scratch bytes, and the name of its plan."""
+    cudnn: Any = CUDNN.load()
+    types = cudnn.data_type
+    io_type = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}.get(key.dtype, types.FP8_E4M3)
+    computed = {"intermediate_data_type": types.FLOAT, "compute_data_type": types.FLOAT}
+    graph = cudnn.pygraph(io_data_type=io_type, handle=_handle(key.device), **computed)
+    operands: dict[str, Any] = {}
+    counts = {f"{name}_at": (key.requests + 1, types.INT64) for name in _RAGGED}
+    counts |= {name: (key.requests, types.INT32) for name in ("q_len", "k_len")}
+    counts |= {name: (1, types.FLOAT) for name in SCALES if io_type == types.FP8_E4M3}
+    for name, (count, kind) in counts.items():
+        operands[name] = graph.tensor(name=name, dim=(count, 1, 1, 1), stride=(1, 1, 1, 1), data_type=kind)
+    for name, (shape, stride) in layouts(key).items():
+        operands[name] = graph.tensor(name=name, dim=shape, stride=stride, data_type=io_type)
+        operands[name].set_ragged_offset(operands[f"{name}_at"])
+    scales = {name: operands[name] for name in SCALES if name in operands}
+    seen = {"q": operands["q"], "k": operands["k"], "v": operands["v"], "seq_len_q": operands["q_len"]}
+    mask = {"use_causal_mask": key.causal, "use_padding_mask": True, "seq_len_kv": operands["k_len"]}
+    node = graph.sdpa_fp8 if scales else graph.sdpa
+    asked = {"name": "attention", "attn_scale": key.scale, "generate_stats": True}
+    output, stats, *maxima = node(**asked, **seen, **mask, **scales)
+    # Packed [T, N, V] and [T, N], and of e4m3 the largest magnitudes of P and of the output.
+    rows, width = (key.requests, key.heads, key.max_query_len), key.head_dims[1]
+    per_token = key.heads * width
+    output.set_output(True).set_dim((*rows, width)).set_stride((per_token * rows[2], width, per_token, 1))
+    output.set_data_type(io_type).set_ragged_offset(operands["o_at"])
+    stats.set_output(True).set_dim((*rows, 1)).set_stride((key.heads * rows[2], 1, key.heads, 1))
+    stats.set_data_type(types.FLOAT).set_ragged_offset(operands["stats_at"])
+    for maximum in maxima:
+        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(types.FLOAT)
+    operands |= {"o": output, "stats": stats, **dict(zip(_MAXIMA, maxima, strict=False))}
+    graph.build([cudnn.heur_mode.A])
+    return graph, operands, graph.get_workspace_size(), graph.get_plan_name_at_index(0)
+
+
+def layouts(key: Key) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Dims [B, N, longest, columns] and strides of q, k and v."""
+    longest = (key.max_query_len, key.max_key_len, key.max_key_len)
+    widths = (key.head_dims[0], *key.head_dims)
+    return {
+        name: ((key.requests, key.heads, length, width), (token * length, head, token, column))
+        for name, length, width, (token, head, column) in zip("qkv", longest, widths, key.strides, strict=True)
+    }

@@ -1,7 +1,4 @@
-"""CUTLASS_MLA: the CUTLASS decode kernel for Blackwell that is compiled into vLLM, through its custom operators.
-
-It always computes 128 heads. Its LSE is natural, [B, 128]; how it splits keys it decides itself.
-"""
+"""CUTLASS_MLA: the CUTLASS decode kernel for Blackwell that is compiled into vLLM; its LSE is natural, [B, 128]."""
 
 import torch
 from torch import Tensor

@@ -1,27 +1,19 @@
-"""What an adapter says of its library as data: rounding classes, deviations, packages.
-
-The judge chooses its budget from the rounding classes and verifies them; the report prints all of it. A class that
-declares nothing, such as one taken from vLLM unchanged, is held to the strictest classes.
-"""
+"""What an adapter says of its library as data; a class that declares nothing is held to the strictest classes."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
-NO_LSE = "LSE not declared"
-"""Why a kernel that returns none does not support a call that asks for one."""
+NO_LSE = "LSE not declared"  # why a kernel that returns none does not support a call that asks for one
 
 
 class LseClass(Enum):
     """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""
 
-    EXACT = "exact"
-    """Float32 probabilities of a float32 exponential."""
-    APPROXIMATE_EXP = "approximate-exp"
-    """An exponential of reduced precision, the same for the sum and for P."""
-    ROUNDED_P = "rounded-p"
-    """Probabilities after rounding to P's dtype."""
+    EXACT = "exact"  # float32 probabilities of a float32 exponential
+    APPROXIMATE_EXP = "approximate-exp"  # an exponential of reduced precision, the same for the sum and for P
+    ROUNDED_P = "rounded-p"  # probabilities after rounding to P's dtype
 
 
 class Precision(Enum):
@@ -29,16 +21,11 @@ class Precision(Enum):
 
     FLOAT32 = "float32"
     MODEL = "model"
-    FLOAT16 = "float16"
-    """Finer than bfloat16, but what is below 2^-25 of a row's largest vanishes."""
-    MODEL_OR_FLOAT16 = "model or float16"
-    """A layer's, some rows of which come of a kernel of either."""
-    E4M3 = "e4m3"
-    """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
-    SCALED_E4M3 = "scaled-e4m3"
-    """P times 2^8."""
-    FP22 = "fp22"
-    """13 bits behind the point: what Hopper's tensor cores keep of sums of 8-bit products."""
+    FLOAT16 = "float16"  # finer than bfloat16, but what is below 2^-25 of a row's largest vanishes
+    MODEL_OR_FLOAT16 = "model or float16"  # a layer's, some rows of which come of a kernel of either
+    E4M3 = "e4m3"  # P as it is, at most 1: what is below 2^-10 of a row's largest vanishes
+    SCALED_E4M3 = "scaled-e4m3"  # P times 2^8
+    FP22 = "fp22"  # 13 bits behind the point: what Hopper's tensor cores keep of sums of 8-bit products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +44,9 @@ class Rounding:
 
 
 class SelectionOrder(Enum):
-    """In which order selected columns are named."""
-
     ANY = "any"
-    DESCENDING = "descending"
-    """The largest logit first."""
-    ASCENDING = "ascending"
-    """The first column first."""
+    DESCENDING = "descending"  # the largest logit first
+    ASCENDING = "ascending"  # the first column first
 
 
 class Ties(Enum):
@@ -94,8 +77,6 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Everything an adapter declares."""
-
     rounding: Rounding = field(default_factory=Rounding)  # rounding classes, verified by the judge
     # those that hold instead where q, k and v are e4m3; None if the kernel widens them
     e4m3_rounding: Rounding | None = None
@@ -108,7 +89,6 @@ class Declaration:
     batch_invariant: bool = False  # a request's bits do not depend on the other requests of its batch
 
     def rounding_of(self, dtype: torch.dtype) -> Rounding:
-        """The classes for operands of this dtype."""
         return self.e4m3_rounding or self.rounding if dtype == torch.float8_e4m3fn else self.rounding
 
 

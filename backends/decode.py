@@ -1,10 +1,7 @@
-"""The abstract MLA decode backend: absorbed queries against the paged latents (``_forward_decode`` of vLLM).
-
-One latent row of L + R elements a token serves all heads: its first L elements are the value, all of it is the key.
-"""
+"""The abstract MLA decode backend: absorbed queries against paged latents, one row of L + R a token for all heads."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -42,8 +39,6 @@ class MLACommonDecodeMetadata:
 
 
 class MLADecodeSelectorConfig(NamedTuple):
-    """What a decode backend is validated against; hashable."""
-
     dtype: torch.dtype  # of the absorbed query, the rotated query and the output
     kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these
     block_size: int  # tokens of a page
@@ -78,48 +73,17 @@ class LatentDecode(LatentKernel):
         if config.lse and not cls.returns_lse:
             yield NO_LSE
 
+    _check: ClassVar[Callable[..., None]]  # refuses operands
+
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._decode_metadata = decode_metadata
 
 
-class MLADecodeBackend(LatentDecode):
-    """Decode attention over a paged cache of latents.
-
-    Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
-    """
-
-    @abstractmethod
-    @table
-    def run_decode(
-        self,
-        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
-        q_pe: Annotated[Tensor, Form("T or more, N, R")],
-        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
-        k_scale: Annotated[Tensor, Form("", torch.float32)],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
-
-        Args:
-            ql_nope: the query after absorption of W_UK; any strides.
-            q_pe: rope applied; any strides.
-            kv_cache: [blocks, page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), or
-                [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block.
-            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
-
-        Returns:
-            (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0
-            and -inf. The output alone where the class declares that it returns no LSE.
-        """
-
-
 def check_decode_operands(
     backend: LatentDecode, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
-    """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
-
-    UnsupportedConfiguration of what is not declared, ValueError of shapes or lengths that do not fit.
-    """
+    """Refuse operands that are not declared or contradict the metadata; reads no device memory."""
     query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
     require_declared(
         backend,
@@ -137,10 +101,32 @@ def check_decode_operands(
     check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
     longest, pages = max(metadata.seq_lens_cpu.tolist()), metadata.block_table.shape[1]
     if pages * page < longest:
-        raise ValueError(
-            f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
-            f"{pages}"
-        )
+        needs = f"a sequence of {longest} tokens has {-(-longest // page)} pages of {page}"
+        raise ValueError(f"block_table: {needs}, its row holds {pages}")
+
+
+class MLADecodeBackend(LatentDecode):
+    """Decode attention over a paged cache of latents: T query tokens, N heads on this rank, L and R."""
+
+    _check = staticmethod(check_decode_operands)
+
+    @abstractmethod
+    @table
+    def run_decode(
+        self,
+        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
+        q_pe: Annotated[Tensor, Form("T or more, N, R")],
+        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
+        k_scale: Annotated[Tensor, Form("", torch.float32)],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
+
+        ``ql_nope`` is the query after absorption of W_UK, ``q_pe`` rotated, both of any strides. The cache is [blocks,
+        page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or
+        [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block. Returns output
+        [T, N, L] of the query's dtype and lse [N, T] float32, natural logarithm, 0 and -inf in a row without keys; the
+        output alone where the class declares that it returns no LSE.
+        """
 
 
 def output_of(result: Any) -> Any:

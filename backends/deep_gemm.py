@@ -1,8 +1,6 @@
-"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, paged and gathered, as vLLM and SGLang call it.
+"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA_HOME's nvcc.
 
-It compiles its kernels when they are first called, with the nvcc of CUDA_HOME. Variant ``vllm`` is DeepGEMM as the
-wheel of vLLM carries it, which calls torch by its stable interface alone: written for vLLM 0.33.0 with DeepGEMM 2.8.1,
-as ``vllm/utils/deep_gemm.py`` calls it. Blackwell's kernels want other scales and weights.
+Variant ``vllm`` is DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
 """
 
 from collections.abc import Mapping
@@ -16,11 +14,17 @@ from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.steps import IndexerKernel
 
 _PAGE, _NOTE = 64, "it compiles at the first call and needs nvcc"
-_OTHERS = (
-    ("wants the number of tokens that each row sees", "derived from the lengths, on the device"),
-    packaged.NEW_SCHEDULE,
-    ("wants queries without gaps", "copies them"),
-)
+
+
+def _declared(package: str, together: str) -> packaged.Declaration:
+    return packaged.declared(
+        f"{package} torch",
+        (f"a paged call takes {together} query tokens of every request", "others become requests of one each"),
+        ("wants the number of tokens that each row sees", "derived from the lengths, on the device"),
+        packaged.NEW_SCHEDULE,
+        ("wants queries without gaps", "copies them"),
+        rounding=packaged.FP22,
+    )
 
 
 class DeepGemmIndexerBackend(IndexerKernel):
@@ -35,12 +39,7 @@ class DeepGemmIndexerBackend(IndexerKernel):
     supported_calls = ["logits"]
     supported_heads = [32, 64]
     supported_head_dims = [128]
-    declaration = packaged.declared(
-        "sgl-deep-gemm torch",
-        ("a paged call takes 1 or 2 query tokens of every request", "others become requests of one each"),
-        *_OTHERS,
-        rounding=packaged.FP22,
-    )
+    declaration = _declared("sgl-deep-gemm", "1 or 2")
 
     def score(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
         x, library, bounds, q = self._sparse_metadata, self.library, bounds_of(self._sparse_metadata), q.contiguous()
@@ -59,13 +58,10 @@ class DeepGemmIndexerBackend(IndexerKernel):
         return library.fp8_fp4_paged_mqa_logits((q, None) if self.with_scales else q, *batch)
 
 
-class DeepGemmIndexerVllm(DeepGemmIndexerBackend, variant="vllm"):
-    libraries = (packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),)
-    clusters = {1: 1, 2: 1, 4: 2}
-    with_scales = True
-    declaration = packaged.declared(
-        "vllm torch",
-        ("a paged call takes 1, 2 or 4 query tokens of every request", "others become requests of one each"),
-        *_OTHERS,
-        rounding=packaged.FP22,
-    )
+DeepGemmIndexerVllm = DeepGemmIndexerBackend.also(
+    "vllm",
+    libraries=(packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),),
+    clusters={1: 1, 2: 1, 4: 2},
+    with_scales=True,
+    declaration=_declared("vllm", "1, 2 or 4"),
+)

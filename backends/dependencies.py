@@ -1,7 +1,4 @@
-"""The library behind an adapter: whether it is installed, whether it imports, and its version.
-
-Asking whether a library is installed imports nothing; only an adapter that is going to run imports its own.
-"""
+"""The library behind an adapter: whether it is installed, which imports nothing, whether it imports, its version."""
 
 import sys
 from dataclasses import dataclass
@@ -31,21 +28,18 @@ class Library:
     other: "Library | None" = None  # a build that does as well, taken where it is installed and this one is not
 
     def found(self) -> "Library":
-        """The build that is taken."""
         return self.other if self.other and not _installed(self.module) and _installed(self.other.module) else self
 
     def missing(self) -> list[str]:
         """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""
-        if _installed(self.module):
-            return []
-        return [f"package {self.distribution} not installed ({self.command})" + (f"; {self.note}" if self.note else "")]
+        said = f"package {self.distribution} not installed ({self.command})" + (f"; {self.note}" if self.note else "")
+        return [] if _installed(self.module) else [said]
 
     def broken(self) -> list[str]:
         """Why an installed library does not import; empty if it does, or if it is not installed."""
-        if not _installed(self.module):
-            return []
         try:
-            self.load()
+            if _installed(self.module):
+                self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
             reason = f"{self.module} does not import: {type(error).__name__}: {error}"
             found = self.version()
@@ -54,7 +48,6 @@ class Library:
         return []
 
     def load(self) -> ModuleType:
-        """Import the module; ImportError where it is missing or broken."""
         return import_module(self.module)
 
     def version(self) -> str:

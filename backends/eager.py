@@ -1,9 +1,6 @@
-"""EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, for CPU and GPU.
+"""EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, that rounds where a real kernel does.
 
-It rounds where a real kernel rounds: operands in the model's dtype, float32 accumulation, P rounded to the model's
-dtype before the second product, one rounding of the output. Operands in e4m3 are widened to bfloat16 first. It is the
-suite's null driver and the base of the known defects, which override one of its steps. It is an emulation and never
-counts as a certified kernel.
+It is the suite's null driver and the base of the known defects, which override a step, and never counts as certified.
 """
 
 from collections.abc import Iterator
@@ -22,6 +19,7 @@ from mla_conformance.backends.interface import (
 )
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.operands import takes
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -34,18 +32,14 @@ class SoftmaxState(NamedTuple):
 
 
 class OnlineSoftmax:
-    """What a kernel does with the queries and keys of one request."""
-
     key_tile: ClassVar[int] = 128  # keys of one step
     scale: float  # softmax scale
 
     def _initial(self, q: Tensor, v: Tensor) -> SoftmaxState:
         shape = (q.shape[1], q.shape[0])
-        return SoftmaxState(
-            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
-            total=q.new_zeros(*shape, 1, dtype=torch.float32),
-            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
-        )
+        maximum = q.new_full((*shape, 1), -torch.inf, dtype=torch.float32)
+        weighted = q.new_zeros(*shape, v.shape[-1], dtype=torch.float32)
+        return SoftmaxState(maximum, torch.zeros_like(maximum), weighted)
 
     def _tiles(self, keys: int) -> Iterator[slice]:
         for start in range(0, keys, self.key_tile):
@@ -59,11 +53,9 @@ class OnlineSoftmax:
         return x.exp()
 
     def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """P as the second product reads it."""
         return p.to(dtype).float()
 
     def _maximum(self, state: SoftmaxState, scores: Tensor) -> Tensor:
-        """[N, T, 1], which weights are relative to."""
         return torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
 
     def _accumulate(self, state: SoftmaxState, scores: Tensor, v: Tensor) -> SoftmaxState:
@@ -73,9 +65,8 @@ class OnlineSoftmax:
         decay = (state.maximum - shift).exp()
         p = self._exp(scores - shift)
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(
-            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
-        )
+        total = state.total * decay + p.sum(dim=-1, keepdim=True)
+        return SoftmaxState(maximum, total, state.weighted * decay + weighted)
 
     def _finish(self, state: SoftmaxState) -> tuple[Tensor, Tensor]:
         """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
@@ -85,13 +76,10 @@ class OnlineSoftmax:
 
 
 class LatentSoftmax(OnlineSoftmax):
-    """The same over latents, which are keys and values."""
-
     kv_lora_rank: int  # L
     _model_dtype: torch.dtype
 
     def _values(self, keys: Tensor) -> Tensor:
-        """[..., L]: the first columns of a key are its value."""
         return keys[..., : self.kv_lora_rank]
 
     def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,33 +88,22 @@ class LatentSoftmax(OnlineSoftmax):
 
 
 class Eager(NamedKernel):
-    """What the emulations of all roles have in common."""
-
     name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
 
 class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
-    """Online softmax over key tiles, one request after the other."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [*Eager.supported_dtypes, torch.float8_e4m3fn]
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    @takes(PrefillKernelBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         start_loc = self._prefill_metadata.query_start_loc.tolist()
-        accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
-        output = self._store(accumulated, q.dtype, out, output_scale)
-        return (output, lse) if return_softmax_lse else output
+        accumulated, lse = self._batch(x.q, x.k, x.v, start_loc, start_loc, causal=True)
+        output = self._store(accumulated, x.q.dtype, x.out, x.output_scale)
+        return (output, lse) if x.return_softmax_lse else output
 
     def merge_attn_states(
         self,
@@ -143,18 +120,15 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
         weights = [(part - shift).exp().mT.unsqueeze(-1) for part in (prefix_lse, suffix_lse)]
         # A weight of 0 does not clear what need not be a number.
-        parts = [
-            (weight * part.float()).masked_fill(weight == 0, 0.0)
-            for weight, part in zip(weights, (prefix_output, suffix_output), strict=True)
-        ]
-        output.copy_(parts[0] + parts[1])
+        both = zip(weights, (prefix_output, suffix_output), strict=True)
+        prefix, suffix = ((weight * part.float()).masked_fill(weight == 0, 0.0) for weight, part in both)
+        output.copy_(prefix + suffix)
         if output_lse is not None:
             output_lse.copy_(lse)
 
     def _batch(
         self, q: Tensor, k: Tensor, v: Tensor, query_start_loc: list[int], key_start_loc: list[int], causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Output [T, N, V] and LSE [N, T] of all requests, both float32."""
         check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
         q, k, v = map(self._widened, (q, k, v))
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=torch.float32)
@@ -166,11 +140,9 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
         return output, lse
 
     def _widened(self, x: Tensor) -> Tensor:
-        """An operand as the steps compute with it."""
         return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SoftmaxState:
-        """State of one request: q [T, N, D], k [S, N, D], v [S, N, V]."""
         state = self._initial(q, v)
         for tile in self._tiles(k.shape[0]):
             scores = self._scores(q, k[tile])
@@ -187,7 +159,6 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
     def _store(
         self, accumulated: Tensor, dtype: torch.dtype, out: Tensor | None, output_scale: Tensor | None
     ) -> Tensor:
-        """Round once: to the dtype that operands of ``dtype`` give, or to e4m3 codes of value / scale."""
         if output_scale is None:
             result = accumulated.to(output_dtype(dtype))
         elif out is None or out.dtype != torch.float8_e4m3fn:
@@ -215,8 +186,6 @@ class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
 
 
 class EagerPrefillImpl(earlier.MLAPrefillImpl):
-    """The kernel of the earlier generation."""
-
     requires_v_padding = False
     kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend  # what computes
 
@@ -238,8 +207,6 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
 
 
 class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
-    """EAGER of the earlier generation."""
-
     name, variant = "EAGER", "earlier"
     supported_dtypes = EagerPrefillBackend.supported_dtypes
     declaration = EagerPrefillBackend.declaration
@@ -250,8 +217,6 @@ class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
 
 
 class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
-    """EAGER of the present generation."""
-
     variant = "present"
 
     def supports_out(self) -> bool:

@@ -1,27 +1,16 @@
-"""EAGER, caches: honest writers, gathers and slots in plain PyTorch, byte by byte.
+"""EAGER, caches: honest writers, gathers and slots in plain PyTorch, byte by byte; scales are float32."""
 
-Scales and quotients are float32, as in the kernels of the field. Like its twins it is the base of the known defects,
-which override a step, and never counts as certified.
-"""
-
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache import (
-    NO_SLOT,
-    MLACacheBackend,
-    check_forms,
-    check_gather,
-    check_lists,
-    check_mapping,
-    check_workspace,
-    check_written,
-)
+from mla_conformance.backends import cache
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.graph_support import may_look_at
+from mla_conformance.backends.operands import takes
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import E2M1_MAX, E4M3_MAX
@@ -32,95 +21,67 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(Eager, MLACacheBackend):
-    """Every call and every layout, with any strides."""
-
+class EagerCacheBackend(Eager, cache.MLACacheBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
 
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
-        if may_look_at(slot_mapping):
-            check_written(self, "write_latent", kv_cache, slot_mapping, kv_c=kv_c, k_pe=k_pe)
-        self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
+    @takes(cache.MLACacheBackend.run_write_latent)
+    def run_write_latent(self, x: Any) -> None:
+        if may_look_at(x.slot_mapping):
+            cache.check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
+        self._store(x.kv_cache, self._latent_entries(x.kv_c, x.k_pe, x.k_scale), x.slot_mapping)
 
-    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        if may_look_at(slot_mapping):
-            check_written(self, "write_index", kv_cache, slot_mapping, k=k)
-        self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
+    @takes(cache.MLACacheBackend.run_write_index)
+    def run_write_index(self, x: Any) -> None:
+        if may_look_at(x.slot_mapping):
+            cache.check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
+        self._store(x.kv_cache, self._tiled(x.k, TILED_FORMATS[self.kv_cache_dtype]), x.slot_mapping)
 
-    def run_gather_latent(
-        self,
-        kv_cache: Tensor,
-        workspace: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
-        k_scale: Tensor,
-        compress_ratio: int = 1,
-    ) -> None:
-        check_workspace(self, kv_cache, workspace)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
-        slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
-        entries = self._gathered(kv_cache, slots)
-        if workspace.dtype != kv_cache.dtype:
-            entries = self._meaning(entries, k_scale, workspace.dtype)
-        workspace[: len(slots)] = entries[:, : workspace.shape[1]]
+    @takes(cache.MLACacheBackend.run_gather_latent)
+    def run_gather_latent(self, x: Any) -> None:
+        cache.check_workspace(self, x.kv_cache, x.workspace)
+        cache.check_gather(x, workspace=x.workspace)
+        requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
+        slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
+        entries = self._gathered(x.kv_cache, slots)
+        if x.workspace.dtype != x.kv_cache.dtype:
+            entries = self._meaning(entries, x.k_scale, x.workspace.dtype)
+        x.workspace[: len(slots)] = entries[:, : x.workspace.shape[1]]
 
-    def run_gather_index(
-        self,
-        kv_cache: Tensor,
-        k: Tensor,
-        k_scale: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
-        compress_ratio: int = 1,
-    ) -> None:
-        check_forms(self, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
-        slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
-        codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
-        k.view(torch.uint8)[: len(slots)] = codes
-        k_scale[: len(slots)] = self._scales(scales.contiguous())
+    @takes(cache.MLACacheBackend.run_gather_index)
+    def run_gather_index(self, x: Any) -> None:
+        cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        cache.check_gather(x, k=x.k, k_scale=x.k_scale)
+        requests = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
+        slots = self._slots_of_requests(x.kv_cache.shape[1], *requests)
+        codes, scales = self._gathered(x.kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
+        x.k.view(torch.uint8)[: len(slots)] = codes
+        x.k_scale[: len(slots)] = self._scales(scales.contiguous())
 
-    def run_slot_mapping(
-        self,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        positions: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        compress_ratio: int = 1,
-        dcp_world_size: int = 1,
-        dcp_rank: int = 0,
-        cp_kv_cache_interleave_size: int = 1,
-    ) -> None:
-        tokens = block_size * compress_ratio * dcp_world_size
-        check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
-        request = _repeated(query_start_loc)
-        position = positions[: len(request)]
-        slot_mapping.fill_(NO_SLOT)
-        last = (position + 1) % compress_ratio == 0
-        entry, interleave = position // compress_ratio, cp_kv_cache_interleave_size
-        own = entry // interleave % dcp_world_size == dcp_rank
-        local = entry // (interleave * dcp_world_size) * interleave + entry % interleave
-        slots = self._slots(block_table, request, local, block_size)
-        slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(slot_mapping.dtype)
+    @takes(cache.MLACacheBackend.run_slot_mapping)
+    def run_slot_mapping(self, x: Any) -> None:
+        tokens, ranks = x.block_size * x.compress_ratio * x.dcp_world_size, x.dcp_world_size
+        cache.check_mapping(x, tokens)
+        request = _repeated(x.query_start_loc)
+        position = x.positions[: len(request)]
+        x.slot_mapping.fill_(cache.NO_SLOT)
+        last = (position + 1) % x.compress_ratio == 0
+        entry, interleave = position // x.compress_ratio, x.cp_kv_cache_interleave_size
+        own = entry // interleave % ranks == x.dcp_rank
+        local = entry // (interleave * ranks) * interleave + entry % interleave
+        slots = self._slots(x.block_table, request, local, x.block_size)
+        x.slot_mapping[: len(request)] = slots.where(last & own, cache.NO_SLOT).to(x.slot_mapping.dtype)
 
-    def run_global_slots(
-        self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
-    ) -> None:
-        check_lists(out, req_id_per_token, token_indices, len(block_table))
-        request = req_id_per_token.long().unsqueeze(1).expand_as(token_indices)
-        inside = (token_indices >= 0) & (token_indices // block_size < block_table.shape[1])
-        position = token_indices.where(inside, 0).long()
-        out.copy_(self._slots(block_table, request, position, block_size).where(inside, NO_SLOT))
+    @takes(cache.MLACacheBackend.run_global_slots)
+    def run_global_slots(self, x: Any) -> None:
+        cache.check_lists(x)
+        request = x.req_id_per_token.long().unsqueeze(1).expand_as(x.token_indices)
+        inside = (x.token_indices >= 0) & (x.token_indices // x.block_size < x.block_table.shape[1])
+        position = x.token_indices.where(inside, 0).long()
+        x.out.copy_(self._slots(x.block_table, request, position, x.block_size).where(inside, cache.NO_SLOT))
 
     def _latent_entries(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor) -> Tensor:
-        """[T, width] bytes."""
         keys = torch.cat((kv_c, k_pe), dim=-1)
         if self.kv_cache_dtype == "auto":
             return keys.view(torch.uint8)
@@ -129,14 +90,11 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return self._tiled(keys, TILED_FORMATS[self.kv_cache_dtype])
 
     def _tiled(self, keys: Tensor, form: TiledFormat) -> Tensor:
-        """[T, width] bytes of keys [T, columns] in tiles."""
         tiles = keys[:, : form.coded].float().unflatten(-1, (form.tiles, form.tile))
         scales, stored = self._tile_scales(self._largest(tiles), form)
         quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
         plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[1]))
-        stored = stored.clone(
-            memory_format=torch.contiguous_format
-        )  # none may have no stride that a view of bytes takes
+        stored = stored.clone(memory_format=torch.contiguous_format)  # with strides that a view of bytes takes
         parts = {
             "codes": _codes(quotients) if form.codes == "e4m3" else _halves(quotients),
             "scales": torch.nn.functional.pad(stored.view(torch.uint8), (0, form.padding)),
@@ -145,11 +103,9 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return torch.cat([parts[name] for name in form.order], dim=1)
 
     def _largest(self, tiles: Tensor) -> Tensor:
-        """[T, tiles] magnitudes."""
         return tiles.abs().amax(dim=-1)
 
     def _tile_scales(self, largest: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:
-        """Scales [T, tiles] float32, and as they are stored."""
         if form.cache == "index":
             largest = largest.clamp(min=_LEAST_KEY)
         least = largest / _LARGEST[form.codes]
@@ -173,7 +129,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         memory[addresses] = entries[row].where(kept.any(), memory[addresses])
 
     def _gathered(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Entries [S, width] of the cache's dtype."""
         return memory_of(cache)[self._addresses(cache, slots)].view(cache.dtype)
 
     def _addresses(self, cache: Tensor, slots: Tensor) -> Tensor:
@@ -183,7 +138,6 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return block.unsqueeze(1) + self._in_page(slots % page, page, cache.shape[2] * size)
 
     def _in_page(self, token: Tensor, page: int, width: int) -> Tensor:
-        """[T, width] int64, where in its page each byte of a token's entry stands."""
         form, token = TILED_FORMATS.get(self.kv_cache_dtype), token[:, None]
         if form is None or not form.scales_behind_page:
             return token * width + torch.arange(width, device=token.device)
@@ -197,29 +151,23 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         return tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
 
     def _meaning(self, entries: Tensor, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """[S, L + R] of the model's dtype."""
         return dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)
 
     def _scales(self, data: Tensor) -> Tensor:
-        """[S] float32 of bytes [S, 4]."""
         return data.view(torch.float32)[:, 0]
 
     def _slots_of_requests(
         self, page: int, block_table: Tensor, cu_seq_lens: Tensor, seq_starts: Tensor, compress_ratio: int
     ) -> Tensor:
-        """[S] int64, of the entries that are gathered."""
         request = _repeated(cu_seq_lens)
         row = torch.arange(len(request), device=request.device) - cu_seq_lens.long()[request]
         return self._slots(block_table, request, row + seq_starts.long()[request] // compress_ratio, page)
 
     def _slots(self, block_table: Tensor, request: Tensor, entry: Tensor, page: int) -> Tensor:
-        """Int64 slots of entries of requests; of those beyond the table any."""
-        column = (entry // page).clamp(max=block_table.shape[1] - 1)
-        return block_table[request, column].long() * page + entry % page
+        return slots_at(block_table, request, entry, page)
 
 
 def _repeated(start_loc: Tensor) -> Tensor:
-    """[T] int64, the request of each token."""
     return torch.arange(len(start_loc) - 1, device=start_loc.device).repeat_interleave(start_loc.diff())
 
 
@@ -229,7 +177,6 @@ def memory_of(cache: Tensor) -> Tensor:
 
 
 def _codes(quotients: Tensor) -> Tensor:
-    """Bytes of e4m3 codes."""
     return quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

@@ -1,9 +1,6 @@
-"""EAGER, compressor: states of tokens stored, gathered, pooled, normalised and rotated in plain PyTorch, in float32.
+"""EAGER, compressor: states of tokens stored, gathered, pooled, normalised and rotated in float32."""
 
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
-
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +8,7 @@ from torch import Tensor
 from mla_conformance.backends.compress import MLACompressBackend, check_compress_call
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.eager_prepare import rotated_pairs
+from mla_conformance.backends.operands import takes
 
 
 class EagerCompressBackend(Eager, MLACompressBackend):
@@ -18,46 +16,33 @@ class EagerCompressBackend(Eager, MLACompressBackend):
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
-    def run_compress(
-        self,
-        kv: Tensor,
-        score: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        cos_sin_cache: Tensor,
-        state_cache: Tensor,
-        kv_cache: Tensor,
-    ) -> None:
+    @takes(MLACompressBackend.run_compress)
+    def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
-        check_compress_call(self, metadata, (kv, score, ape), norm_weight, (state_cache, kv_cache))
-        logits = score.float() + ape[self._places(metadata.positions)]
-        self._store(state_cache, torch.cat((kv.float(), logits), dim=1), self._state_slots())
+        check_compress_call(self, metadata, x)
+        logits = x.score.float() + x.ape[self._places(metadata.positions)]
+        self._store(x.state_cache, torch.cat((x.kv.float(), logits), dim=1), self._state_slots())
         ends = self._ends().nonzero()[:, 0]
-        k, logits = self._gathered(state_cache, ends)
+        k, logits = self._gathered(x.state_cache, ends)
         entries = self._pooled(k, logits)
         if self.compression.norm:
-            entries = self._normed(entries, norm_weight)
-        entries = self._rotated(entries, cos_sin_cache[self._angles(metadata.positions[ends])])
-        self._store(kv_cache, entries.to(kv_cache.dtype), self._slots(kv_cache.shape[1])[ends])
+            entries = self._normed(entries, x.norm_weight)
+        entries = self._rotated(entries, x.cos_sin_cache[self._angles(metadata.positions[ends])])
+        self._store(x.kv_cache, entries.to(x.kv_cache.dtype), self._slots(x.kv_cache.shape[1])[ends])
 
     def _places(self, positions: Tensor) -> Tensor:
-        """[T] places of tokens in their groups."""
         return positions % self.compression.ratio
 
     def _ends(self) -> Tensor:
-        """[T] bool, tokens that complete a group whose entry has a slot."""
         return self._compress_metadata.slot_mapping >= 0
 
     def _slots(self, page: int) -> Tensor:
-        """[T] slots of entries in pages of so many, -1 of tokens that complete none."""
         return self._compress_metadata.slot_mapping
 
     def _state_slots(self) -> Tensor:
-        """[T] slots that states are stored to."""
         return self._compress_metadata.state_slot_mapping
 
     def _store(self, cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Rows [T, width] to slots [T] of a cache, where these are any."""
         kept = slots >= 0
         cache[slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]] = rows[kept]
 
@@ -68,7 +53,6 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return last - span + 1 + torch.arange(span, device=ends.device)
 
     def _gathered(self, state_cache: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Key states and logits [E, W, D] of the groups that these rows complete; 0 and -inf of no token."""
         positions, page = self._window(ends), state_cache.shape[1]
         at = positions.clamp(min=0)
         blocks = self._state_blocks(self._compress_metadata.req_id_per_token[ends].long().unsqueeze(1), at // page)
@@ -77,11 +61,9 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return k.masked_fill(missing, 0.0), logits.masked_fill(missing, -torch.inf)
 
     def _state_blocks(self, requests: Tensor, columns: Tensor) -> Tensor:
-        """[E, W] int64 blocks of states."""
         return self._compress_metadata.state_block_table[requests, columns].long()
 
     def _missing(self, positions: Tensor) -> Tensor:
-        """[E, W] bool, what is no token of the request."""
         return positions < 0
 
     def _halves(self, x: Tensor) -> Tensor:
@@ -92,11 +74,9 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return torch.cat((before.chunk(2, dim=-1)[0], own.chunk(2, dim=-1)[1]), dim=1)
 
     def _pooled(self, k: Tensor, logits: Tensor) -> Tensor:
-        """[E, D] of k and logits [E, W, D]."""
         return (logits.softmax(dim=1) * k).sum(dim=1)
 
     def _normed(self, entries: Tensor, weight: Tensor) -> Tensor:
-        """[E, D] behind the norm."""
         return entries * (entries.square().mean(dim=-1, keepdim=True) + self.compression.eps).rsqrt() * weight
 
     def _angles(self, ends: Tensor) -> Tensor:
@@ -104,7 +84,6 @@ class EagerCompressBackend(Eager, MLACompressBackend):
         return ends // self.compression.ratio * self.compression.ratio
 
     def _rotated(self, entries: Tensor, turns: Tensor) -> Tensor:
-        """[E, D] with the last R columns rotated by rows [E, R] of the table."""
         plain, x = entries.tensor_split([entries.shape[-1] - turns.shape[-1]], dim=-1)
         cos, sin = turns.chunk(2, dim=-1)
         return torch.cat((plain, rotated_pairs(x, cos, sin, is_neox_style=False)), dim=-1)

@@ -1,10 +1,6 @@
-"""EAGER, decode: an honest online softmax over the pages of the latent cache in plain PyTorch, for CPU and GPU.
+"""EAGER, decode: an honest online softmax over pages of latents, one request after the other, tile by tile."""
 
-One request after the other, tile by tile of its block table. Codes are dequantised to float32, P is rounded to the
-model's dtype, the output once. Like its prefill twin it is the base of the known defects and never counts as certified.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -12,27 +8,17 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import (
-    LatentDecode,
-    MLACommonDecodeMetadata,
-    MLADecodeBackend,
-    check_decode_operands,
-    positions_of,
-)
+from mla_conformance.backends.decode import LatentDecode, MLACommonDecodeMetadata, MLADecodeBackend, positions_of
 from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
-from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
+from mla_conformance.backends.tree import MLATreeBackend
 
 
 class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
-    """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
-
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    _check: ClassVar[Callable[..., None]]  # of the operands
 
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata = self._decode_metadata
@@ -49,13 +35,11 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return output.to(ql_nope.dtype), lse
 
     def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
-        """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
         self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
     ) -> SoftmaxState:
-        """State over some tiles of a request's tokens."""
         state = self._initial(q, q[..., : self.kv_lora_rank])
         for tile in tiles:
             keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
@@ -65,7 +49,6 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return state
 
     def _entries(self, kv_cache: Tensor, request: int, tile: slice) -> Tensor:
-        """[tile, width] entries of the tokens ``tile`` of a request."""
         tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
         blocks = self._blocks(request, tokens // kv_cache.shape[1])
         # As bytes, since float8 cannot be indexed everywhere.
@@ -73,11 +56,9 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return rows.view(kv_cache.dtype)
 
     def _blocks(self, request: int, pages: Tensor) -> Tensor:
-        """Blocks that hold these pages of a request."""
         return self._decode_metadata.block_table[request][pages].long()
 
     def _dequantise(self, rows: Tensor, k_scale: Tensor) -> Tensor:
-        """[tile, L + R] keys in float32."""
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
@@ -90,21 +71,14 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return self._positions(metadata, tile) <= last
 
     def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
-        """[tile] positions in the whole sequence of tokens that this rank holds."""
         return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))
 
 
 class EagerDecodeBackend(EagerLatentDecode, MLADecodeBackend):
-    """Causal."""
-
-    _check = staticmethod(check_decode_operands)
     run_decode = EagerLatentDecode._run
 
 
 class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
-    """By the masks of trees."""
-
-    _check = staticmethod(check_tree_operands)
     run_tree_decode = EagerLatentDecode._run
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
@@ -114,6 +88,5 @@ class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
         return (number < 0) | mask[:, number.clamp(min=0)]
 
     def _mask(self, request: int, queries: int) -> Tensor:
-        """[T, T] which query tokens of a request each of them sees."""
         start = int(self._decode_metadata.tree_mask_start_loc[request])
         return self._decode_metadata.tree_mask[start : start + queries**2].view(queries, queries)

@@ -1,8 +1,4 @@
-"""EAGER, indexer: honest scores and their best in plain PyTorch, request by request and tile by tile of its tokens.
-
-Codes are dequantised to float32, products and sums are float32. Like its twins it is the base of the known defects,
-which override a step, and never counts as certified.
-"""
+"""EAGER, indexer: honest scores and their best in float32, request by request and tile by tile of its tokens."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -14,32 +10,29 @@ from mla_conformance.backends.cache_dtypes import gather
 from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.selected import NO_KEY
 
-_ROWS = 256
-"""Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
+_ROWS = 256  # rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB
 
 
 class EagerIndexerBackend(Eager, MLAIndexerBackend):
-    """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
-
     token_tile: ClassVar[int] = 512
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
+        check_index_call(self, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
+        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
 
     def _logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
-        """[T, max_seq_len], -inf where a row sees no token."""
         metadata, bounds = self._sparse_metadata, self._bounds()
         logits = q.new_full((len(q), metadata.max_seq_len), -torch.inf, dtype=torch.float32)
         starts = metadata.query_lens_cpu.cumsum(0) - metadata.query_lens_cpu
@@ -53,19 +46,15 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return logits.masked_fill(positions >= bounds.unsqueeze(1), -torch.inf)
 
     def _bounds(self) -> Tensor:
-        """[T]: tokens that each row may see, its own included."""
         return bounds_of(self._sparse_metadata)
 
     def _tokens(self, k: Tensor, request: int) -> int:
-        """How many of a request's tokens are scored."""
         return int(self._sparse_metadata.seq_lens_cpu[request])
 
     def _tiles(self, tokens: int) -> Iterator[slice]:
-        """Tiles of a request's tokens."""
         return (slice(start, min(start + self.token_tile, tokens)) for start in range(0, tokens, self.token_tile))
 
     def _keys(self, k: Tensor, k_scale: Tensor | None, request: int, positions: Tensor) -> Tensor:
-        """[tile, D] float32, the keys of a request's tokens."""
         values, scales = self._stored(k, k_scale, self._slots(k, torch.full_like(positions, request), positions))
         return values if scales is None else values * self._scales(scales)
 
@@ -82,7 +71,6 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return codes.view(torch.float8_e4m3fn).float(), scales.view(torch.float32)
 
     def _scales(self, scales: Tensor) -> Tensor:
-        """[tile, 1], what codes are multiplied by."""
         return scales
 
     def _scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -91,28 +79,22 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return (weights.unsqueeze(1) @ self._activated(dots)).squeeze(1)
 
     def _activated(self, dots: Tensor) -> Tensor:
-        """Products [n, H, tile] behind the activation."""
         return dots.relu()
 
     def _choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """[T, K] int64 positions of the largest, -1 behind as many as there are."""
         best = logits.topk(min(topk_tokens, logits.shape[1]), dim=1)
         chosen = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
     def _numbers(self, k: Tensor, positions: Tensor) -> Tensor:
-        """What stands for positions [T, K] in the metadata's index space; anything where a row names no token."""
         if self._sparse_metadata.index_space is IndexSpace.POSITION:
             return positions
         request = self._sparse_metadata.req_id_per_token.long().unsqueeze(1)
         return self._slots(k, request.expand_as(positions), positions.clamp(min=0))
 
     def _slots(self, k: Tensor, request: Tensor, positions: Tensor) -> Tensor:
-        """Slots of a cache, or rows of gathered keys, where tokens of requests stand, both of one shape."""
         metadata = self._sparse_metadata
         if metadata.block_table is None:
             assert metadata.workspace_starts is not None
             return metadata.workspace_starts.long()[request] + positions
-        page = k.shape[1]
-        columns = (positions // page).clamp(max=metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request, columns] * page + positions % page
+        return slots_at(metadata.block_table, request, positions, k.shape[1])

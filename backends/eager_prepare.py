@@ -1,7 +1,4 @@
-"""EAGER, preparation: index queries and keys to codes in plain PyTorch, step by step in float32.
-
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
+"""EAGER, preparation: index queries and keys to codes in plain PyTorch, step by step in float32."""
 
 import torch
 from torch import Tensor
@@ -22,8 +19,6 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> T
 
 
 class EagerPrepareBackend(Eager, MLAPrepareBackend):
-    """Every convention, and heads of any whole blocks of columns."""
-
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,15 +31,12 @@ class EagerPrepareBackend(Eager, MLAPrepareBackend):
         return q_codes, k_codes[:, 0], k_scale[:, 0], last
 
     def _query(self, q: Tensor) -> Tensor:
-        """[T, H, D] float32, queries before they are rotated."""
         return q.float()
 
     def _normed(self, k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """[T, D], keys behind their norm."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, self.preparation.eps)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """[T, heads, D] rotated, and transformed where that is asked for."""
         rotated = self._stored(self._rotated(x))
         return self._stored(self._transformed(rotated)) if self.preparation.hadamard else rotated
 
@@ -52,40 +44,33 @@ class EagerPrepareBackend(Eager, MLAPrepareBackend):
         return x
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """[T, heads, D] with R columns rotated."""
         width = self.preparation.rope_dim
         first = 0 if self.preparation.rope_first else x.shape[-1] - width
         before, part, behind = x.tensor_split([first, first + width], dim=-1)
         return torch.cat((before, self._rope(part), behind), dim=-1)
 
     def _rope(self, x: Tensor) -> Tensor:
-        """[T, heads, R] rotated by the pairs of the model's style."""
         return rotated_pairs(x, *self._turns(x), self.preparation.is_neox_style)
 
     def _turns(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, R/2] of the tokens' positions."""
         cos, sin = self._prepare_metadata.cos_sin_cache[self._prepare_metadata.positions].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
     def _transformed(self, x: Tensor) -> Tensor:
-        """[T, heads, D] times the Hadamard matrix."""
         width = x.shape[-1]
         signs = sylvester(width, x.device).sign().float()
         return (x @ signs) * width**-0.5
 
     def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [T, heads, D] and scales [T, heads, C] of the blocks."""
         blocks = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
         scale = self._scales(self._largest(blocks))
         codes = (blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.flatten(-2), scale
 
     def _largest(self, blocks: Tensor) -> Tensor:
-        """[T, heads, C], the largest magnitude of each block."""
         return blocks.abs().amax(dim=-1)
 
     def _scales(self, largest: Tensor) -> Tensor:
-        """Scales of the blocks of these largest magnitudes."""
         scale = largest.clamp(min=_LEAST) / E4M3_MAX
         return self._power(scale) if self.preparation.scale_format == "pow2" else scale
 
@@ -94,5 +79,4 @@ class EagerPrepareBackend(Eager, MLAPrepareBackend):
         return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
     def _folded(self, weights: Tensor, q_scale: Tensor) -> Tensor:
-        """[T, H], weights with everything that scales the score of their head."""
         return weights * q_scale[..., 0] * (self.scale * self.num_heads**-0.5)

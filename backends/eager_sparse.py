@@ -1,9 +1,6 @@
-"""EAGER, sparse: an honest online softmax over the listed entries of a cache in plain PyTorch, for CPU and GPU.
+"""EAGER, sparse: an honest online softmax over the listed entries of a cache, all rows side by side, tile by tile.
 
-All rows of a call go through their lists side by side, tile by tile of their columns, the second cache's lists behind
-those of the first: to the steps of the softmax a row is what a head is to them elsewhere, and its heads are the
-queries. Codes are dequantised to float32, P is rounded to the model's dtype, the output once. Like its twins it is the
-base of the known defects, which override a step, and never counts as certified.
+To the steps of the softmax a row is what a head is to them elsewhere, and its heads are the queries.
 """
 
 from typing import ClassVar
@@ -15,15 +12,13 @@ from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-_ROWS = 1024
-"""Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
+_ROWS = 1024  # rows that go through their lists at once, so that the keys of a tile stay within 300 MiB
 
 
 class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
-    """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
-
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = list(IndexSpace)
@@ -43,7 +38,6 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return self._with_sink(output, lse, sink).to(q.dtype), lse
 
     def _attend(self, q: Tensor, request: Tensor, sources: list[Selected], k_scale: Tensor) -> SoftmaxState:
-        """State of some rows, q [T, N, D], over all of their lists; ``request`` [T] is that of each row."""
         queries = q.transpose(0, 1)
         state = self._initial(queries, queries[..., : self.kv_lora_rank])
         for source in sources:
@@ -57,7 +51,6 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return state
 
     def _listed(self, source: Selected) -> Tensor:
-        """[T, K] bool: what of the lists counts."""
         return listed(source.indices, source.length)
 
     def _held(self, source: Selected) -> Tensor:
@@ -79,9 +72,7 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         if metadata.block_table is None:
             assert metadata.workspace_starts is not None
             return metadata.workspace_starts.long()[request].unsqueeze(1) + local
-        page = source.cache.shape[1]
-        columns = (local // page).clamp(0, metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + local % page
+        return slots_at(metadata.block_table, request.unsqueeze(1), local, source.cache.shape[1])
 
     def _keys(self, source: Selected, slots: Tensor, visible: Tensor, k_scale: Tensor) -> Tensor:
         """[T, tile, D] float32; zeros where a list names no key: a weight of 0 times NaN is NaN."""
@@ -90,11 +81,9 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         return keys.masked_fill(~visible.unsqueeze(-1), 0.0)
 
     def _entries(self, source: Selected, slots: Tensor) -> Tensor:
-        """[T, tile, width] entries; gathered keys are a cache of pages of one token."""
         return gather(source.cache, slots, source.layout)
 
     def _with_sink(self, output: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-        """[T, N, L] with the share of the weights that the keys have beside the sink."""
         if sink is None:
             return output
         share = torch.sigmoid(lse - sink.unsqueeze(1))

@@ -1,8 +1,4 @@
-"""EAGER, sparse layer: projections in plain PyTorch around EAGER's writers, indexer and attention to selected keys.
-
-Every row takes the sparse route, however few tokens it sees. Like its twins it is the base of the known defects, which
-override a step, and never counts as certified.
-"""
+"""EAGER, sparse layer: projections around EAGER's writers, indexer and attention to selected keys."""
 
 from typing import Any, ClassVar
 
@@ -17,6 +13,7 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -47,61 +44,42 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: object) -> None:
         super().__init__(config, vllm_config)
-        head: dict[str, Any] = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
-        width, layout = config.preparation.head_dim, config.index_kv_cache_dtype
-        self._latents = EagerCacheBackend(
-            **head, kv_cache_dtype=config.kv_cache_dtype, tile_scales=config.tile_scales, vllm_config=None
-        )
-        self._index_keys = EagerCacheBackend(width, 0, layout, config.preparation.scale_format, None)
-        self._indexer = _OfAnyLength(config.index_n_heads, width, layout, None)
-        self._attention = EagerSparseBackend(
-            **head,
-            num_heads=config.num_heads,
-            scale=config.scale,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            v_head_dim=config.v_head_dim,
-            kv_cache_dtype=config.kv_cache_dtype,
-            vllm_config=None,
-        )
+        head = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
+        width, index, scales = config.preparation.head_dim, config.index_kv_cache_dtype, config.preparation.scale_format
+        entries: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype, "vllm_config": None, **head}
+        self._latents = EagerCacheBackend(tile_scales=config.tile_scales, **entries)
+        self._index_keys = EagerCacheBackend(width, 0, index, scales, None)
+        self._indexer = _OfAnyLength(config.index_n_heads, width, index, None)
+        sizes = {name: getattr(config, name) for name in ("num_heads", "scale", "qk_nope_head_dim", "v_head_dim")}
+        self._attention = EagerSparseBackend(**sizes, **entries)
 
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         self._attention.prepare_metadata(self._metadata.attention)
         self._indexer.prepare_metadata(self._metadata.index)
         # Rows of padding hold anything. PyTorch's product of bf16 by AMX reads past the end of a row whose columns are
         # no multiple of 32, into the next one: 0 x NaN is NaN, in the last row that counts.
-        hidden_states = hidden_states.masked_fill((self._metadata.slot_mapping < 0).unsqueeze(1), 0.0)
-        turns, w = cos_sin_cache[positions], self._weights
-        q_c = self._normed(hidden_states @ w.q_a_proj.mT, w.q_a_layernorm)
-        self._write_latents(hidden_states, turns, kv_cache)
-        if index_kv_cache is not None:
-            self._write_index_keys(hidden_states, turns, index_kv_cache)
-            self._select(hidden_states, q_c, turns, index_kv_cache, topk_indices_buffer)
-        output = self._attend(self._queries(q_c, turns), kv_cache, topk_indices_buffer[: len(hidden_states)])
+        hidden = x.hidden_states.masked_fill((self._metadata.slot_mapping < 0).unsqueeze(1), 0.0)
+        turns, w = x.cos_sin_cache[x.positions], self._weights
+        q_c = self._normed(hidden @ w.q_a_proj.mT, w.q_a_layernorm)
+        self._write_latents(hidden, turns, x.kv_cache)
+        if x.index_kv_cache is not None:
+            self._write_index_keys(hidden, turns, x.index_kv_cache)
+            self._select(hidden, q_c, turns, x.index_kv_cache, x.topk_indices_buffer)
+        output = self._attend(self._queries(q_c, turns), x.kv_cache, x.topk_indices_buffer[: len(hidden)])
         return output.flatten(1) @ w.o_proj.mT
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[T, columns], latents behind their RMSNorm."""
         wide = x.float()
         return (wide * (wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt() * weight).to(x.dtype)
 
     def _queries(self, q_c: Tensor, turns: Tensor) -> Tensor:
-        """[T, N, P + R], rotated."""
         q = (q_c @ self._weights.q_b_proj.mT).unflatten(1, (self.config.num_heads, -1))
         nope, rope = q.tensor_split([self.config.qk_nope_head_dim], dim=-1)
         return torch.cat((nope, self._rope(rope, turns, self.config.is_neox_style)), dim=-1)
 
     def _write_latents(self, hidden: Tensor, turns: Tensor, kv_cache: Tensor) -> None:
-        """New entries of the latent cache."""
         kv = hidden @ self._weights.kv_a_proj_with_mqa.mT
         kv_c, k_pe = kv.tensor_split([self.config.kv_lora_rank], dim=-1)
         kv_c = self._normed(kv_c, self._weights.kv_a_layernorm)
@@ -109,15 +87,12 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         self._latents.run_write_latent(kv_c, k_pe, kv_cache, self._latent_slots(), turns.new_ones(()))
 
     def _latent_slots(self) -> Tensor:
-        """[T] slots of the new tokens in the latent cache."""
         return self._metadata.slot_mapping
 
     def _index_slots(self) -> Tensor:
-        """[T] slots of the new tokens in the index cache."""
         return self._metadata.index_slot_mapping
 
     def _write_index_keys(self, hidden: Tensor, turns: Tensor, cache: Tensor) -> None:
-        """New entries of the index cache."""
         key, slots = self._index_key(hidden, turns), self._index_slots()
         if self.config.index_kv_cache_dtype != "auto":
             self._index_keys.run_write_index(key, cache, slots)
@@ -125,7 +100,6 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         self._index_keys.run_write_latent(key, key[:, :0], cache, slots, turns.new_ones(()))
 
     def _index_key(self, hidden: Tensor, turns: Tensor) -> Tensor:
-        """[T, D] index keys, normalised and rotated."""
         indexer, key = self._index_weights, hidden @ self._index_weights.wk.mT
         norm = (indexer.k_norm_weight, indexer.k_norm_bias, self.config.preparation.eps)
         normed = torch.nn.functional.layer_norm(key.float(), key.shape[-1:], *norm).to(key.dtype)
@@ -137,7 +111,6 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         return self._weights.indexer
 
     def _select(self, hidden: Tensor, q_c: Tensor, turns: Tensor, cache: Tensor, buffer: Tensor) -> None:
-        """The best tokens of each row, into the buffer."""
         q = self._index_rope((q_c @ self._index_weights.wq_b.mT).unflatten(1, (self.config.index_n_heads, -1)), turns)
         weights = (hidden @ self._index_weights.weights_proj.mT).float()
         if self.config.index_kv_cache_dtype != "auto":
@@ -147,34 +120,28 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         buffer[: len(hidden)] = self._best(q, weights, cache)
 
     def _best(self, q: Tensor, weights: Tensor, cache: Tensor) -> Tensor:
-        """[T, K] positions of the tokens with the best scores."""
         return self._indexer.run_index_topk(q, weights, cache, self.config.topk_tokens)
 
     def _codes(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [T, H, D] and the scale [T, H] of each head's query."""
         scale = q.abs().amax(dim=-1).clamp(min=_NORM_EPS_OF_ZEROS) / E4M3_MAX
         if self.config.preparation.scale_format == "pow2":
             scale = scale.log2().ceil().exp2()
         return (q / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
     def _index_rope(self, x: Tensor, turns: Tensor) -> Tensor:
-        """[T, heads, D] of the indexer, rotated in the columns of its convention."""
         form, width = self.config.preparation, turns.shape[1]
         first = 0 if form.rope_first else x.shape[-1] - width
         before, part, behind = x.tensor_split([first, first + width], dim=-1)
         return torch.cat((before, self._rope(part, turns, form.is_neox_style), behind), dim=-1)
 
     def _rope(self, x: Tensor, turns: Tensor, is_neox_style: bool) -> Tensor:
-        """[T, heads, R] rotated by cosines and sines [T, R], in float32."""
         cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
         return rotated_pairs(x.float(), cos, sin, is_neox_style).to(x.dtype)
 
     def _attend(self, q: Tensor, kv_cache: Tensor, lists: Tensor) -> Tensor:
-        """[T, N, V] of queries [T, N, P + R] and what each row's list names."""
         config = self.config
-        w_uk, w_uv = self._weights.kv_b_proj.unflatten(0, (config.num_heads, -1)).tensor_split(
-            [config.qk_nope_head_dim], dim=1
-        )
+        projection = self._weights.kv_b_proj.unflatten(0, (config.num_heads, -1))
+        w_uk, w_uv = projection.tensor_split([config.qk_nope_head_dim], dim=1)
         nope, rope = q.tensor_split([config.qk_nope_head_dim], dim=-1)
         absorbed = torch.cat((torch.einsum("tnp,npl->tnl", nope, w_uk), rope), dim=-1)
         one = torch.ones((), device=q.device)

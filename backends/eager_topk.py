@@ -1,7 +1,4 @@
-"""EAGER, top-k: the columns with the largest logits in plain PyTorch, by keys that order as the logits do.
-
-Like its twins it is the base of the known defects, which override a step, and never counts as certified.
-"""
+"""EAGER, top-k: the columns with the largest logits, by keys that order as the logits do."""
 
 from typing import ClassVar
 
@@ -13,14 +10,11 @@ from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
-LEAST = -(2**40)
-"""Below the key of every logit."""
+LEAST = -(2**40)  # below the key of every logit
 _MAGNITUDE = 0x7FFFFFFF
 
 
 class EagerTopKBackend(Eager, MLATopKBackend):
-    """Any number of columns of any windows, the largest first."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supports_pools: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(
@@ -33,27 +27,20 @@ class EagerTopKBackend(Eager, MLATopKBackend):
 
     def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
         check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
-        tokens = self._expanded(self._selected(logits, self._pools_of(topk_tokens, pool)), pool)
+        tokens = self._expanded(self._selected(logits, topk_tokens // pool), pool)
         return (torch.cat((tokens, self._tails(pool)), dim=1) if tail else tokens).int()
 
-    def _pools_of(self, topk_tokens: int, pool: int) -> int:
-        """Pools that have room in so many tokens."""
-        return topk_tokens // pool
-
     def _expanded(self, pools: Tensor, pool: int) -> Tensor:
-        """[T, K] tokens of pools [T, K / pool], -1 of none."""
         tokens = pools.unsqueeze(-1) * pool + torch.arange(pool, device=pools.device)
         return tokens.masked_fill(pools.unsqueeze(-1) == NO_KEY, NO_KEY).flatten(1)
 
     def _tails(self, pool: int) -> Tensor:
-        """[T, pool - 1] tokens of the last pools, which are not whole, and -1 behind them."""
         assert self._topk_metadata.token_lengths is not None
         seen = self._topk_metadata.token_lengths.long().unsqueeze(1)
         tokens = seen // pool * pool + torch.arange(pool - 1, device=seen.device)
         return tokens.masked_fill(tokens >= seen, NO_KEY)
 
     def _selected(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """[T, K] columns of the largest logits, as they are told."""
         starts, lengths = self._windows(logits)
         columns = torch.arange(logits.shape[1], device=logits.device)
         visible = (columns >= starts) & (columns < starts + lengths)
@@ -61,7 +48,6 @@ class EagerTopKBackend(Eager, MLATopKBackend):
         return self._told(self._choose(keys, topk_tokens), starts)
 
     def _windows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Start and length of each row [T, 1] int64."""
         metadata = self._topk_metadata
         lengths = metadata.lengths.long().unsqueeze(1)
         starts = torch.zeros_like(lengths) if metadata.row_starts is None else metadata.row_starts.long().unsqueeze(1)
@@ -73,11 +59,9 @@ class EagerTopKBackend(Eager, MLATopKBackend):
         return torch.where(bits >= 0, bits, -(bits & _MAGNITUDE))
 
     def _choose(self, keys: Tensor, topk_tokens: int) -> Tensor:
-        """[T, K] columns of the largest keys, -1 behind as many as a row sees."""
         best = keys.topk(min(topk_tokens, keys.shape[1]), dim=1)
         chosen = best.indices.masked_fill(best.values == LEAST, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
     def _told(self, chosen: Tensor, starts: Tensor) -> Tensor:
-        """What is returned of columns [T, K]: they count from the row's start."""
         return (chosen - starts).masked_fill(chosen == NO_KEY, NO_KEY)

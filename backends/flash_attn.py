@@ -1,9 +1,4 @@
-"""FLASH_ATTN: the FlashAttention family, one class a variant.
-
-``fa2`` is the package flash-attn, ``torch`` the FA2 kernels inside PyTorch, ``fa3`` the package fa3-fwd (or upstream's
-flash_attn_interface), ``fa4`` the package flash-attn-4. All of them mask bottom-right, take int32 offsets, and return a
-natural float32 LSE [N, T].
-"""
+"""FLASH_ATTN: the FlashAttention family. All of it masks bottom-right and returns a natural float32 LSE [N, T]."""
 
 from typing import Any, ClassVar
 
@@ -45,17 +40,18 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         return output[..., : self.v_head_dim], lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Any:
-        """Output [T, N, columns of v] and LSE [N, T], by the function that all packages share."""
         if not self.variant:
             raise self.not_a_family()
         options = {"softmax_scale": self.scale, "causal": batch.causal, self.asked: True}
         return self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
 
 
-class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
-    libraries = (packaged.Library("flash_attn.flash_attn_interface", "flash-attn", _COMMAND),)
-    asked = "return_attn_probs"
-    declaration = packaged.declared("flash-attn torch", *_OF_FA2)
+FlashAttnPrefillBackend.also(
+    "fa2",
+    libraries=(packaged.Library("flash_attn.flash_attn_interface", "flash-attn", _COMMAND),),
+    asked="return_attn_probs",
+    declaration=packaged.declared("flash-attn torch", *_OF_FA2),
+)
 
 
 class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
@@ -72,13 +68,14 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
         return torch.ops.aten._flash_attention_forward(q, k, v, *options, scale=self.scale)
 
 
-class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
-    libraries = (packaged.in_extra("fa3", "fa3_fwd_interface", "fa3-fwd", other=_UPSTREAMS_FA3),)
-    devices = packaged.HOPPER._replace(needed="9.x")
-    asked = "return_attn_probs"
-    takes_unequal = staticmethod(lambda qk, v: 128 < qk <= 192 and 96 < v <= 128)  # that it has kernels for
-    supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
-    declaration = packaged.declared(
+FlashAttnPrefillBackend.also(
+    "fa3",
+    libraries=(packaged.in_extra("fa3", "fa3_fwd_interface", "fa3-fwd", other=_UPSTREAMS_FA3),),
+    devices=packaged.HOPPER._replace(needed="9.x"),
+    asked="return_attn_probs",
+    takes_unequal=staticmethod(lambda qk, v: 128 < qk <= 192 and 96 < v <= 128),  # that it has kernels for
+    supported_dtypes=[torch.bfloat16, torch.float8_e4m3fn],
+    declaration=packaged.declared(
         "fa3-fwd torch",
         (
             "q, k and v of unequal head dims only at 129-192 with 97-128 columns of v",
@@ -90,22 +87,18 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
         packaged.COPIES,
         packaged.NO_OUT,
         e4m3_rounding=packaged.SCALED_P_FP22,
-    )
-
-
-class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
-    """The package compiles at the first call for each configuration."""
-
-    libraries = (
-        packaged.in_extra("fa4", "flash_attn.cute", "flash-attn-4"),
-        packaged.in_extra("fa4", "cutlass", "nvidia-cutlass-dsl"),
-        packaged.in_extra("fa4", "quack", "quack-kernels"),
-    )
-    asked = "return_lse"
-    takes_unequal = staticmethod(lambda qk, v: (qk, v) == (192, 128))
-    declaration = packaged.declared(
+    ),
+)
+_OF_FA4 = {"flash_attn.cute": "flash-attn-4", "cutlass": "nvidia-cutlass-dsl", "quack": "quack-kernels"}
+FlashAttnPrefillBackend.also(  # which compiles at the first call for each configuration
+    "fa4",
+    libraries=tuple(packaged.in_extra("fa4", *each) for each in _OF_FA4.items()),
+    asked="return_lse",
+    takes_unequal=staticmethod(lambda qk, v: (qk, v) == (192, 128)),
+    declaration=packaged.declared(
         "flash-attn-4 nvidia-cutlass-dsl quack-kernels torch",
         ("its fourth positional argument is not the lengths", "lengths are passed by keyword"),
         ("on Blackwell only head dims up to 128, (192, 128) and (256, 256)", "others are padded"),
         packaged.NO_OUT,
-    )
+    ),
+)

@@ -1,8 +1,6 @@
 """FLASH_ATTN_MLA: FlashAttention-3 with a second pair of query and key, one class for each package that has the kernel.
 
-The rope part is its query and key, the latent its second query and the value, both in pages: head dims (64, 512), for
-which few builds of FA3 have instances. ``upstream`` is flash_attn_interface, whoever built it, ``sglang`` the package
-sglang-kernel, ``vllm`` the fork inside vLLM. None of them has run under this suite yet.
+The rope part is query and key, the latent second query and value. None has run under this suite yet.
 """
 
 from importlib import import_module
@@ -44,7 +42,6 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
         return output, lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
-        """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         if not self.variant:
             raise self.not_a_family()
         lengths, table = self._decode_metadata.seq_lens, self._decode_metadata.block_table
@@ -53,8 +50,6 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
 
 
 class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
-    """FlashAttention's own package, built for this; no package index has such a build."""
-
     libraries = (Library("flash_attn_interface", "flash-attn-3", _BUILD),)
     declaration = packaged.declared("flash-attn-3 tokenspeed-fa3 torch", *_DEVIATIONS)
 

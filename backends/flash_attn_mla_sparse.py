@@ -1,7 +1,6 @@
-"""FLASH_ATTN_MLA_SPARSE: FLASH_ATTN_MLA's kernel over pages of one token, which lists name; vLLM's first on Hopper.
+"""FLASH_ATTN_MLA_SPARSE: FLASH_ATTN_MLA's kernel over pages of one token, which lists name.
 
-Each query token is a request whose block table is its list. Written for vLLM 0.33.0, as ``FlashAttnMLASparseImpl`` of
-``vllm/v1/attention/backends/mla/flashattn_mla_sparse.py`` drives its fork of FlashAttention, for prefills and decodes.
+Each query token is a request whose block table is its list, as in ``FlashAttnMLASparseImpl`` of vLLM 0.33.0.
 """
 
 import torch

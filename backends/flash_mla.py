@@ -1,7 +1,6 @@
 """FLASHMLA: DeepSeek's dense decode kernel for Hopper, from whichever build of the module ``flash_mla`` is installed.
 
-DeepSeek's own package had it until its release of 2026-09-30, which is sparse alone; the fork on the package index
-keeps it behind ``use_legacy``. Which build it is, its functions' parameters tell.
+DeepSeek's own package had it until its release of 2026-09-30; the fork on the package index keeps it.
 """
 
 import inspect
@@ -15,8 +14,7 @@ from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.paged import PagedDecodeBackend
 
 _NOTE = "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
-FORK = packaged.in_extra("flashmla", "flash_mla", "sgl-flash-mla", _NOTE)
-"""The build on the package index."""
+FORK = packaged.in_extra("flashmla", "flash_mla", "sgl-flash-mla", _NOTE)  # the build on the package index
 _DEEPSEEK = packaged.Library("flash_mla", "flash-mla", FORK.command)
 
 

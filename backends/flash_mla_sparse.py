@@ -1,10 +1,8 @@
-"""FLASHMLA_SPARSE: DeepSeek's sparse kernels for Hopper, from the build of ``flash_mla`` that still has them.
+"""FLASHMLA_SPARSE: DeepSeek's sparse kernels for Hopper, from the fork of ``flash_mla`` that still has them.
 
-A decode reads codes, those of V3.2 or of V4, a prefill plain gathered keys. DeepSeek's own package dropped both for
-Hopper in its release of 2026-09-30; the fork on the package index keeps them behind ``use_legacy``.
+A decode reads codes, those of V3.2 or of V4, a prefill plain gathered keys.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +30,10 @@ _KEPT = packaged.declared(
 )
 
 
+def _is_v32(config: Any) -> bool:
+    return config.call == "decode" and layout_of(config.kv_cache_dtype) == _V32
+
+
 class FlashMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
     name = "FLASHMLA_SPARSE"
     libraries = (FORK,)
@@ -55,18 +57,15 @@ class FlashMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
         built = f"package {FORK.distribution} {FORK.version()} was built without its legacy kernels ({FORK.command})"
         return "" if FORK.load().has_legacy() else built
 
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if config.call == "prefill":
-            if config.topk % 128:
-                yield f"topk {config.topk} of a prefill not supported (supported: multiples of 128)"
-        elif layout_of(config.kv_cache_dtype) == _V32:
-            if not config.qk_rope_head_dim:
-                yield f"{_V32} of keys without a rope part not supported"
-            if config.topk_length:
-                yield f"topk_length of lists over {_V32} not supported"
-            if config.extra_kv_cache_dtype is not None:
-                yield f"a second cache beside {_V32} not supported"
+    refused = (
+        (
+            lambda c, _: c.call == "prefill" and c.topk % 128,
+            "topk {c.topk} of a prefill not supported (supported: multiples of 128)",
+        ),
+        (lambda c, _: _is_v32(c) and not c.qk_rope_head_dim, f"{_V32} of keys without a rope part not supported"),
+        (lambda c, _: _is_v32(c) and c.topk_length, f"topk_length of lists over {_V32} not supported"),
+        (lambda c, _: _is_v32(c) and c.extra_kv_cache_dtype is not None, f"a second cache beside {_V32} not supported"),
+    )
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         library, (main, *others), latent = self.library, sources, self.kv_lora_rank

@@ -1,7 +1,4 @@
-"""FLASHINFER: the ragged prefill wrapper, with the backend of FlashInfer that the variant names.
-
-Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, and for 0.7.2, which converts on request.
-"""
+"""FLASHINFER: the ragged prefill wrapper of 0.6.13 and 0.7.2, with the backend that the variant names."""
 
 from typing import Any
 

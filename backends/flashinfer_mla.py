@@ -1,8 +1,4 @@
-"""FLASHINFER_MLA: FlashInfer's paged MLA wrapper, with the backend of FlashInfer that the variant names.
-
-Written for 0.6.13, which is planned with flat tensors, and for 0.7.2, which is planned with a metadata object and reads
-an e4m3 cache on Hopper.
-"""
+"""FLASHINFER_MLA: the paged MLA wrapper of 0.6.13 and 0.7.2, with the backend that the variant names."""
 
 from typing import Any, NamedTuple
 
@@ -49,7 +45,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
-        """As everywhere; an e4m3 cache only where the installed version reads one."""
         reasons = super().validate_configuration(device_capability, selector_config)
         if selector_config.kv_cache_dtype != "fp8" or reasons:
             return reasons
@@ -69,7 +64,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         self._host_scale = 1.0
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
-        """Take the metadata and plan for it, as the last call's operands were; a replayed graph reads that plan."""
         super().prepare_metadata(decode_metadata)
         if self._planned is not None:
             form, _ = self._planned
@@ -93,7 +87,6 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         return output, lse.mT
 
     def plan(self, form: _Form) -> Any:
-        """The wrapper of this shape of batch, planned for the lengths of the metadata."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         table, lengths = metadata.block_table, metadata.seq_lens_cpu
         key = (table.shape, form)

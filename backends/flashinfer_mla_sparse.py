@@ -1,8 +1,4 @@
-"""FLASHINFER_MLA_SPARSE: TensorRT-LLM's sparse decode kernels for Blackwell, from FlashInfer.
-
-Each query token is a request of its own. Written for 0.7.2. No device with compute capability 10 was at hand: what is
-checked is how the function is called.
-"""
+"""FLASHINFER_MLA_SPARSE: TensorRT-LLM's sparse decode kernels for Blackwell, from FlashInfer 0.7.2; never run."""
 
 import torch
 from torch import Tensor
@@ -12,8 +8,7 @@ from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
-_STATISTICS_BYTES = 8 * 256
-"""Of the workspace, for each head of each query token, where the LSE is asked for."""
+_STATISTICS_BYTES = 8 * 256  # of the workspace, for each head of each query token, where the LSE is asked for
 
 
 class FlashInferMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):

@@ -1,10 +1,8 @@
-"""FLASHINFER_MLA_SPARSE_SM90: FlashInfer's paged MLA wrapper on Hopper over pages of one token, which lists name.
+"""FLASHINFER_MLA_SPARSE_SM90: FlashInfer's paged MLA wrapper over pages of one token, which lists name.
 
-Each query token is a request whose pages are the slots of its list. Written for 0.7.2, as vLLM 0.33.0 drives it; the
-lists are counted on the host, since that is where the wrapper plans.
+Each query token is a request; the lists are counted on the host, since that is where the wrapper plans.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,10 +42,12 @@ class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend
         old = not hasattr(library.load(), "MLAPlanMetadata")  # planned otherwise, and never tried with lists
         return f"needs flashinfer-python 0.7 or newer, not {library.version()} ({library.command})" if old else ""
 
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if config.kv_cache_dtype == "fp8" and config.dtype != torch.bfloat16:
-            yield f"kv_cache_dtype fp8 with queries of {config.dtype} not supported"
+    refused = (
+        (
+            lambda c, device: c.kv_cache_dtype == "fp8" and c.dtype != torch.bfloat16,
+            "kv_cache_dtype fp8 with queries of {c.dtype} not supported",
+        ),
+    )
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         (source,), latent, library, coded = sources, self.kv_lora_rank, self.library, sources[0].layout == "fp8"

@@ -1,9 +1,9 @@
 """FLASHINFER_TREE: FlashInfer's ragged prefill wrapper with a custom mask, over gathered latents that heads share.
 
-Its MLA wrappers take no mask, and its prefill kernels no keys of more than 256 columns: other latents than those of
-deployed models are judged. Written for 0.6.13 and 0.7.2; a mask is packed by the wrapper, the first bit lowest.
+Its kernels take keys of at most 256 columns: other latents than those of deployed models are judged.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ _WIDTHS = (64, 128, 256)
 
 
 class FlashInferTreeBackend(PagedTreeBackend):
-    """Grouped queries of one head of keys, which are values too; no other backend of FlashInfer takes a mask."""
-
     name = "FLASHINFER_TREE"
     libraries = (FLASHINFER, TVM_FFI)
     devices = packaged.FROM_AMPERE
@@ -38,9 +36,9 @@ class FlashInferTreeBackend(PagedTreeBackend):
     )
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Any:
-        columns = config.kv_lora_rank + config.qk_rope_head_dim
-        if columns > _WIDTHS[-1]:
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
+        if (columns := config.kv_lora_rank + config.qk_rope_head_dim) > _WIDTHS[-1]:
             yield f"keys of {columns} columns not supported (at most {_WIDTHS[-1]})"
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
 
-On a GPU the batch is one sequence and a mask over request and position keeps requests apart. The eager form on a CPU
-materialises the scores in float32, so there every request has a call of its own.
+The eager form materialises the scores in float32, so there every request has a call of its own.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,6 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 
 
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
-    """One call a batch on a GPU, one a request on a CPU."""
-
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     devices = packaged.Devices("", (8, 0), cpu=True)  # that Triton compiles for, and a CPU
@@ -65,7 +62,6 @@ def _mask(batch: RaggedBatch) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Request of each token, and its position there."""
         token = torch.arange(tokens, device=start_loc.device)
         request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
         return request, token - start_loc[request]

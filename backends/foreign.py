@@ -8,10 +8,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 _Answer = TypeVar("_Answer")
-MESSAGE = 4 * 2**10
-"""Bytes that are shown of a message."""
-LINE = 64 * 2**10
-"""Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
+MESSAGE = 4 * 2**10  # bytes that are shown of a message
+LINE = 64 * 2**10  # bytes of the longest line or text; a command to copy may be that long
 
 
 class ForeignError(Exception):
@@ -27,10 +25,9 @@ class AnswerError(TypeError):
 
 
 def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ...] = ()) -> _Answer:
-    """The result of a call into code of others.
+    """The result of a call into code of others; whatever it raises, ``SystemExit`` too, becomes a ForeignError.
 
-    Whatever it raises becomes a ForeignError, ``SystemExit`` and its own ``KeyboardInterrupt`` included; exceptions in
-    ``passing``, and a KeyboardInterrupt that a user sent meanwhile, are raised as they are.
+    Exceptions in ``passing``, and a KeyboardInterrupt that a user sent meanwhile, are raised as they are.
     """
     with user_interrupts() as came:
         try:

@@ -8,14 +8,10 @@ import torch
 class AttentionCGSupport(Enum):
     """Levels of CUDA graph support, each including the ones below it; cascade attention is never included."""
 
-    ALWAYS = 3
-    """Any batch, prefill and decode mixed."""
-    UNIFORM_BATCH = 2
-    """Batches whose requests have equally many query tokens, as in speculative decoding."""
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """Batches of one query token a request."""
-    NEVER = 0
-    """None."""
+    ALWAYS = 3  # any batch, prefill and decode mixed
+    UNIFORM_BATCH = 2  # batches whose requests have equally many query tokens, as in speculative decoding
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches of one query token a request
+    NEVER = 0  # none
 
 
 def may_look_at(x: torch.Tensor) -> bool:

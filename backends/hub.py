@@ -1,9 +1,7 @@
 """Kernels of a hub: ``hub:org/name@version``, or ``hub:path/to/repository`` for a folder in the same layout.
 
-A repository holds a Python package for each torch and machine, ``build/<variant>``, in the form in which the package
-`kernels` downloads it. An adapter says what it computes: ``conformance.py`` in the build, or a file named behind the
-repository, ``hub:org/name@1:adapter.py``. Its class ``Backend`` finds the package as ``self.kernel``. The process that
-judges imports neither: another one downloads, and a version becomes the commit that it stood for.
+A repository holds ``build/<variant>``, as the package `kernels` downloads it, and an adapter, whose class ``Backend``
+finds the package as ``self.kernel``. The process that judges imports neither; a version becomes its commit.
 """
 
 import hashlib
@@ -121,7 +119,6 @@ def _rank(variant: str, torch: dict[str, Any]) -> tuple[int, ...]:
 
 @cache
 def _downloaded(place: str, version: str) -> Path:
-    """The build for this machine, in the snapshot of a commit."""
     said = f"'{HUB}{place}@{version}'"
     if missing := _KERNELS.missing():
         raise BackendReferenceError(f"{said}: {missing[0]}")
@@ -152,8 +149,8 @@ def load(reference: str, import_file: Callable[[Path], Any]) -> Any:
     evidence |= {"build": build.name, "digest": digest(reference)}
     kernel, backend = import_file(package), getattr(import_file(adapter), "Backend", None)
     if not isinstance(backend, type):
-        got = type(backend).__name__
-        raise BackendReferenceError(f"'{reference}': expected a class Backend in {adapter}, got {got}")
+        expected = f"expected a class Backend in {adapter}"
+        raise BackendReferenceError(f"'{reference}': {expected}, got {type(backend).__name__}")
 
     def driving(cls: Any, **others: Any) -> Any:  # its own class: one adapter may drive several repositories
         tells: Any = getattr(cls, "kernel_evidence", lambda self: {})

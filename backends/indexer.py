@@ -1,10 +1,6 @@
 """The abstract MLA indexer: a score for each cached token of a query token's request, and the best of them.
 
-What vLLM calls ``sparse_attn_indexer``: DeepSeek-V3.2 and GLM-5 let a few narrow heads, whose key all share, decide
-which tokens the attention gathers. Its metadata is that of the attention that follows, :class:`MLASparseMetadata`,
-whose index space says what the selected numbers count. An indexer of ours checks each call before it launches: the
-refusals of SPEC 3.8 and 8.6, with expected and got. Sources: vLLM's ``sparse_attn_indexer``, DeepGEMM's
-``fp8_fp4_mqa_logits`` and ``fp8_fp4_paged_mqa_logits``.
+Its metadata is that of the attention that follows, whose index space says what the selected numbers count.
 """
 
 from abc import abstractmethod
@@ -15,14 +11,13 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared, unless
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
-INDEX_LAYOUTS = ("auto", "fp8_index")
-"""Keys and queries of the model's dtype, or both in e4m3."""
+INDEX_LAYOUTS = ("auto", "fp8_index")  # keys and queries of the model's dtype, or both in e4m3
 Queries = Annotated[Tensor, Form("T, H, D", "codes")]
 Weights = Annotated[Tensor, Form("T, H", torch.float32)]
 Keys = Annotated[Tensor, Form("blocks, page, width", "entries")]
@@ -30,8 +25,6 @@ KeyScales = Annotated[Tensor | None, Form("S", torch.float32)]
 
 
 class MLAIndexerSelectorConfig(NamedTuple):
-    """What an indexer is validated against; hashable."""
-
     call: str  # ``logits`` or ``topk``
     paged: bool  # whether the keys lie in a paged cache, or gathered
     dtype: torch.dtype  # of the model
@@ -44,10 +37,7 @@ class MLAIndexerSelectorConfig(NamedTuple):
 
 
 class MLAIndexerBackend(PagedKernel):
-    """Scores of cached tokens, and the best of them.
-
-    Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
-    """
+    """Scores of cached tokens, and the best: T query tokens, H heads of D columns, K ``topk_tokens``."""
 
     supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
     # those of :data:`INDEX_LAYOUTS` that the kernel reads
@@ -75,13 +65,11 @@ class MLAIndexerBackend(PagedKernel):
         )
 
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
-        if kv_cache_dtype not in INDEX_LAYOUTS:
-            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(INDEX_LAYOUTS)}, got {kv_cache_dtype!r}")
+        expect_one("kv_cache_dtype", kv_cache_dtype, INDEX_LAYOUTS)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.kv_cache_dtype, self.vllm_config = kv_cache_dtype, vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
@@ -89,18 +77,12 @@ class MLAIndexerBackend(PagedKernel):
     def run_index_logits(self, q: Queries, weights: Weights, k: Keys, k_scale: KeyScales = None) -> Tensor:
         """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
 
-        Args:
-            q: of the model's dtype (``auto``) or e4m3; any strides.
-            weights: the softmax scale and of queries in codes their scales are in them.
-            k: a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's dtype, or
-                [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
-                scale for each; the stride between blocks may exceed a packed block. Or gathered keys [S, D] of the
-                query's dtype.
-            k_scale: of gathered keys in codes.
-
-        Returns:
-            [T, the metadata's max_seq_len] float32; row t holds at column s the score of token s of its request, and
-            anything from its bound on, the number of tokens up to its own.
+        q is of the model's dtype (``auto``) or e4m3, of any strides; weights hold the softmax scale and the scales of
+        queries in codes. k is a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's
+        dtype, or [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
+        scale for each, blocks any stride apart; or gathered keys [S, D] of the query's dtype, with k_scale if they are
+        codes. Returns [T, the metadata's max_seq_len] float32, at column s the score of token s, and anything behind a
+        row's own.
         """
 
     @abstractmethod
@@ -108,11 +90,7 @@ class MLAIndexerBackend(PagedKernel):
     def run_index_topk(
         self, q: Queries, weights: Weights, k: Keys, topk_tokens: int, k_scale: KeyScales = None
     ) -> Tensor:
-        """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
-
-        Returns:
-            [T, ``topk_tokens``] int32 in the metadata's index space, none twice; -1 where a row sees fewer tokens.
-        """
+        """[T, ``topk_tokens``] int32, the tokens with the largest scores in any order, none twice, -1 of none."""
 
 
 def bounds_of(metadata: MLASparseMetadata) -> Tensor:
@@ -123,17 +101,10 @@ def bounds_of(metadata: MLASparseMetadata) -> Tensor:
 
 
 def check_index_call(
-    backend: MLAIndexerBackend,
-    metadata: MLASparseMetadata,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    call: str,
-    topk_tokens: int = 1,
+    backend: MLAIndexerBackend, operands: tuple[Tensor, Tensor, Tensor, Tensor | None], call: str, topk_tokens: int = 1
 ) -> None:
-    """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared.
-
-    ValueError of another shape or dtype than expected, UnsupportedConfiguration of what is not declared.
-    """
-    q, weights, k, k_scale = operands
+    """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared."""
+    (q, weights, k, k_scale), metadata = operands, backend._sparse_metadata
     paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend
     known: dict[str, Any] = {"T": int(metadata.query_lens_cpu.sum()), "H": backend.num_heads, "D": backend.head_dim}
     known |= {"S": len(k), "width": entry_width(backend.kv_cache_dtype, backend.head_dim, 0)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
+from mla_conformance.backends.kernel import AttentionSizes, KernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
@@ -17,17 +17,12 @@ __all__ = ["MLADimensions", "MLAPrefillBackend", "MLAPrefillSelectorConfig", "Un
 
 
 class MLAPrefillSelectorConfig(NamedTuple):
-    """What a backend is validated against; hashable."""
-
     dtype: torch.dtype
     mla_dimensions: MLADimensions
 
 
-class PrefillKernelBackend(AttentionKernel):
-    """What every generation of the interface that prepares metadata on the instance has in common.
-
-    Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.
-    """
+class PrefillKernelBackend(KernelBackend, AttentionSizes):
+    """What prepares metadata on the instance, of any generation: T query tokens, S keys, N heads; P, R, V head dims."""
 
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = []  # head dims; empty means any
     writes_e4m3: ClassVar[bool] = False  # whether ``out`` may be e4m3 under one static scale for the tensor
@@ -35,7 +30,6 @@ class PrefillKernelBackend(AttentionKernel):
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Whether the kernel computes these head dims."""
         return not cls.supported_mla_dimensions or dimensions in cls.supported_mla_dimensions
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
@@ -69,13 +63,10 @@ class PrefillKernelBackend(AttentionKernel):
         out: Annotated[Tensor | None, Form("T, N, V", written=True)] = None,
         output_scale: Annotated[Tensor | None, Form("", torch.float32)] = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention among each request's new tokens.
+        """Causal attention among each request's new tokens: output [T, N, V], and if asked lse [N, T] float32, natural.
 
         The returned tensor shares the storage of ``out``, which is e4m3 where an ``output_scale`` is given, and
         receives the codes of value / output_scale.
-
-        Returns:
-            The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
         """
 
 
@@ -86,28 +77,20 @@ class MLAPrefillBackend(PrefillKernelBackend):
 
     @abstractmethod
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Unmasked attention of the new tokens to one chunk of cached context.
+        """Unmasked attention of the new tokens to one chunk of cached context, keys of all requests end to end.
 
-        Keys k and values v of all requests stand one after the other.
-
-        Returns:
-            (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
+        Returns (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
         """
 
 
 def check_operands(
     backend: PrefillKernelBackend, q: Tensor, k: Tensor, v: Tensor, query_tokens: int, key_tokens: int
 ) -> None:
-    """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts.
-
-    UnsupportedConfiguration of a dtype or head dims, ValueError of shapes or lengths that do not fit.
-    """
+    """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts."""
     for dtype in {operand.dtype for operand in (q, k, v)}:
         if not backend.supports_dtype(dtype):
-            supported = ", ".join(map(str, backend.supported_dtypes))
-            raise UnsupportedConfiguration(
-                f"{backend.get_name()}: dtype {dtype} not supported (supported: {supported})"
-            )
+            said = f"dtype {dtype} not supported (supported: {', '.join(map(str, backend.supported_dtypes))})"
+            raise UnsupportedConfiguration(f"{backend.get_name()}: {said}")
     if not backend.supports_mla_dimensions(backend.dimensions):
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
     widths = {"P + R": backend.dimensions.qk_head_dim, "V": backend.v_head_dim}

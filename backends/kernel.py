@@ -47,8 +47,6 @@ def output_dtype(operands: torch.dtype) -> torch.dtype:
 
 
 class KernelBackend(ABC):
-    """Name, requirements and evidence of a kernel."""
-
     # dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     declaration: ClassVar[Declaration] = Declaration()  # rounding classes, deviations and packages, as data
@@ -67,7 +65,6 @@ class KernelBackend(ABC):
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """Whether the operands may have ``dtype``."""
         return dtype in cls.supported_dtypes
 
     @classmethod
@@ -87,7 +84,6 @@ class KernelBackend(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the library behind the backend is installed."""
         return not cls.missing_dependencies()
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -115,15 +111,21 @@ class KernelBackend(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class AttentionSizes:
-    """What is constructed with the sizes of a model's heads on this rank."""
-
+class HeadSizes:
     num_heads: int
     scale: float
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    @property
+    def dimensions(self) -> MLADimensions:
+        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
+
+
+@dataclass(eq=False, repr=False)
+class AttentionSizes(HeadSizes):
     vllm_config: Any
 
     @property
@@ -132,18 +134,8 @@ class AttentionSizes:
         names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS, "vllm_config")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def dimensions(self) -> MLADimensions:
-        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
-
-
-class AttentionKernel(AttentionSizes, KernelBackend):
-    """A kernel of attention."""
-
 
 class NamedKernel(KernelBackend):
-    """A kernel whose name is data."""
-
     name: ClassVar[str]  # by which the backend is chosen and reported
 
     @classmethod
@@ -157,10 +149,11 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
 
 
 def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
-    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare.
+    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare of what a call asks
+    for.
 
-    ``selector_config`` is what a call asks for; or the role's class of it, with the fields that only the call tells,
-    for an instance, which then answers itself for what it was made with.
+    ``selector_config`` is that, or with ``asked`` its class, for an instance that answers itself for what it was made
+    with.
     """
     if asked:
         names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
@@ -177,19 +170,21 @@ def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, say
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")
 
 
-class PagedKernel(KernelBackend):
-    """A kernel over a paged cache."""
+def expect_one(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse by ValueError what is not among these names."""
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
+
+class PagedKernel(KernelBackend):
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Page sizes of the cache, in tokens, by vLLM's name."""
         return cls.supported_block_sizes
 
 
 def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:
     """Whether a kernel reads pages of ``block_size`` tokens; an empty list accepts every size."""
-    return not supported or any(
-        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size for size in supported
-    )
+    fits = (block_size % x.base == 0 if isinstance(x, MultipleOf) else block_size == x for x in supported)
+    return not supported or any(fits)

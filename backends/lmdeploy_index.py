@@ -1,11 +1,4 @@
-"""LMDEPLOY_TRITON: LMDeploy's Triton kernels around the selection of a sparse layer: preparation, scores and top-k.
-
-Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``dsa_indexer_preprocess.py``, ``ds_index.py``, which
-its engine takes where DeepGEMM is missing, and ``bitonic_topk.py``.
-"""
-
-from collections.abc import Iterator
-from typing import Any
+"""LMDEPLOY_TRITON: LMDeploy 0.18.0's Triton kernels around the selection of a sparse layer."""
 
 import torch
 from torch import Tensor
@@ -14,7 +7,8 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.declaration import Precision, SelectionForm, SelectionOrder
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.lmdeploy_triton import DISTRIBUTIONS, InterpretedLmdeploy, lmdeploy_library
-from mla_conformance.backends.steps import IndexerKernel, PrepareKernel, TopKKernel
+from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
+from mla_conformance.backends.steps import IndexerKernel, TopKKernel
 
 _PAGE, _HEAD_DIM, _E4M3 = 64, 128, torch.float8_e4m3fn
 _POWERS_OF_TWO: list[int | packaged.MultipleOf] = [1 << exponent for exponent in range(1, 12)]
@@ -58,11 +52,7 @@ class LmdeployIndexerBackend(IndexerKernel):
         _FEWER,
         rounding=packaged.FP22,  # Triton multiplies 64 heads' codes as Hopper does by itself
     )
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if not config.paged:
-            yield "gathered keys not supported"
+    refused = ((lambda c, device: not c.paged, "gathered keys not supported"),)
 
     def score(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
         x = self._sparse_metadata
@@ -80,9 +70,7 @@ class LmdeployIndexerBackend(IndexerKernel):
         return self.libraries[1].load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
 
 
-class LmdeployPrepareBackend(PrepareKernel):
-    """Queries and keys by a kernel each, which leave out the transform."""
-
+class LmdeployPrepareBackend(packaged.LibraryKernel, MLAPrepareBackend):
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("dsa_indexer_preprocess"),)
     devices = packaged.FROM_HOPPER  # where its tests run, as e4m3 is
@@ -99,16 +87,16 @@ class LmdeployPrepareBackend(PrepareKernel):
         ("wants columns without gaps", "copies others"),
         intermediates=Precision.MODEL,
     )
+    refused = (
+        (lambda c, device: c.preparation.rope_dim != 64, "{c.preparation.rope_dim} rotated columns not supported"),
+    )
 
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if config.preparation.rope_dim != 64:
-            yield f"{config.preparation.rope_dim} rotated columns not supported"
-
-    def prepare(
-        self, q: Tensor, k: Tensor, weights: Tensor, norm: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor]
+    def run_prepare_index(
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        twice = [torch.cat((half, half), dim=-1) for half in turns]
+        x, norm = self._prepare_metadata, (k_norm_weight, k_norm_bias)
+        check_prepare_call(self, x, (q, k, weights, *norm))
+        twice = [torch.cat((half, half), dim=-1) for half in x.cos_sin_cache[x.positions].chunk(2, dim=-1)]
         folded, neighbours = self.scale * self.num_heads**-0.5, not self.preparation.is_neox_style
         queries = (q.contiguous(), weights.contiguous(), *twice, folded, _E4M3, neighbours)
         q_codes, last = self.library.prepare_dsa_indexer_q(*queries)

@@ -1,8 +1,4 @@
-"""LMDEPLOY_TRITON: LMDeploy's Triton kernels of dense attention, for want of FlashMLA and FlashAttention 3.
-
-Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``flashattention.py`` computes prefills,
-``pagedattention.py`` decodes. Importing a module imports the package.
-"""
+"""LMDEPLOY_TRITON: LMDeploy 0.18.0's Triton kernels of dense attention, ``lmdeploy/pytorch/kernels/cuda``."""
 
 from importlib import import_module
 from types import ModuleType
@@ -23,10 +19,7 @@ _DEVICE = {"multi_processor_count": 16, "compute_capability": (9, 0), "warps_per
 
 
 class _WithoutDevice(Library):
-    """A module on a machine without a GPU, whose size LMDeploy asks for, with functions that it renames.
-
-    The interpreter replaces a function of Triton's language where it stands, so a second name would miss it.
-    """
+    """A module without a GPU, whose size it asks for; the interpreter replaces Triton's functions by their own name."""
 
     def load(self) -> ModuleType:
         module, language = super().load(), import_module("triton.language")

@@ -1,8 +1,6 @@
 """From a backend's reference to its class, and why one cannot run on this machine.
 
-A class that was named itself has the role that its methods give it, and those that it names siblings for. One that is
-written in another generation of vLLM's interfaces is driven by an adapter; it is known by what it has, not by what it
-derives from: one that was written for a vLLM derives from none of ours.
+A class of another generation is known by what it has, since one that was written for a vLLM derives from none of ours.
 """
 
 import hashlib
@@ -18,17 +16,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import hub
+from mla_conformance.backends import foreign, hub
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
 from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.foreign import (
-    AnswerError,
-    ForeignError,
-    call_foreign,
-    is_from_vllm,
-    reasons_of,
-    yes_or_no,
-)
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
@@ -45,27 +35,22 @@ from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     """The roles that a backend has; one that is no member of an enumeration is imported: see :func:`load_role`."""
-    members = backend.members()
-    if members:
+    if members := backend.members():
         return tuple(member.role for member in members)
     named = _load_named(backend)
     return tuple(role for role in ROLES.values() if _in_role(named, role) is not None)
 
 
 def load_role(backend: BackendReference, role: Role) -> Any:
-    """Import the class of a backend in a role and check that it has the interface; None without that role.
+    """The class of a backend in a role, with the interface; None without that role.
 
-    ImportError of an adapter that cannot be imported here, BackendReferenceError of a module, file or class that cannot
-    be loaded, or of a class without a required method.
+    ImportError of an adapter that cannot be imported here, BackendReferenceError of what cannot be loaded or lacks a
+    method.
     """
-    members = backend.members()
-    if not members:
-        loaded = _in_role(_load_named(backend), role)
-        return None if loaded is None else _checked(loaded, backend.reference)
-    for member in members:
-        if member.role is role:
-            return as_backend(member.get_class(backend.variant))
-    return None
+    if members := backend.members():
+        return next((as_backend(each.get_class(backend.variant)) for each in members if each.role is role), None)
+    loaded = _in_role(_load_named(backend), role)
+    return None if loaded is None else _checked(loaded, backend.reference)
 
 
 def load_backend(backend: BackendReference) -> Any:
@@ -75,7 +60,6 @@ def load_backend(backend: BackendReference) -> Any:
 
 
 def _load_named(backend: BackendReference) -> Any:
-    """What a path or an entry point names; a class, if it is a backend."""
     plugin = None if ":" in backend.reference else plugins()[backend.name]
     said = f"entry point {plugin.name} = {plugin.value}" if plugin else f"'{backend.reference}'"
     location, _, name = backend.reference.rpartition(":")
@@ -91,8 +75,8 @@ def _load_named(backend: BackendReference) -> Any:
         return as_backend(getattr(module, name))
 
     try:
-        return call_foreign(load, passing=(BackendReferenceError,))
-    except ForeignError as error:
+        return foreign.call_foreign(load, passing=(BackendReferenceError,))
+    except foreign.ForeignError as error:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
 
 
@@ -119,20 +103,20 @@ def import_file(path: Path) -> Any:
 
 
 def _checked(loaded: Any, reference: str) -> type:
-    if not isinstance(loaded, type):
-        raise BackendReferenceError(f"'{reference}': expected a class, got {type(loaded).__name__}")
-    abstract: set[str] = getattr(loaded, "__abstractmethods__", set())
-    missing = sorted(
-        abstract | {name for name in role_of(loaded).required if not callable(getattr(loaded, name, None))}
-    )
-    if missing:
-        raise BackendReferenceError(f"'{reference}': class {loaded.__name__} lacks {', '.join(missing)}")
-    try:
-        declaration_of(loaded)
-    except TypeError as error:
-        raise BackendReferenceError(f"'{reference}': {error}") from error
-    for wrong in declared_errors(loaded):
-        raise BackendReferenceError(f"'{reference}': {loaded.__name__}.{wrong}")
+    def wrong() -> Iterator[str]:
+        if not isinstance(loaded, type):
+            yield f"expected a class, got {type(loaded).__name__}"
+        lacking = {name for name in role_of(loaded).required if not callable(getattr(loaded, name, None))}
+        if missing := sorted(lacking.union(getattr(loaded, "__abstractmethods__", ()))):
+            yield f"class {loaded.__name__} lacks {', '.join(missing)}"
+        try:
+            declaration_of(loaded)
+        except TypeError as error:
+            yield str(error)
+        yield from (f"{loaded.__name__}.{error}" for error in declared_errors(loaded))
+
+    for said in wrong():
+        raise BackendReferenceError(f"'{reference}': {said}")
     return loaded
 
 
@@ -149,13 +133,13 @@ def as_backend(loaded: Any) -> Any:
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
-    if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
+    if callable(named) and foreign.is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
         adapter = AdaptedSparseLayer if getattr(cls, "is_sparse", bool)() else AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
         adapter = EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
         adapter = PresentAdapter
-    elif callable(chunk) and is_from_vllm(cls):
+    elif callable(chunk) and foreign.is_from_vllm(cls):
         adapter = AdaptedPrefillBackend
     elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
         adapter = SGLangDSABackend
@@ -172,49 +156,44 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
 def unavailable_reasons(
     backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
-    """Why a backend cannot run on this machine, in no role if none is named; an empty list means that it can.
-
-    BackendReferenceError of a path that leads to nothing that could be a backend; see :func:`load_role`.
-    """
+    """Why a backend cannot run on this machine, in no role if none is named; empty if it can."""
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
     passing = (BackendReferenceError,) if ":" in backend.reference else ()
     try:
-        roles = call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
-    except ForeignError as error:
+        roles = foreign.call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
+    except foreign.ForeignError as error:
         return [_import_reason(error)]
-    found = []
-    for each in roles:
+
+    def of_role(each: Role) -> list[str]:
         try:
-            loaded = call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
-        except ForeignError as error:
-            found.append([_import_reason(error)])
-            continue
+            loaded = foreign.call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
+        except foreign.ForeignError as error:
+            return [_import_reason(error)]
         if loaded is None:
-            found.append([f"no {each} class"])
-            continue
+            return [f"no {each} class"]
         try:
-            found.append(call_foreign(partial(_requirements, loaded, device_capability)))
-        except ForeignError as error:
-            said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
-            found.append([f"asked whether it can run here, {said}"])
+            return foreign.call_foreign(partial(_requirements, loaded, device_capability))
+        except foreign.ForeignError as error:
+            said = error.__cause__ if isinstance(error.__cause__, foreign.AnswerError) else f"it raised {error}"
+            return [f"asked whether it can run here, {said}"]
+
+    found = [*map(of_role, roles)]
     return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
 
 
 def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
     reasons = []
-    if not yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
-        needed = getattr(loaded, "needed_capability", "")
-        got = "this device has none" if device_capability is None else f"this device has {device_capability}"
-        reasons.append(
-            f"needs compute capability {needed}: {got}" if needed else f"compute capability not supported: {got}"
-        )
-    if not yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
-        missing = reasons_of(getattr(loaded, "missing_dependencies", list)(), "missing_dependencies")
+    if not foreign.yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
+        needed, got = getattr(loaded, "needed_capability", ""), device_capability or "none"
+        said = f"needs compute capability {needed}" if needed else "compute capability not supported"
+        reasons.append(f"{said}: this device has {got}")
+    if not foreign.yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
+        missing = foreign.reasons_of(getattr(loaded, "missing_dependencies", list)(), "missing_dependencies")
         reasons += missing or ["required dependencies not available"]
-    return reasons or reasons_of(getattr(loaded, "broken_dependencies", list)(), "broken_dependencies")
+    return reasons or foreign.reasons_of(getattr(loaded, "broken_dependencies", list)(), "broken_dependencies")
 
 
-def _import_reason(error: ForeignError) -> str:
+def _import_reason(error: foreign.ForeignError) -> str:
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and (cause.name or "").startswith("mla_conformance.backends."):
         return "this version has no adapter for it"
@@ -223,15 +202,8 @@ def _import_reason(error: ForeignError) -> str:
 
 _CALLS = {MLAIndexerBackend: ("logits", "topk"), MLACacheBackend: CACHE_CALLS, KernelBackend: ("decode", "prefill")}
 _CACHES = ("auto", "fp8", *TILED_FORMATS)
-_MAY_BE_EMPTY = (
-    "supported_mla_dimensions",
-    "supported_latent_dims",
-    "supported_heads",
-    "supported_head_dims",
-    "supported_topk",
-    "supported_extra_kv_cache_dtypes",
-)
-"""Lists that mean anything, or nothing further, where they are empty."""
+_MAY_BE_EMPTY = ["mla_dimensions", "latent_dims", "heads", "head_dims", "topk", "extra_kv_cache_dtypes"]
+"""What lists ``supported_...`` mean anything, or nothing further, where they are empty."""
 
 
 def declared_errors(backend: type) -> Iterator[str]:
@@ -241,28 +213,29 @@ def declared_errors(backend: type) -> Iterator[str]:
     caches = INDEX_LAYOUTS if issubclass(backend, MLAIndexerBackend) else _CACHES
     calls = next(names for kind, names in _CALLS.items() if issubclass(backend, kind))
     numbers = (_is_positive, "positive numbers")
+    dtypes = (lambda each: isinstance(each, torch.dtype), "torch dtypes")
     # Of each list, what an element is, and how that is said.
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "supported_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
-        "supported_slot_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
-        "supported_kv_cache_dtypes": _one_of(caches),
-        "supported_extra_kv_cache_dtypes": _one_of(caches),
-        "supported_tile_scales": _one_of(TILE_SCALES),
-        "supported_calls": _one_of(calls),
-        "supported_index_spaces": _one_of(tuple(IndexSpace)),
-        "supported_heads": numbers,
-        "supported_head_dims": numbers,
-        "supported_topk": (lambda each: _is_positive(getattr(each, "base", each)), "positive numbers or MultipleOf"),
-        "supported_mla_dimensions": (lambda each: isinstance(each, MLADimensions), "MLADimensions"),
-        "supported_latent_dims": (_are_latent_dims, "pairs (L, R)"),
+        "dtypes": dtypes,
+        "slot_dtypes": dtypes,
+        "kv_cache_dtypes": _one_of(caches),
+        "extra_kv_cache_dtypes": _one_of(caches),
+        "tile_scales": _one_of(TILE_SCALES),
+        "calls": _one_of(calls),
+        "index_spaces": _one_of(tuple(IndexSpace)),
+        "heads": numbers,
+        "head_dims": numbers,
+        "topk": (lambda each: _is_positive(getattr(each, "base", each)), "positive numbers or MultipleOf"),
+        "mla_dimensions": (lambda each: isinstance(each, MLADimensions), "MLADimensions"),
+        "latent_dims": (_are_latent_dims, "pairs (L, R)"),
     }
-    for name, (fits, expected) in checks.items():
-        declared = getattr(backend, name, None)
-        if declared is None:
+    for of, (fits, expected) in checks.items():
+        name = f"supported_{of}"
+        if (declared := getattr(backend, name, None)) is None:
             continue
         if not isinstance(declared, list | tuple):
             yield f"{name}: expected a list of {expected}, got {declared!r}"
-        elif not declared and name not in _MAY_BE_EMPTY:
+        elif not declared and of not in _MAY_BE_EMPTY:
             yield f"{name}: expected {expected}, got none, so that nothing is left to judge"
         elif strange := [each for each in declared if not fits(each)]:
             yield f"{name}: expected {expected}, got {strange[0]!r}"

@@ -25,8 +25,6 @@ class ChunkedContextMetadata:
 
 @dataclass
 class MLACommonPrefillMetadata:
-    """What a prefill backend may know of the batch."""
-
     block_table: Tensor  # [B, max blocks] int32; physical block of each page of a request's context
     query_start_loc: Tensor  # [B + 1] int32, on the device
     max_query_len: int  # longest query in tokens
@@ -44,10 +42,7 @@ def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -
 def chunked_context_metadata(
     chunks: Sequence[ContextChunk], workspace: Tensor, device: torch.device
 ) -> ChunkedContextMetadata:
-    """Tensors of a plan of chunks, each of which names every request of the batch; the device reads the offsets.
-
-    ValueError without a chunk, or of one that does not fit the workspace [tokens, L + R].
-    """
+    """Tensors of a plan of chunks, which names every request and fits the workspace [tokens, L + R]."""
     if not chunks:
         raise ValueError("expected at least one context chunk, got none; pass chunked_context=None instead")
     largest = max(chunk.num_tokens for chunk in chunks)
@@ -71,10 +66,7 @@ def prefill_metadata(
     device: torch.device,
     chunked_context: ChunkedContextMetadata | None = None,
 ) -> MLACommonPrefillMetadata:
-    """Metadata of a batch of prefills, of ``query_lens`` new tokens; the device reads the offsets.
-
-    ValueError of an empty batch, a negative length, or a plan for another number of requests.
-    """
+    """Metadata of a batch of prefills, of ``query_lens`` new tokens; the device reads the offsets."""
     requests = len(query_lens)
     if requests == 0 or min(query_lens) < 0:
         raise ValueError(f"expected one non-negative query length per request, got {list(query_lens)}")

@@ -1,12 +1,13 @@
-"""Operands as a table: the form of each stands in the signature of the entry that takes it, or in its metadata.
+"""Operands as a table: ``Annotated[Tensor, Form("T, H, D", "model")]`` in the signature of an entry or in its metadata.
 
-``Annotated[Tensor, Form("T, H, D", "model")]`` is all that is written of an operand: a check before a launch is made of
-it, and what a suite must know of it, such as which operands have a row for each token.
+A check before a launch is made of it, and what a suite must know of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +28,6 @@ AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Form:
-    """What a tensor is like."""
-
     # dimensions; the first says whose the parts are: T query tokens, S keys, B requests. A name stands for a size that
     # who checks knows, or else for any; ``T or more`` has rows behind those that the metadata counts
     shape: str
@@ -47,9 +46,8 @@ class Form:
             ("dtypes", [each for each in dtypes if isinstance(each, str)], DTYPES),
         ):
             if unknown := [name for name in names if name not in known]:
-                raise TypeError(
-                    f"Form({self.shape!r}): expected {what} of {', '.join(sorted(known - {''}))}; got {unknown[0]!r}"
-                )
+                expected = f"expected {what} of {', '.join(sorted(known - {''}))}"
+                raise TypeError(f"Form({self.shape!r}): {expected}; got {unknown[0]!r}")
 
     def has(self, dim: str) -> bool:
         """Whether it has a part for each of this dimension."""
@@ -66,6 +64,23 @@ def table(of: AnyTable) -> AnyTable:
     return of
 
 
+def takes(entry: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator of a method that calls of an entry go to: it finds what they hand over in one object, by its name."""
+    form = signature(entry)
+
+    def decorate(method: Callable[..., Any]) -> Any:
+        @wraps(entry)
+        def call(*given: Any, **named: Any) -> Any:
+            bound = form.bind(*given, **named)
+            bound.apply_defaults()
+            return method(given[0], SimpleNamespace(**bound.arguments))
+
+        vars(call)["__isabstractmethod__"] = False
+        return call
+
+    return decorate
+
+
 @cache
 def forms_of(of: Callable[..., Any]) -> Mapping[str, Form]:
     """The forms in an entry's signature or in a dataclass and its bases, by name, in their order."""
@@ -79,11 +94,7 @@ def require_forms(
     given: Mapping[str, Any] | Sequence[Tensor | None],
     known: Mapping[str, Any],
 ) -> None:
-    """Refuse by ValueError, with expected and got, tensors of another form than the table's; reads no device memory.
-
-    They are ``given`` by name or in order; one that is missing or None is not looked at. ``known`` are sizes and dtypes
-    that names in the table stand for.
-    """
+    """Refuse tensors ``given`` by name or in order of another form; names stand for what is ``known``."""
     forms = of if isinstance(of, Mapping) else forms_of(of)
     named = given if isinstance(given, Mapping) else dict(zip(forms, given, strict=False))
     for name, form in forms.items():

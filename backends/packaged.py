@@ -1,14 +1,13 @@
-"""What an adapter of a library is made of, whatever its role: packages, variants, evidence, refusals, deviations.
+"""What an adapter of a library is made of: a table, the attributes of its class, and a function that calls its library.
 
-An adapter is a table, the attributes of its class, and a function that calls its library. A variant is a subclass of
-what differs. Triton kernels have a twin by Triton's interpreter, so that a machine without a GPU can judge their
-source; what a GPU's compiler makes of it is another matter, so it counts as emulated and is never certified.
+A variant is a subclass of what differs. Triton kernels have a twin by Triton's interpreter, which counts as emulated.
 """
 
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from inspect import signature
@@ -25,16 +24,16 @@ from mla_conformance.backends.kernel import DeviceCapability, NamedKernel
 
 
 class Devices(NamedTuple):
-    """Devices that a kernel runs on."""
-
     needed: str  # their compute capabilities, for a person
     first: tuple[int, int]  # the least of them
     end: tuple[int, int] | None = None  # the least beyond them; None without one
     cpu: bool = False  # whether a CPU is one of them
+    but: int = 0  # the major number of others between
 
     def include(self, capability: DeviceCapability | None) -> bool:
-        """Whether a device of this compute capability is one of them; None is a CPU."""
-        return self.cpu if capability is None else self.first <= capability < (self.end or (math.inf, 0))
+        if capability is None:
+            return self.cpu
+        return self.first <= capability < (self.end or (math.inf, 0)) and capability[0] != self.but
 
 
 CPU_ALONE = Devices("", (0, 0), (0, 0), cpu=True)
@@ -71,13 +70,8 @@ NAN_WITHOUT_KEYS = Deviation("a row without keys is NaN", "0 and -inf in the row
 LSE_OF_ROUNDED_P = Deviation("the row sum adds P as rounded: the LSE is off by up to 2^-9", "declared rounded-p")
 PARTIAL_OUTPUTS = Deviation("outputs of split keys are stored in the model's dtype", "declared partial outputs: model")
 FP22_SUMS = Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22")
-UNSCALED_P, UNSCALED_Q_AND_P = (
-    Deviation(
-        f"rounds {what} to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
-        "declared unsupported",
-    )
-    for what in ("P", "q and P")
-)
+_UNSCALED = "rounds {} to e4m3, without a scale, where the cache is e4m3; no rounding class describes that"
+UNSCALED_P, UNSCALED_Q_AND_P = (Deviation(_UNSCALED.format(x), "declared unsupported") for x in ("P", "q and P"))
 _INTERPRETED = Deviation("a kernel for GPUs", "interpreted by Triton on a CPU, not certified")
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """What has Triton interpret. An engine that finds no driver does without Triton, unless no GPU is visible for now."""
@@ -94,6 +88,21 @@ def further(declaration: Declaration, *deviations: Deviation | tuple[str, str], 
     """The same with further deviations behind, and what else differs."""
     more = declared("", *deviations).deviations
     return replace(declaration, deviations=(*declaration.deviations, *more), **declares)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment for a while; these alone are put back, what a library sets stays."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def in_extra(name: str, module: str, distribution: str = "", note: str = "", **other: Any) -> Library:
@@ -117,6 +126,8 @@ class LibraryKernel(NamedKernel):
     # compute capability; under 0 those of all other devices
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
     of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})  # evidence of what comes with torch, its version first
+    # when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons, and why
+    refused: ClassVar[Sequence[tuple[Callable[[Any, Any], object], str]]] = ()
     _served: Mapping[str, str] = MappingProxyType({})  # what the last call was served by
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
@@ -145,7 +156,6 @@ class LibraryKernel(NamedKernel):
 
     @property
     def library(self) -> Any:
-        """The module that calls go to, imported; ImportError where it is missing or broken."""
         return self.libraries[0].found().load()
 
     @classmethod
@@ -154,10 +164,7 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def resolve(cls, device_capability: DeviceCapability | None) -> type[Self]:
-        """The class that serves calls on a device: of a family the first variant that is installed and can run there.
-
-        If none can, the first that the device could run, so that its reasons name what to install.
-        """
+        """Of a family the first variant that is installed and can run there, else the first that could."""
         if cls.variant or not cls.by_device:
             return cls
         names = cls.by_device.get(device_capability.major if device_capability else 0, cls.by_device[0])
@@ -167,7 +174,6 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def not_a_family(cls) -> NotImplementedError:
-        """What a call of a family itself raises."""
         return NotImplementedError(f"{cls.name} is a family of kernels: choose one of {', '.join(cls.variants)}")
 
     @classmethod
@@ -176,29 +182,21 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
-        """What is installed but does not import, or lacks this kernel; imports the libraries."""
         broken = [reason for library in cls.libraries for reason in library.found().broken()]
         return broken or ([] if cls.missing_dependencies() else [reason for reason in (cls.lacks(),) if reason])
 
     @classmethod
     def lacks(cls) -> str:
-        """Why libraries that import are without this kernel; empty if they have it."""
         return ""
 
     @classmethod
     def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        """Reasons why the kernel cannot be used: those of its role, and behind them its own."""
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
-        return [*reasons, *cls.refuses(selector_config, device_capability)]
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        """Reasons that no attribute of the role declares, on a device of this compute capability."""
-        return iter(())
+        asked = {"c": selector_config, "device": device_capability}
+        return [*reasons, *(said.format(**asked) for when, said in cls.refused if when(*asked.values()))]
 
     def kernel_evidence(self) -> dict[str, str]:
-        """Versions of the libraries, the variant, and what the last call was served by."""
         found = dict(self.of_torch)
         for library in self.libraries:
             build = library.found()
@@ -207,34 +205,20 @@ class LibraryKernel(NamedKernel):
 
 
 class InterpretedLibrary(Library):
-    """A library whose Triton kernels are interpreted.
-
-    Triton decides that where a function is defined, so Triton and the library are imported here first.
-    """
+    """A library whose Triton kernels are interpreted, which is decided where they are defined."""
 
     def load(self) -> ModuleType:
-        """Import the module; ImportError where that fails, or Triton was imported before to compile."""
         if self.module in sys.modules:
             return sys.modules[self.module]
         triton = sys.modules.get("triton")
         if triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction":
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
-        before = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
-        try:
+        with environment(ENVIRONMENT):
             import_module("triton.experimental.gluon")  # else imported at the first call
             return super().load()
-        finally:  # these alone: what the library sets stays
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class InterpretedKernel(LibraryKernel):
-    """What the interpreted variants have in common; :func:`interpreted` makes them."""
-
     # NumPy computes, and has no bfloat16 (triton-lang/triton#11584).
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32]
     needed_capability: ClassVar[str] = "none, it is interpreted on a CPU"
@@ -250,10 +234,7 @@ def interpreted(
     variant: str = "interpreted",
     **changes: Any,
 ) -> _Kernel:
-    """The same source by Triton's interpreter, as a variant of a kernel with what differs in ``changes``.
-
-    It has the compiled one's libraries, of the class ``library``, and its declaration, and is never certified.
-    """
+    """The same source by Triton's interpreter, as a variant with what differs in ``changes``; it is never certified."""
     said = changes.pop("declaration", kernel.declaration)
     given = {
         "__module__": kernel.__module__,

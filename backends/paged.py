@@ -1,6 +1,5 @@
 """What the decode adapters of GPU libraries have in common: absorbed queries of a batch against one paged cache.
 
-An adapter implements :meth:`PagedLatentDecode.attend`; whatever its library needs converted, it converts there.
 Nothing here decides by the lengths what to launch, so that a captured CUDA graph serves other lengths.
 """
 
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend, check_decode_operands
+from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
+from mla_conformance.backends.tree import MLATreeBackend
 
 
 class PagedLatentDecode(LibraryKernel, LatentDecode):
@@ -21,8 +20,8 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
     supported_latent_dims = [(512, 64)]  # unless an adapter says otherwise
 
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        """What the library makes of operands that were checked."""
         metadata = self._decode_metadata
+        self._check(self, metadata, ql_nope, q_pe, kv_cache)
         rows, lse = int(metadata.query_lens_cpu.sum()), None
         if rows:
             found = self.attend(ql_nope[:rows], q_pe[:rows], kv_cache, k_scale)
@@ -45,30 +44,18 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
         """Call the library with the rows of ql_nope [T, N, L] and q_pe [T, N, R] that count, at least one.
 
-        Strides may be any, and the blocks of kv_cache [blocks, page, L + R] apart.
-
-        Returns:
-            (output [T, N, L], which the caller may write to, lse [N, T] float32, natural logarithm), or the output
-            alone of a library that returns no LSE; anything in rows without keys.
+        Returns (output [T, N, L], which the caller may write to, lse [N, T] float32, natural), or of a library without
+        LSE the output alone; anything in rows without keys.
         """
 
     @property
     def latent_dims(self) -> dict[str, int]:
-        """L and R by the names that libraries give them."""
         return {"kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
 
 
 class PagedDecodeBackend(PagedLatentDecode, MLADecodeBackend):
-    """A causal decode, whose operands are checked."""
-
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        check_decode_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    run_decode = PagedLatentDecode._run
 
 
 class PagedTreeBackend(PagedLatentDecode, MLATreeBackend):
-    """A decode of trees, whose operands are checked."""
-
-    def run_tree_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        check_tree_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    run_tree_decode = PagedLatentDecode._run

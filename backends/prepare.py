@@ -1,9 +1,4 @@
-"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales.
-
-What DeepSeek's ``Indexer`` does between its projections and its scores, and what vLLM's ``fused_indexer_q_rope_quant``
-and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel. A preparation of ours checks each call before it
-launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
-"""
+"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -13,13 +8,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, require_declared, unless
+from mla_conformance.backends.kernel import KernelBackend, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 
-SCALE_FORMATS = ("float32", "pow2")
-"""Any float32 numbers, or powers of two (UE8M0)."""
-BLOCK = 128
-"""Columns that share a scale; a narrower head is one block."""
+SCALE_FORMATS = ("float32", "pow2")  # any float32 numbers, or powers of two (UE8M0)
+BLOCK = 128  # columns that share a scale; a narrower head is one block
 
 
 class IndexPreparation(NamedTuple):
@@ -36,8 +29,6 @@ class IndexPreparation(NamedTuple):
 
 
 class MLAPrepareSelectorConfig(NamedTuple):
-    """What a preparation is validated against; hashable."""
-
     dtype: torch.dtype  # of the model
     num_heads: int  # H
     preparation: IndexPreparation  # the model's conventions
@@ -78,15 +69,11 @@ class MLAPrepareBackend(KernelBackend):
         )
 
     def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
-        if preparation.scale_format not in SCALE_FORMATS:
-            raise ValueError(
-                f"scale_format: expected one of {', '.join(SCALE_FORMATS)}, got {preparation.scale_format!r}"
-            )
+        expect_one("scale_format", preparation.scale_format, SCALE_FORMATS)
         self.num_heads, self.scale = num_heads, scale
         self.preparation, self.vllm_config = preparation, vllm_config
 
     def prepare_metadata(self, prepare_metadata: PrepareMetadata) -> None:
-        """Take the positions of the next calls; called once per batch, outside of any graph capture."""
         self._prepare_metadata = prepare_metadata
 
     @abstractmethod
@@ -102,10 +89,9 @@ class MLAPrepareBackend(KernelBackend):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
 
-        Returns:
-            The codes of q [T, H, D] and of k [T, D] in float8_e4m3fn, the scales of k [T, C] float32, and last, in
-            float32, the weights [T, H] times the scale of their query, the softmax scale and H^-1/2; or where they are
-            not folded the scales of q [T, H, C].
+        Returns the codes of q [T, H, D] and of k [T, D], the scales of k [T, C] float32, and last, in float32, the
+        weights [T, H] times the scale of their query, the softmax scale and H^-1/2; or where they are not folded the
+        scales of q [T, H, C].
         """
 
 

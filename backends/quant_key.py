@@ -1,32 +1,19 @@
 """Quantisation keys: how an output is quantised, as a hashable value (vLLM's ``QuantKey``)."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 
-class GroupShape(NamedTuple):
-    """Extent of one scale in rows and columns; -1 means the whole axis."""
-
-    row: int
-    col: int
-
-
-PER_TENSOR = GroupShape(-1, -1)
-
-
-@dataclass(frozen=True)
-class ScaleDesc:
-    """A scale's dtype, whether it is known before the call (static), and what it covers."""
+class ScaleDesc(NamedTuple):
+    """A scale's dtype, whether it is known before the call (static), and how many rows and columns it covers."""
 
     dtype: torch.dtype
     static: bool
-    group_shape: GroupShape
+    group_shape: tuple[int, int]  # -1 is the whole axis
 
 
-@dataclass(frozen=True)
-class QuantKey:
+class QuantKey(NamedTuple):
     """Stored dtype, scale and symmetry of a quantised tensor; symmetric means no zero point."""
 
     dtype: torch.dtype
@@ -36,4 +23,4 @@ class QuantKey:
 
 def fp8_static_tensor_sym() -> QuantKey:
     """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor."""
-    return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))
+    return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=(-1, -1)))

@@ -1,7 +1,4 @@
-"""What the adapters of GPU libraries have in common: one ragged batch a call, one library behind it.
-
-An adapter implements :meth:`RaggedPrefillBackend.attend`; whatever its library needs converted, it converts there.
-"""
+"""What the prefill adapters of GPU libraries have in common: one ragged batch a call, one library behind it."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -18,15 +15,13 @@ from mla_conformance.backends.interface import (
 )
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.reference.dimensions import MLADimensions
 
 
 class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
-    """Operands are checked, trimmed to the rows that count, and handed to the library in one call.
-
-    A call in which no query or no key counts is not launched: its output is 0 and its LSE -inf.
-    """
+    """Operands are checked, trimmed to the rows that count, and handed over in one call, unless no row counts."""
 
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()  # pairs (q and k, v) that there are kernels for; empty: any
     takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)  # or the rule of those that have one and no list
@@ -41,25 +36,18 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return among and cls.takes_head_dims(*pair) and super().supports_mla_dimensions(dimensions)
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
-        """Take the metadata of the next calls; plans of earlier ones are void."""
         super().prepare_metadata(prefill_metadata)
         self._plans: dict[int | None, Any] = {}
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        check_unquantised(self, output_scale)
-        if return_softmax_lse and not self.returns_lse:
+    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        check_unquantised(self, x.output_scale)
+        if x.return_softmax_lse and not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
-        self._output_scale = output_scale
-        output, lse = self._run(q, k, v, self.taken(RaggedBatch.new_tokens(self._prefill_metadata), out), out)
-        return (output, lse) if return_softmax_lse else output
+        self._output_scale = x.output_scale
+        batch = self.taken(RaggedBatch.new_tokens(self._prefill_metadata), x.out)
+        output, lse = self._run(x.q, x.k, x.v, batch, x.out)
+        return (output, lse) if x.return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not self.returns_lse:
@@ -74,11 +62,8 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Any:
         """Call the library with the rows of q [T, N, P + R], k and v [S, N, V] that count, at least one of each.
 
-        Strides may be any. ``out`` [T, N, V] is to be written if the library can: what is returned elsewhere is copied.
-
-        Returns:
-            (output [T, N, V], lse [N, T] float32, natural logarithm), or the output alone of a library that returns no
-            LSE.
+        ``out`` is to be written if the library can: what is returned elsewhere is copied. Returns (output [T, N, V],
+        lse [N, T] float32, natural logarithm), or of a library without an LSE the output alone.
         """
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,6 @@
-"""What a user writes for a backend, checked without importing it: NAME, ``package.module:Class``, ``file.py:Class``.
+"""What a user writes for a backend, checked without importing it or torch: NAME, or a class of a module or a file.
 
-NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
-``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name; ``hub:...`` is a repository of
-kernels (``backends/hub.py``). For an unknown name, of
-whatever it should have been, :func:`unknown` says which one was meant. Nothing here imports torch.
+NAME is of an enumeration or an entry point; ``NAME[variant]`` is one of the kernels that share a name.
 """
 
 import ast
@@ -21,21 +18,17 @@ from mla_conformance.backends.foreign import BackendReferenceError
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
-_MOST_BYTES = 2**24
-"""Of a module's source, which is searched for names."""
+_MOST_BYTES = 2**24  # of a module's source, which is searched for names
 _MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
 
 
 @dataclass(frozen=True)
 class BackendReference:
-    """A backend as the user names it."""
-
     name: str  # by which it is selected and reported; the class name for a reference to a class
     reference: str  # what replays it, and what another process loads it by
 
     @property
     def variant(self) -> str:
-        """Which of the kernels that share a name; empty if none was named."""
         return self.name.partition("[")[2].rstrip("]")
 
     @property
@@ -86,10 +79,7 @@ def known_variants() -> list[BackendReference]:
 
 
 def parse_reference(reference: str) -> BackendReference:
-    """The backend that ``reference`` names, without importing it.
-
-    BackendReferenceError of an unknown name, a path that does not exist, or a hub's repository that cannot be had.
-    """
+    """The backend that ``reference`` names, without importing it; BackendReferenceError of what leads nowhere."""
     if reference.startswith(hub.HUB):
         return BackendReference(*hub.parse(reference))
     if ":" not in reference:
@@ -109,10 +99,7 @@ def parse_reference(reference: str) -> BackendReference:
 
 
 def require_class(reference: str) -> None:
-    """Refuse by BackendReferenceError a class of a file in which its name does not stand; nothing of it is carried out.
-
-    Unless something in the file makes names while it is imported.
-    """
+    """Refuse a class whose name does not stand in its file, of which nothing is carried out, unless it makes names."""
     if reference.startswith(hub.HUB):
         reference = f"{hub.required_adapter(reference)}:Backend"
     location, _, name = reference.rpartition(":")
@@ -127,9 +114,8 @@ def _existing(location: str, reference: str) -> Path:
     path = Path(os.path.realpath(location))  # a loop of links leads nowhere
     try:
         found = path.stat()
-        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:
+        if (is_file := stat.S_ISREG(found.st_mode)) and found.st_size <= _MOST_BYTES:
             return path
-        is_file = stat.S_ISREG(found.st_mode)
         reason = f"it has {found.st_size:,} bytes" if is_file else "it is a folder, a FIFO, a device or a socket"
     except OSError as error:
         reason = str(error.strerror)
@@ -155,10 +141,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, name: str, known: Iterable[str], listed_by: str, further: str = "") -> str:
-    """What is said of an unknown name of something: which one was meant, or all there are if none is like it.
-
-    ``listed_by`` is the command that lists them, ``further`` what else may stand there, for the end of a list.
-    """
+    """What is said of an unknown name: which one was meant, or all there are, and what ``further`` may stand there."""
     names = list(known)
     if meant := nearest(name, names):
         return f"unknown {what} '{name}'; did you mean {meant}? '{listed_by}' lists all"

@@ -1,7 +1,4 @@
-"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``).
-
-Nothing here imports torch: a process that only names backends need not wait for it.
-"""
+"""The enumerations of MLA backends, one for each role, by class path (vLLM's ``registry``); torch is not imported."""
 
 from collections.abc import Callable
 from enum import Enum, EnumMeta
@@ -9,6 +6,8 @@ from importlib import import_module
 from typing import Any, Self
 
 from mla_conformance.backends.roles import Role
+
+_PACKAGE = "mla_conformance.backends"
 
 
 class _ListsValidNames(EnumMeta):
@@ -25,13 +24,11 @@ class _ListsValidNames(EnumMeta):
 class BackendEnum(Enum, metaclass=_ListsValidNames):
     """What the enumerations of all roles share; the value of a member is the path of its class.
 
-    Behind the path stand the names of the class's variants, if it has any, which are known without importing it; one
-    that is not among the ``variants`` of the class stands there as NAME=PATH. CUSTOM is a third party's backend, which
-    must be registered before use.
+    It is given from this package on, and behind it the class's variants, known without importing it; one of another
+    class as NAME=PATH. CUSTOM is a third party's backend, which must be registered before use.
     """
 
-    # what the members' classes compute
-    role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
+    role: Role
     _variants: dict[str, str]
     _override: str | None
 
@@ -39,28 +36,20 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         cls.role = role
 
     def __new__(cls, path: str | None, *variants: str) -> Self:
-        """A member for the class at ``path``; None for one that must be registered first."""
         member = object.__new__(cls)
-        named = dict(variant.partition("=")[::2] for variant in variants)
-        member._value_, member._variants, member._override = path, named, None
+        named = (variant.partition("=") for variant in variants)
+        member._variants = {name: of and f"{_PACKAGE}.{of}" for name, _, of in named}
+        member._value_, member._override = path and f"{_PACKAGE}.{path}", None
         return member
 
     def get_path(self, variant: str = "") -> str:
-        """Path of the backend's class, an override first; of a variant that of the class that it is among.
-
-        ValueError of CUSTOM without a registered class.
-        """
-        path = self._variants.get(variant) or self._override or self.value
-        if not path:
-            role, enum = self.role, type(self).__name__
-            raise ValueError(
-                f"MLA {role} backend {self.name} must be registered before use: "
-                f"register_mla_{role}_backend({enum}.{self.name}, 'your.module.YourClass')"
-            )
-        return str(path)
+        """Path of the class, an override first, or of a variant; ValueError of CUSTOM without a registered class."""
+        if path := self._variants.get(variant) or self._override or self.value:
+            return str(path)
+        register = f"register_mla_{self.role}_backend({type(self).__name__}.{self.name}, 'your.module.YourClass')"
+        raise ValueError(f"MLA {self.role} backend {self.name} must be registered before use: {register}")
 
     def get_class(self, variant: str = "") -> Any:
-        """The class at :meth:`get_path`, imported, or one of its :meth:`variants`; ImportError where that fails."""
         found = resolve_obj_by_qualname(self.get_path(variant))
         return found.variants[variant] if variant and not self._variants[variant] else found
 
@@ -71,136 +60,107 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     def is_overridden(self) -> bool:
         return self._override is not None
 
-    def override(self, class_path: str) -> None:
-        self._override = class_path
-
     def clear_override(self) -> None:
         self._override = None
 
 
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     EAGER = (
-        "mla_conformance.backends.eager.EagerPrefillBackend",
-        "earlier=mla_conformance.backends.eager.EarlierEagerPrefillBackend",
-        "present=mla_conformance.backends.eager.PresentEagerPrefillBackend",
+        "eager.EagerPrefillBackend",
+        "earlier=eager.EarlierEagerPrefillBackend",
+        "present=eager.PresentEagerPrefillBackend",
     )
-    TORCH_SDPA = (
-        "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend",
-        "efficient=mla_conformance.backends.torch_sdpa.TorchEfficientPrefillBackend",
-    )
-    FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
-    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
-    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
-    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer", "fp8"
-    TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
-    TRTLLM = "mla_conformance.backends.trtllm.TrtllmPrefillBackend", "sm90", "sm100"
-    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
-    TRITON_ATTN = "mla_conformance.backends.triton_attn.TritonAttnPrefillBackend"
-    SGLANG_TRITON = "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend", "interpreted"
-    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_triton.LmdeployPrefillBackend", "interpreted"
+    TORCH_SDPA = "torch_sdpa.TorchSDPAPrefillBackend", "efficient=torch_sdpa.TorchEfficientPrefillBackend"
+    FLEX_ATTENTION = "flex_attention.FlexAttentionPrefillBackend"
+    FLASH_ATTN = "flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
+    FLASHINFER = "flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
+    CUDNN = "cudnn.CudnnPrefillBackend", "graph", "flashinfer", "fp8"
+    TRTLLM_RAGGED = "trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TRTLLM = "trtllm.TrtllmPrefillBackend", "sm90", "sm100"
+    TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    TRITON_ATTN = "triton_attn.TritonAttnPrefillBackend"
+    SGLANG_TRITON = "sglang_triton.SGLangTritonPrefillBackend", "interpreted"
+    LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployPrefillBackend", "interpreted"
     CUSTOM = None
 
 
 class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
-    EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
-    TORCH_SDPA = (
-        "mla_conformance.backends.torch_rows.TorchSDPADecodeBackend",
-        "efficient=mla_conformance.backends.torch_rows.TorchEfficientDecodeBackend",
-    )
-    FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
-    TRITON_MLA = "mla_conformance.backends.triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
-    SGLANG_TRITON = "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend", "interpreted"
-    AITER_TRITON_MLA = (
-        "mla_conformance.backends.aiter_triton.AiterTritonDecodeBackend",
-        "prefill",
-        "interpreted",
-        "prefill-interpreted",
-    )
-    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
-    FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
-    FLASH_ATTN_MLA = "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
-    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
-    CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
-    TRTLLM = "mla_conformance.backends.trtllm.TrtllmDecodeBackend", "sm90", "sm100"
+    EAGER = "eager_decode.EagerDecodeBackend"
+    TORCH_SDPA = "torch_rows.TorchSDPADecodeBackend", "efficient=torch_rows.TorchEfficientDecodeBackend"
+    FLASHINFER_MLA = "flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
+    TRITON_MLA = "triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
+    SGLANG_TRITON = "sglang_triton.SGLangTritonDecodeBackend", "interpreted"
+    AITER_TRITON_MLA = "aiter_triton.AiterTritonDecodeBackend", "prefill", "interpreted", "prefill-interpreted"
+    LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
+    FLASHMLA = "flash_mla.FlashMLADecodeBackend"
+    FLASH_ATTN_MLA = "flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
+    TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLADecodeBackend"
+    CUTLASS_MLA = "cutlass_mla.CutlassMLADecodeBackend"
+    TRTLLM = "trtllm.TrtllmDecodeBackend", "sm90", "sm100"
     CUSTOM = None
 
 
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
-    EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
-    TORCH_SDPA = (
-        "mla_conformance.backends.torch_rows.TorchSDPASparseBackend",
-        "efficient=mla_conformance.backends.torch_rows.TorchEfficientSparseBackend",
-    )
-    FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
-    FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend", "float32"
-    FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
-    FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
-    SGLANG_TRITON_SPARSE = (
-        "mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseBackend",
-        "union2",
-        "union4",
-        "interpreted",
-    )
-    AITER_TRITON_SPARSE = "mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseBackend", "interpreted"
+    EAGER = "eager_sparse.EagerSparseBackend"
+    TORCH_SDPA = "torch_rows.TorchSDPASparseBackend", "efficient=torch_rows.TorchEfficientSparseBackend"
+    FLASH_ATTN_MLA_SPARSE = "flash_attn_mla_sparse.FlashAttnMLASparseBackend"
+    FLASHMLA_SPARSE = "flash_mla_sparse.FlashMLASparseBackend", "float32"
+    FLASHINFER_MLA_SPARSE_SM90 = "flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
+    FLASHINFER_MLA_SPARSE = "flashinfer_mla_sparse.FlashInferMLASparseBackend"
+    SGLANG_TRITON_SPARSE = "sglang_triton_sparse.SGLangTritonSparseBackend", "union2", "union4", "interpreted"
+    AITER_TRITON_SPARSE = "aiter_triton_sparse.AiterTritonSparseBackend", "interpreted"
     CUSTOM = None
 
 
 class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
-    EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
-    DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend", "vllm"
-    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend", "interpreted"
+    EAGER = "eager_indexer.EagerIndexerBackend"
+    DEEPGEMM_INDEXER = "deep_gemm.DeepGemmIndexerBackend", "vllm"
+    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployIndexerBackend", "interpreted"
     CUSTOM = None
 
 
 class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
-    EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
-    VLLM_TOPK = "mla_conformance.backends.vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
-    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend", "interpreted"
+    EAGER = "eager_topk.EagerTopKBackend"
+    VLLM_TOPK = "vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
+    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployTopKBackend", "interpreted"
     CUSTOM = None
 
 
 class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
-    EAGER = "mla_conformance.backends.eager_prepare.EagerPrepareBackend"
-    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployPrepareBackend"
+    EAGER = "eager_prepare.EagerPrepareBackend"
+    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployPrepareBackend"
     CUSTOM = None
 
 
 class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
-    EAGER = "mla_conformance.backends.eager_compress.EagerCompressBackend"
-    SGLANG_COMPRESS = "mla_conformance.backends.sglang_compress.SGLangCompressBackend"
+    EAGER = "eager_compress.EagerCompressBackend"
+    SGLANG_COMPRESS = "sglang_compress.SGLangCompressBackend"
     CUSTOM = None
 
 
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
-    EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
-    VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
-    SGLANG_TRITON_CACHE = "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend", "interpreted"
+    EAGER = "eager_cache.EagerCacheBackend"
+    VLLM_CACHE = "vllm_cache.VllmCacheBackend"
+    SGLANG_TRITON_CACHE = "sglang_triton_cache.SGLangTritonCacheBackend", "interpreted"
     CUSTOM = None
 
 
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
-    EAGER = "mla_conformance.backends.eager_sparse_layer.EagerSparseLayerBackend"
-    VLLM_SPARSE_LAYER = "mla_conformance.backends.vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
-    SGLANG_DSA = (
-        "mla_conformance.backends.sglang_dsa.SGLangDSABackend",
-        "fa3",
-        "triton_sparse_mla",
-        "triton",
-        "flashmla_sparse",
-    )
+    EAGER = "eager_sparse_layer.EagerSparseLayerBackend"
+    VLLM_SPARSE_LAYER = "vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
+    SGLANG_DSA = "sglang_dsa.SGLangDSABackend", "fa3", "triton_sparse_mla", "triton", "flashmla_sparse"
     CUSTOM = None
 
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
-    EAGER = "mla_conformance.backends.eager_decode.EagerTreeBackend"
-    TORCH_SDPA_TREE = "mla_conformance.backends.torch_rows.TorchSDPATreeBackend"
-    SGLANG_TRITON_TREE = "mla_conformance.backends.sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
-    FLASHINFER_TREE = "mla_conformance.backends.flashinfer_tree.FlashInferTreeBackend"
+    EAGER = "eager_decode.EagerTreeBackend"
+    TORCH_SDPA_TREE = "torch_rows.TorchSDPATreeBackend"
+    SGLANG_TRITON_TREE = "sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
+    FLASHINFER_TREE = "flashinfer_tree.FlashInferTreeBackend"
     CUSTOM = None
 
 
-ENUMS = tuple(BackendEnum.__subclasses__())
-"""The enumerations of all roles."""
+ENUMS = tuple(BackendEnum.__subclasses__())  # the enumerations of all roles
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
@@ -213,18 +173,15 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 
 def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = None) -> Callable[[type], type]:
-    """Register or override a member's class, by its path ``package.module.Class`` or as a decorator of it.
-
-    The same stands under a name for each role.
-    """
+    """Register or override a member's class, by its path or as a decorator of it, in whatever role."""
 
     def decorator(cls: type) -> type:
-        backend.override(f"{cls.__module__}.{cls.__qualname__}")
+        backend._override = f"{cls.__module__}.{cls.__qualname__}"
         return cls
 
     if class_path is None:
         return decorator
-    backend.override(class_path)
+    backend._override = class_path
     return lambda cls: cls
 
 

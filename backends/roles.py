@@ -1,7 +1,4 @@
-"""What backends and cases name alike, without torch: roles, and what the numbers of a list of keys count.
-
-A role is what of an MLA layer a backend computes. One name may stand for a class in each role.
-"""
+"""What backends and cases name alike, without torch: roles, and what the numbers of a list of keys count."""
 
 import re
 from enum import StrEnum
@@ -54,8 +51,7 @@ class Role(str):
         return getattr, (Role, self.upper())
 
 
-ROLES: dict[str, Role] = {}
-"""Every role by its name, in the order in which a class is asked for its own."""
+ROLES: dict[str, Role] = {}  # every role by its name, in the order in which a class is asked for its own
 Role("prefill", "run_prefill_new_tokens", "run_prefill_context_chunk", further=(*_EVERY, "supports_quant_output"))
 Role("decode", "run_decode")
 Role("layer", further=("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"))
@@ -91,9 +87,6 @@ def role_of(loaded: type) -> Role:
 class IndexSpace(StrEnum):
     """What the numbers of a list of selected keys count, from 0."""
 
-    SLOT = "slot"
-    """Entries of what is handed over: block · page + offset of a cache, rows of gathered keys."""
-    POSITION = "position"
-    """Tokens of the row's request, on all ranks."""
-    RANK_LOCAL = "rank_local"
-    """Those tokens of the row's request that this rank holds."""
+    SLOT = "slot"  # entries of what is handed over: block · page + offset of a cache, rows of gathered keys
+    POSITION = "position"  # tokens of the row's request, on all ranks
+    RANK_LOCAL = "rank_local"  # those tokens of the row's request that this rank holds

@@ -1,7 +1,4 @@
-"""What sparse backends of ours have in common: both calls as lists over one or two caches, checked first.
-
-A backend implements :meth:`SelectedKeysBackend.attend`; whatever its library needs converted, it converts there.
-"""
+"""What sparse backends of ours have in common: both calls as lists over one or two caches, checked first."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import check_cache
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.operands import require_forms
+from mla_conformance.backends.operands import require_forms, takes
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.reference.selected import NO_KEY
@@ -37,52 +34,28 @@ class Selected:
 class SelectedKeysBackend(MLASparseBackend):
     """Operands are checked; the lists of a second cache stand behind those of the first."""
 
-    def run_sparse_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        k_scale: Tensor,
-        topk_indices: Tensor,
-        return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
-        extra_topk_indices: Tensor | None = None,
-        extra_topk_length: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    @takes(MLASparseBackend.run_sparse_decode)
+    def run_sparse_decode(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         space = self._sparse_metadata.index_space
-        sources = [Selected(kv_cache, True, self.kv_cache_dtype, topk_indices, topk_length, space)]
-        if extra_kv_cache is not None:
-            if self.extra_kv_cache_dtype is None or extra_topk_indices is None:
-                raise ValueError(
-                    "extra_kv_cache: expected extra_topk_indices with it and its dtype at construction, got "
-                    f"extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}"
-                )
-            extra = extra_topk_indices, extra_topk_length, IndexSpace.SLOT
-            sources.append(Selected(extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
-        return self._run(q, sources, k_scale, attn_sink, return_softmax_lse)
+        sources = [Selected(x.kv_cache, True, self.kv_cache_dtype, x.topk_indices, x.topk_length, space)]
+        if x.extra_kv_cache is not None:
+            if self.extra_kv_cache_dtype is None or x.extra_topk_indices is None:
+                expected = "expected extra_topk_indices with it and its dtype at construction"
+                raise ValueError(f"extra_kv_cache: {expected}, got extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}")
+            extra = x.extra_topk_indices, x.extra_topk_length, IndexSpace.SLOT
+            sources.append(Selected(x.extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
+        return self._run(x.q, sources, x.k_scale, x.attn_sink, x.return_softmax_lse)
 
-    def run_sparse_prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        topk_indices: Tensor,
-        return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        gathered = Selected(kv, False, "auto", topk_indices, topk_length, self._sparse_metadata.index_space)
-        return self._run(q, [gathered], q.new_ones((), dtype=torch.float32), attn_sink, return_softmax_lse)
+    @takes(MLASparseBackend.run_sparse_prefill)
+    def run_sparse_prefill(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        gathered = Selected(x.kv, False, "auto", x.topk_indices, x.topk_length, self._sparse_metadata.index_space)
+        return self._run(x.q, [gathered], x.q.new_ones((), dtype=torch.float32), x.attn_sink, x.return_softmax_lse)
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Any]:
         """Call the library with q [T, N, D] of any strides, the lists, and behind them those of a second cache, if any.
 
-        Returns:
-            (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, -inf without keys); no LSE
-            if the library has none.
+        Returns (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, or None without).
         """
 
     def _run(
@@ -123,10 +96,7 @@ class SelectedKeysBackend(MLASparseBackend):
             if reads:
                 self._check_selection(lists, source)
         output, lse = self.attend(q, sources, k_scale, sink)
-        if not return_softmax_lse:
-            return output
-        assert lse is not None, "a backend without an LSE is refused before"
-        return output, lse
+        return (output, lse) if return_softmax_lse else output
 
     def _check_selection(self, name: str, source: Selected) -> None:
         """Refuse lengths beyond the lists, by this name, and numbers that name nothing; reads the lists."""

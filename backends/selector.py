@@ -1,25 +1,19 @@
 """Choice of the MLA prefill backend: explicit, or by priority for the device (vLLM's ``selector``)."""
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, get_device_capability
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _CPU = (MLAPrefillBackendEnum.TORCH_SDPA,)
 _GPU = (MLAPrefillBackendEnum.FLASH_ATTN, MLAPrefillBackendEnum.FLASHINFER, MLAPrefillBackendEnum.CUDNN)
-_BLACKWELL = (
-    MLAPrefillBackendEnum.FLASH_ATTN,
-    MLAPrefillBackendEnum.TRTLLM_RAGGED,
-    MLAPrefillBackendEnum.FLASHINFER,
-    MLAPrefillBackendEnum.CUDNN,
-    MLAPrefillBackendEnum.TOKENSPEED_MLA,
-)
-_BLACKWELL_GLM = (MLAPrefillBackendEnum.TRTLLM_RAGGED, *(b for b in _BLACKWELL if b.name != "TRTLLM_RAGGED"))
+_TRTLLM = MLAPrefillBackendEnum.TRTLLM_RAGGED
+_BLACKWELL = (_GPU[0], _TRTLLM, *_GPU[1:], MLAPrefillBackendEnum.TOKENSPEED_MLA)
+_BLACKWELL_GLM = (_TRTLLM, _GPU[0], *_BLACKWELL[2:])
 
 
 def priorities(
@@ -38,10 +32,7 @@ def select_mla_prefill_backend(
     selector_config: MLAPrefillSelectorConfig,
     explicit: MLAPrefillBackendEnum | None = None,
 ) -> type[MLAPrefillBackend]:
-    """The backend to use: ``explicit`` if given, else the first valid one by priority.
-
-    ValueError, with every reason, of an invalid explicit choice, or where no backend is valid.
-    """
+    """``explicit`` if given, else the first valid one by priority; ValueError, with every reason, if none is."""
     candidates = (explicit,) if explicit else priorities(device_capability, selector_config.mla_dimensions)
     asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"
     rejected = f"{asked} for {selector_config}:"
@@ -61,18 +52,10 @@ def select_mla_prefill_backend(
 
 
 def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[MLAPrefillBackend]:
-    """The backend that a vLLM configuration selects, by default for the current CUDA device, or the CPU.
-
-    Read are ``attention_config.mla_prefill_backend`` (None for automatic), ``model_config.dtype`` and the head dims in
-    ``model_config.hf_text_config``. ValueError as of :func:`select_mla_prefill_backend`.
-    """
+    """The backend that a vLLM configuration selects, by default for the current CUDA device, or the CPU."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = vllm_config.model_config
-    dimensions = MLADimensions(
-        **{each.name: getattr(model.hf_text_config, each.name) for each in fields(MLADimensions)}
-    )
-    return select_mla_prefill_backend(
-        get_device_capability(device),
-        MLAPrefillSelectorConfig(dtype=model.dtype, mla_dimensions=dimensions),
-        vllm_config.attention_config.mla_prefill_backend,
-    )
+    dimensions = MLADimensions(**{name: getattr(model.hf_text_config, name) for name in HEAD_DIMS})
+    asked = MLAPrefillSelectorConfig(dtype=model.dtype, mla_dimensions=dimensions)
+    explicit = vllm_config.attention_config.mla_prefill_backend
+    return select_mla_prefill_backend(get_device_capability(device), asked, explicit)

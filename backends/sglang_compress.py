@@ -4,7 +4,6 @@ Written for SGLang 0.5.23, ``sglang/kernels/ops/attention/dsv4/compress.py``, as
 are pooled, then normalised, rotated and stored in one launch. Importing the module imports the package.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.compress import Compression, MLACompressBackend, check_compress_call
 from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sglang_triton import sglang_library
 from mla_conformance.backends.sglang_triton_cache import addressed
 
@@ -41,23 +41,17 @@ class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
         x = compression
         return (x.head_dim, x.rope_dim, x.norm) == (512, 64, True) and (x.ratio, x.overlap) in ((4, True), (128, False))
 
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        if config.compression.overlap and config.state_block_size % 4:
-            yield f"pages of {config.state_block_size} states not supported (supported: multiples of 4)"
+    refused = (
+        (
+            lambda c, _: c.compression.overlap and c.state_block_size % 4,
+            "pages of {c.state_block_size} states not supported (supported: multiples of 4)",
+        ),
+    )
 
-    def run_compress(
-        self,
-        kv: Tensor,
-        score: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        cos_sin_cache: Tensor,
-        state_cache: Tensor,
-        kv_cache: Tensor,
-    ) -> None:
+    @takes(MLACompressBackend.run_compress)
+    def run_compress(self, call: Any) -> None:
         x, how = self._compress_metadata, self.compression
-        check_compress_call(self, x, (kv, score, ape), norm_weight, (state_cache, kv_cache))
+        check_compress_call(self, x, call)
         lengths = x.query_start_loc.diff()
         asking = lengths.nonzero()[:, 0]  # plans want a token of every request
         new, totals = lengths[asking].long(), x.seq_lens[asking].long()
@@ -65,30 +59,28 @@ class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
             return
         if tokens > _MOST_TOKENS:
             raise UnsupportedConfiguration(f"{self.name}: {tokens} tokens not supported (at most {_MOST_TOKENS})")
-        columns, page = torch.cat((kv[:tokens], score[:tokens]), dim=1), state_cache.shape[1]
+        columns, page = torch.cat((call.kv[:tokens], call.score[:tokens]), dim=1), call.state_cache.shape[1]
         blocks = x.state_block_table[asking].repeat_interleave(page, dim=1)
-        table = blocks * page + torch.arange(blocks.shape[1], device=kv.device) % page
+        table = blocks * page + torch.arange(blocks.shape[1], device=columns.device) % page
         if how.overlap:
-            ape, states = (
-                torch.cat(ape.tensor_split(2, dim=1)),
-                state_cache.contiguous().view(-1, how.ratio, kv.shape[1] * 2),
-            )
+            ape = torch.cat(call.ape.tensor_split(2, dim=1))
+            states = call.state_cache.contiguous().view(-1, how.ratio, columns.shape[1])
         else:
-            states = self._ring(state_cache, table, totals - new)
+            ape, states = call.ape, self._ring(call.state_cache, table, totals - new)
         plan = self._plan(table.int(), new, totals, states.shape[:2].numel(), page if how.overlap else how.ratio)
         sizes = {"head_dim": how.head_dim, "compress_ratio": how.ratio}
         entries = self.library.compress_forward(states, columns, ape, plan, **sizes)
         if not how.overlap:
-            request = torch.arange(len(new), device=kv.device).repeat_interleave(new)
+            request = torch.arange(len(new), device=columns.device).repeat_interleave(new)
             positions, slots = x.positions[:tokens], x.state_slot_mapping[:tokens]
             kept = positions >= (totals // how.ratio * how.ratio)[request]
             rows = states[request[kept], positions[kept] % how.ratio]
-            state_cache[slots[kept] // page, slots[kept] % page] = rows
-        elif not state_cache.is_contiguous():
-            state_cache.copy_(states.view(state_cache.shape))
-        rows, slots = addressed(kv_cache, x.slot_mapping[:tokens])
-        norm = {"norm_weight": norm_weight, "norm_eps": how.eps}
-        turns = torch.complex(*(half.contiguous() for half in cos_sin_cache.chunk(2, dim=1)))
+            call.state_cache[slots[kept] // page, slots[kept] % page] = rows
+        elif not call.state_cache.is_contiguous():
+            call.state_cache.copy_(states.view(call.state_cache.shape))
+        rows, slots = addressed(call.kv_cache, x.slot_mapping[:tokens])
+        norm = {"norm_weight": call.norm_weight, "norm_eps": how.eps}
+        turns = torch.complex(*(half.contiguous() for half in call.cos_sin_cache.chunk(2, dim=1)))
         store = {"out_loc": slots, "kvcache": rows.view(torch.uint8), "page_size": 1, "bf16_store": True}
         self.library.compress_norm_rope_store(entries, plan, **norm, freq_cis=turns, **store)
 

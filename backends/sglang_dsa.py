@@ -1,29 +1,26 @@
-"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged.
+"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged (SGLang 0.5.23).
 
-Written for SGLang 0.5.23, whose ``DeepseekSparseAttnBackend`` serves DeepSeek V3.2, GLM-5 and their like. What is named
-by its path is driven as well, and what derives from it. A variant is what else a server can be started with.
+What is named by its path is driven as well, and what derives from it. A variant is what else a server can start with.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged
-from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, Settings, parts
+from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
+from mla_conformance.backends.kernel import unless
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
 
 _MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
 _TILED, _NONE, _STRANGE = "fp8_ds_mla", -1, -2
 _INDEX_DIM, _INDEX_ROPE = 128, 64
-_LOGITS_HEADS = (32, 64)
-"""Index heads that DeepGEMM multiplies at once; a prefill's are padded to the fewer."""
-_OWN_TOPK = 2048
-"""Tokens that SGLang's compiled kernels select, no more and no fewer."""
-_PICKED = MappingProxyType({"auto": ("flashmla_sparse", "fa3"), _TILED: ("flashmla_kv", "flashmla_kv")})
-_BY_TORCH = MappingProxyType({"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"})
+_LOGITS_HEADS = (32, 64)  # index heads that DeepGEMM multiplies at once; a prefill's are padded to the fewer
+_OWN_TOPK = 2048  # tokens that SGLang's compiled kernels select, no more and no fewer
+_BY_TORCH = {"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
 _DENSE = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 _DEVIATIONS = (
     ("is a part of a model's attention module", "SGLang's ``DeepseekV2AttentionMLA`` is made around it"),
@@ -43,17 +40,19 @@ _DEVIATIONS = (
 
 
 class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
-    """What SGLang picks on Hopper."""
-
     name = "SGLANG_DSA"
     libraries = (packaged.in_extra("sglang", _MODULE),)
     devices = packaged.HOPPER
     wrapped: ClassVar[Any] = None  # the class that is driven; None for SGLang's own
     # by layout of the latent cache, what attends in a prefill and in a decode
-    attends: ClassVar[Mapping[str, tuple[str, str]]] = _PICKED
+    attends: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "auto": ("flashmla_sparse", "fa3"),
+        _TILED: ("flashmla_kv", "flashmla_kv"),
+    }
     _layer: AttentionLayer | None = None
     _made_for: tuple[torch.Size, torch.device] | None = None  # of the layer's weights, which fit no others
     by_torch: ClassVar[bool] = False  # whether PyTorch scores and selects, not DeepGEMM and SGLang's kernels
+    topk: ClassVar[str] = "sgl-kernel"  # what selects, as ``--dsa-topk-backend`` has it
     supported_dtypes = [torch.bfloat16]
     supported_kv_cache_dtypes = ["auto", _TILED]
     supported_tile_scales = ["float32"]
@@ -65,18 +64,15 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped``, by its name."""
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
         make: Any = type(cls)
-        adapted: type[Self] = make(
-            wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": MappingProxyType({})}
-        )
+        adapted: type[Self] = make(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
         return adapted
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        kinds = cls.attends.get(config.kv_cache_dtype, ())
-        for kind in dict.fromkeys(kinds):
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
+        for kind in dict.fromkeys(cls.attends.get(config.kv_cache_dtype, ())):
             yield from _attention_refuses(kind, config)
         if config.skip_topk:
             return
@@ -97,45 +93,33 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         if self._layer is not None and made_for == self._made_for:
             self._layer.load(self.config, weights)
             return
-        wrapped = self.wrapped or getattr(self.library, _CLASS)
-        self._layer, self._made_for = AttentionLayer(wrapped, self.config, weights, self._settings()), made_for
-
-    def _settings(self) -> Settings:
-        config = self.config
+        wrapped, config = self.wrapped or getattr(self.library, _CLASS), self.config
         prefill, decode = self.attends[config.kv_cache_dtype]
-        arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self._topk}
+        arguments = {"dsa_prefill_backend": prefill, "dsa_decode_backend": decode, "dsa_topk_backend": self.topk}
         whole = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         dense = config.topk_tokens if whole[0] == whole[1] or whole == (192, 128) else 0
-        return Settings(arguments, {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {}))
+        variables = {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {})
+        self._layer, self._made_for = AttentionLayer(wrapped, config, weights, arguments, variables), made_for
 
-    @property
-    def _topk(self) -> str:
-        """What selects, as ``--dsa-topk-backend`` has it."""
-        return "torch" if self.by_torch else "sgl-kernel"
-
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         attention, given = self._metadata.attention, self._metadata
         lengths, new = attention.seq_lens_cpu.tolist(), attention.query_lens_cpu.tolist()
-        caches = _Caches(given, kv_cache, index_kv_cache)
+        caches = _Caches(given, x.kv_cache, x.index_kv_cache)
         assert self._layer is not None
-        self._layer.bind(caches.latents, caches.index_keys, caches.table, cos_sin_cache)
-        slots, hidden, output = given.slot_mapping + PAGE, hidden_states.contiguous(), torch.zeros_like(hidden_states)
+        self._layer.bind(caches.latents, caches.index_keys, caches.table, x.cos_sin_cache)
+        slots, hidden, output = (
+            given.slot_mapping + PAGE,
+            x.hidden_states.contiguous(),
+            torch.zeros_like(x.hidden_states),
+        )
         for part in parts(lengths, new, given.num_decodes):
             rows = slice(part.rows.start, part.rows.stop)
-            buffer, lists = topk_indices_buffer[rows], None
+            buffer, lists = x.topk_indices_buffer[rows], None
             if self.config.skip_topk:
                 lists = self._as_sglang_names(buffer, part, caches.table)
-            output[rows], selected = self._layer.forward(part, hidden[rows], positions[rows], slots[rows], lists)
+            output[rows], selected = self._layer.forward(part, hidden[rows], x.positions[rows], slots[rows], lists)
             left = selected if lists is None else lists
             if left is not None:
                 buffer.copy_(self._as_positions(left, part, caches))
@@ -143,7 +127,6 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         return output
 
     def _ragged(self, part: Part) -> bool:
-        """Whether the lists of a batch count all its keys, one request behind the other."""
         prefill = self.attends[self.config.kv_cache_dtype][0]
         gathers = prefill in ("flashmla_sparse", "triton_sparse_mla")
         return self.config.kv_cache_dtype == _TILED and gathers and not part.decodes
@@ -155,7 +138,8 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         if self._ragged(part):
             named = lists + _first_keys(part, lists)
         else:
-            named = table[_requests(part, lists), lists.long().clamp(min=0)]
+            requests = torch.tensor(part.requests).repeat_interleave(torch.tensor(part.new)).to(lists.device)
+            named = table[requests.unsqueeze(1), lists.long().clamp(min=0)]
         return named.int().masked_fill(lists == _NONE, _NONE)
 
     def _as_positions(self, selected: Tensor, part: Part, caches: "_Caches") -> Tensor:
@@ -171,7 +155,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
     def kernel_evidence(self) -> dict[str, str]:
         prefill, decode = self.attends[self.config.kv_cache_dtype]
-        served = {"prefill": prefill, "decode": decode, "topk": self._topk}
+        served = {"prefill": prefill, "decode": decode, "topk": self.topk}
         if self._layer is not None:
             backend = type(self._layer.backend)
             served["class"] = f"{backend.__module__}.{backend.__qualname__}"
@@ -179,41 +163,32 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
 
 
 def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
-    """What an attention kernel is not built for."""
     heads, latent, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    too_many = f"{heads} heads not supported by {kind}"
+    columns = f"latents of {latent} and {rope} columns not supported by {kind}"
     if kind == "triton":
-        if latent % 128 or latent > 512 or rope & (rope - 1):
-            yield f"latents of {latent} and {rope} columns not supported by {kind}"
-        if heads > 16 and heads & (heads - 1):
-            yield f"{heads} heads not supported by {kind}"
-        return
-    if (latent, rope) != (512, 64):
-        yield f"latents of {latent} and {rope} columns not supported by {kind} (supported: 512 and 64)"
-    if kind == "flashmla_sparse" and heads % 64 and 64 % heads:
-        yield f"{heads} heads not supported by {kind}"
-    if kind == "flashmla_kv" and heads > 128:
-        yield f"{heads} heads not supported by {kind}"
-    if kind == "triton_sparse_mla" and heads > 32:
-        yield f"{heads} heads not supported by {kind}"
+        fits = not latent % 128 and latent <= 512 and not rope & (rope - 1)
+        return unless((fits, columns), (heads <= 16 or not heads & (heads - 1), too_many))
+    takes = {"flashmla_sparse": not heads % 64 or not 64 % heads, "flashmla_kv": heads <= 128}
+    takes["triton_sparse_mla"] = heads <= 32
+    of_512_and_64 = ((latent, rope) == (512, 64), f"{columns} (supported: 512 and 64)")
+    return unless(of_512_and_64, (takes.get(kind, True), too_many))
 
 
-_ANY = packaged.MultipleOf(1)
 _TORCH = ("its kernels select 2,048 tokens alone", "--dsa-topk-backend torch, and scores of PyTorch")
-_PLAIN = {"by_torch": True, "supported_kv_cache_dtypes": ["auto"], "supported_topk": [_ANY]}
-SGLangDSABackend.also("fa3", _TORCH, attends=MappingProxyType({"auto": ("fa3", "fa3")}), **_PLAIN)
-SGLangDSABackend.also(
-    "triton_sparse_mla", _TORCH, attends=MappingProxyType({"auto": ("triton_sparse_mla", "fa3")}), **_PLAIN
-)
-SGLangDSABackend.also(
-    "triton",
-    _TORCH,
-    ("a server refuses these kernels off ROCm", "they are chosen all the same"),
-    attends=MappingProxyType({"auto": ("triton", "triton")}),
-    **_PLAIN,
-)
+_OFF_ROCM = ("a server refuses these kernels off ROCm", "they are chosen all the same")
+_PLAIN = {
+    "by_torch": True,
+    "topk": "torch",
+    "supported_kv_cache_dtypes": ["auto"],
+    "supported_topk": [packaged.MultipleOf(1)],
+}
+SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
+SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
+SGLangDSABackend.also("triton", _TORCH, _OFF_ROCM, attends={"auto": ("triton", "triton")}, **_PLAIN)
 SGLangDSABackend.also(
     "flashmla_sparse",
-    attends=MappingProxyType({_TILED: ("flashmla_sparse", "flashmla_kv")}),
+    attends={_TILED: ("flashmla_sparse", "flashmla_kv")},
     supported_kv_cache_dtypes=[_TILED],
     supported_topk=[128, 256, 512, 1024, _OWN_TOPK],
 )
@@ -243,7 +218,6 @@ class _Caches:
         return found.index_put((self.table[known].long(),), columns[known])
 
     def write_back(self) -> None:
-        """What a layer may have written, to the caches that were given."""
         kv_cache, index_kv_cache = self._given
         kv_cache.copy_(self.latents[kv_cache.shape[1] :].view_as(kv_cache))
         if index_kv_cache is not None:
@@ -252,7 +226,6 @@ class _Caches:
 
 
 def _slots(attention: Any) -> Tensor:
-    """[B, positions] int32, the slot of each position in the pool; 0 behind a request's end."""
     pages = -(-attention.max_seq_len // PAGE)
     table = attention.block_table[:, :pages].long() + 1
     offsets = torch.arange(PAGE, device=table.device)
@@ -262,10 +235,7 @@ def _slots(attention: Any) -> Tensor:
 
 
 def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
-    """[index blocks] int64, the page of the pool that each block of index keys is copied to.
-
-    That of the latents of the same tokens; blocks of no request take the pages that are left.
-    """
+    """[index blocks] int64, the pool's page of each: that of the same tokens' latents, or one that is left."""
     lengths = metadata.attention.seq_lens_cpu.tolist()
     tables = (each.block_table.tolist() for each in (metadata.attention, metadata.index))
     found: dict[int, int] = {}
@@ -275,11 +245,6 @@ def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
     taken = set(found.values())
     left = (page for page in range(1, blocks + index_blocks + 1) if page not in taken)
     return torch.tensor([found[block] if block in found else next(left) for block in range(index_blocks)])
-
-
-def _requests(part: Part, lists: Tensor) -> Tensor:
-    """[rows, 1] int64, the request of each row."""
-    return torch.tensor(list(part.requests)).repeat_interleave(torch.tensor(part.new)).to(lists.device).unsqueeze(1)
 
 
 def _first_keys(part: Part, lists: Tensor) -> Tensor:

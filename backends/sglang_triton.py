@@ -1,8 +1,4 @@
-"""SGLANG_TRITON: SGLang's Triton kernels, driven as its attention backend ``triton`` drives them.
-
-Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, which computes prefills with
-``extend_attention_fwd`` and decodes with ``decode_attention_fwd``. Importing their modules imports the package.
-"""
+"""SGLANG_TRITON: SGLang 0.5.23's Triton kernels, as its ``layers/attention/triton_backend.py`` drives them."""
 
 from typing import Any
 
@@ -55,8 +51,6 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
 
 
 class SGLangTritonDecodeBackend(PagedDecodeBackend):
-    """One query token a request, over slots of one token."""
-
     name = "SGLANG_TRITON"
     libraries = (sglang_library("attention.decode_attention"), sglang_library("attention.metadata"))
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -105,7 +99,6 @@ class SGLangTritonDecodeBackend(PagedDecodeBackend):
 
 
 def _power_of_two(number: int) -> int:
-    """The next one, at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 

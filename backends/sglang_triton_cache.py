@@ -1,10 +1,5 @@
-"""SGLANG_TRITON_CACHE: SGLang's Triton kernels that write latent entries and gather them.
+"""SGLANG_TRITON_CACHE: SGLang 0.5.23's Triton kernels that write latent entries and gather them."""
 
-Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_cache.py``, ``kvcache/mla_buffer.py`` and
-``attention/dsa/dequant_k_cache.py``. Importing a module imports the package.
-"""
-
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +11,10 @@ from mla_conformance.backends.sglang_triton import sglang_library
 from mla_conformance.backends.steps import CacheKernel
 
 _TILED, _NONE = "fp8_ds_mla", -1
+
+
+def _gathers(config: Any) -> bool:
+    return config.kv_cache_dtype == _TILED and config.call == "gather_latent"
 
 
 class SGLangTritonCacheBackend(CacheKernel):
@@ -39,17 +38,14 @@ class SGLangTritonCacheBackend(CacheKernel):
         ("gathers tiles of codes as values alone", "as codes declared unsupported"),
         ("gathers 64 columns of rope behind tiles of codes, always", "entries without are unsupported"),
     )
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        gathers, rope = config.call == "gather_latent", config.qk_rope_head_dim
-        if config.kv_cache_dtype == _TILED:
-            if gathers and not config.dequantise:
-                yield f"gathering {_TILED} as it is not supported"
-            if rope not in (0, 64):
-                yield f"{rope} columns of rope not supported"
-            if gathers and rope == 0:
-                yield f"gathering {_TILED} without a rope part not supported"
+    refused = (
+        (lambda c, _: _gathers(c) and not c.dequantise, f"gathering {_TILED} as it is not supported"),
+        (
+            lambda c, _: c.kv_cache_dtype == _TILED and c.qk_rope_head_dim not in (0, 64),
+            "{c.qk_rope_head_dim} columns of rope not supported",
+        ),
+        (lambda c, _: _gathers(c) and not c.qk_rope_head_dim, f"gathering {_TILED} without a rope part not supported"),
+    )
 
     def write_latent(self, x: Any) -> None:
         rows, numbers, tokens = *addressed(x.kv_cache, x.slot_mapping), len(x.slot_mapping)
@@ -80,10 +76,7 @@ packaged.interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"
 
 
 def addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, width], of which a block begins every so many, and the rows of slots in int64, -1 of none.
-
-    Of several layers' blocks the others are among the rows.
-    """
+    """[rows, width], other layers' among them, and the rows of slots in int64, -1 of none."""
     blocks, page, width = cache.shape
     apart, rest = divmod(cache.stride(0), width)
     if rest:

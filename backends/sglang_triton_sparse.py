@@ -1,7 +1,4 @@
-"""SGLANG_TRITON_SPARSE: SGLang's Triton kernel of sparse prefills, over gathered keys.
-
-Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 or 4 neighbouring rows.
-"""
+"""SGLANG_TRITON_SPARSE: SGLang 0.5.23's Triton kernel of sparse prefills; variants share keys between 2 or 4 rows."""
 
 from typing import Any, ClassVar
 
@@ -14,8 +11,6 @@ from mla_conformance.backends.sglang_triton import sglang_library
 
 
 class SGLangTritonSparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
-    """A program for each query token, any number of heads."""
-
     name = "SGLANG_TRITON_SPARSE"
     libraries = (sglang_library("attention.dsa.triton_sparse_mla_prefill"),)
     devices = packaged.FROM_HOPPER  # as its description says

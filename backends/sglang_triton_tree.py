@@ -1,8 +1,4 @@
-"""SGLANG_TRITON_TREE: SGLang's Triton kernel of prefills, which verifies trees of drafts by a mask.
-
-Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, whose target-verify batches without a
-kernel of their own go to ``extend_attention_fwd``: the query tokens are new tokens behind a cached prefix.
-"""
+"""SGLANG_TRITON_TREE: SGLang 0.5.23's Triton kernel of prefills, which verifies trees of drafts by a mask."""
 
 import torch
 from torch import Tensor
@@ -15,8 +11,6 @@ from mla_conformance.backends.tree import TreeBatch
 
 
 class SGLangTritonTreeBackend(PagedTreeBackend):
-    """Absorbed queries over slots of one token; the latents of the query tokens are handed over beside the cache."""
-
     name = "SGLANG_TRITON_TREE"
     libraries = (sglang_library("attention.extend_attention"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -34,23 +28,17 @@ class SGLangTritonTreeBackend(PagedTreeBackend):
         q, latent, metadata = torch.cat([ql_nope, q_pe], dim=-1), self.kv_lora_rank, self._decode_metadata
         batch = TreeBatch.of(metadata, kv_cache.shape[1])
         keys = kv_cache.flatten(0, 1).unsqueeze(1)
-        cached, new = ([x[part] for x, part in zip(batch.slots, parts, strict=True)] for parts in _parts(batch))
+        of_each = list(zip(batch.slots, batch.contexts.tolist(), strict=True))
+        cached, new = [x[:context] for x, context in of_each], [x[context:] for x, context in of_each]
         extended = keys[torch.cat(new)]
         output, lse = q.new_empty(ql_nope.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
         starts = (metadata.query_start_loc.long(), starts_of(batch.contexts).to(q.device), torch.cat(cached))
         masks = (batch.mask.to(torch.uint8), True, batch.mask_starts.to(q.device))
         written = (q, extended, extended[..., :latent].contiguous(), output, keys, keys[..., :latent])
         longest = int(metadata.query_lens_cpu.max())
-        self.library.extend_attention_fwd(
-            *written, *starts, *masks, longest, 1.0, 1.0, sm_scale=self.scale, lse_extend=lse
-        )
+        options = {"sm_scale": self.scale, "lse_extend": lse}
+        self.library.extend_attention_fwd(*written, *starts, *masks, longest, 1.0, 1.0, **options)
         return output, lse.mT
-
-
-def _parts(batch: TreeBatch) -> tuple[list[slice], list[slice]]:
-    """Of the tokens of each request the context, and the query tokens."""
-    contexts = batch.contexts.tolist()
-    return [slice(0, end) for end in contexts], [slice(end, None) for end in contexts]
 
 
 packaged.interpreted(SGLangTritonTreeBackend)

@@ -16,7 +16,7 @@ def slots_at(block_table: Tensor, request: Tensor | slice, token: Tensor, page: 
 def slots_of(metadata: MLACommonDecodeMetadata | MLASparseMetadata, page: int) -> Tensor:
     """[B, max_seq_len] int64, the slot of each token that a request has on this rank; -1 behind its last one.
 
-    Gathered keys' rows are their slots. Shapes follow from the metadata's maxima, so that nothing waits for the device.
+    Gathered keys' rows are their slots. Nothing waits for the device.
     """
     token = torch.arange(metadata.max_seq_len, device=metadata.seq_lens.device)
     if metadata.block_table is None:

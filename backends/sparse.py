@@ -1,16 +1,12 @@
 """The abstract sparse MLA backend: attention of each query token to the keys that a list of its own names.
 
-What vLLM calls a sparse MLA implementation: an indexer has scored the cached tokens and left the numbers of the best in
-``topk_indices``; the kernel gathers them, from a paged cache (``run_sparse_decode``) or from rows that were gathered
-before (``run_sparse_prefill``). Heads share a key of D = L + R columns, whose first L are its value; a model whose
-value holds the rotated part too, such as DeepSeek V4, has R = 0. Sources: FlashMLA's ``flash_mla_with_kvcache`` with
-``indices`` and ``flash_mla_sparse_fwd``, vLLM's ``flashmla_sparse``.
+Heads share a key of D = L + R columns, whose first L are its value; where that holds the rotated part, too, R is 0.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +53,6 @@ class MLASparseMetadata:
 
 
 class MLASparseSelectorConfig(NamedTuple):
-    """What a sparse backend is validated against; hashable."""
-
     call: str  # ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype
     dtype: torch.dtype  # of the queries and of the output
     kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``
@@ -80,11 +74,11 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
+@dataclass(eq=False, repr=False)
 class MLASparseBackend(LatentKernel):
-    """Attention to selected keys.
+    """Attention to selected keys: T query tokens, N heads on this rank, lists of K, keys of D = L + R columns."""
 
-    Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
-    """
+    extra_kv_cache_dtype: str | None = None
 
     # ``decode``, ``prefill`` or both; the other one is refused
     supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
@@ -124,24 +118,12 @@ class MLASparseBackend(LatentKernel):
                 (accepts_block_size(cls.supported_topk, columns), f"topk {columns} of a second cache not supported"),
             )
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        kv_cache_dtype: str,
-        vllm_config: Any,
-        extra_kv_cache_dtype: str | None = None,
-    ) -> None:
-        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-        super().__init__(*sizes, require_layout(layout_of(kv_cache_dtype)), vllm_config)
-        self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layout(self.kv_cache_dtype)
+        self.extra_kv_cache_dtype = self.extra_kv_cache_dtype and require_layout(layout_of(self.extra_kv_cache_dtype))
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
@@ -161,22 +143,13 @@ class MLASparseBackend(LatentKernel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the entries of a paged cache that its list names; no other mask.
 
-        Args:
-            q: absorbed and rotated; any strides.
-            kv_cache: [blocks, page, D] of the model's dtype (``auto``) or of e4m3 (``fp8``), or [blocks, page, bytes of
-                an entry] uint8; the stride between blocks may exceed a packed block.
-            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
-            topk_indices: in the metadata's index space; -1 names no key, wherever it stands.
-            return_softmax_lse: whether to return the LSE as well.
-            topk_length: entries of a list from there on are no part of it, whatever they hold.
-            attn_sink: the logit of each head's sink, natural: it takes its share of the weights, so the output becomes
-                output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
-            extra_kv_cache: a second cache of ``extra_kv_cache_dtype``, attended to together with the first.
-            extra_topk_indices: slots of it, or -1; their lengths likewise.
-
-        Returns:
-            The output [T, N, L] of the query's dtype, or (output, lse) with lse [N, T] float32, natural logarithm; a
-            row without keys is 0 and -inf.
+        q is absorbed and rotated, of any strides; the cache [blocks, page, D] of the model's dtype (``auto``) or of
+        e4m3 (``fp8``), whose code 1.0 stands for ``k_scale``, or [blocks, page, bytes of an entry] uint8, its blocks
+        any stride apart. Lists are in the metadata's index space, of a second cache its slots; -1 names no key, and
+        what stands from ``topk_length`` on is no part of them. The sink of a head is a natural logit that takes its
+        share of the weights: the output becomes output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
+        Returns output [T, N, L] of the query's dtype, and if asked lse [N, T] float32, natural; a row without keys is 0
+        and -inf.
         """
 
     @abstractmethod
@@ -190,7 +163,4 @@ class MLASparseBackend(LatentKernel):
         topk_length: Lengths = None,
         attn_sink: Sink = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of each query token to the gathered rows that its list names; no other mask.
-
-        As :meth:`run_sparse_decode`, but the lists name rows of ``kv``, or count in the metadata's index space.
-        """
+        """The same over the gathered rows that lists name, or that they count in the metadata's index space."""

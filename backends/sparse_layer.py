@@ -1,8 +1,6 @@
 """The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states.
 
-What vLLM calls ``MultiHeadLatentAttentionWrapper`` with ``is_sparse``: projections, norms and rotations, an indexer
-that writes its keys to a cache of its own and its selection to ``topk_indices_buffer``, and attention to what stands in
-that buffer. A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left there.
+A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left in the buffer.
 """
 
 from abc import abstractmethod
@@ -17,7 +15,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
@@ -63,8 +61,6 @@ class MLASparseLayerMetadata:
 
 
 class MLASparseLayerConfig(NamedTuple):
-    """What a layer is; hashable."""
-
     dtype: torch.dtype  # of the model
     num_heads: int  # N, of this rank where several share the heads
     scale: float  # softmax scale
@@ -115,17 +111,13 @@ class MLASparseLayerBackend(PagedKernel):
             yield "the selection of another layer not supported (supports_skip_topk)"
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
-        if config.index_kv_cache_dtype not in INDEX_LAYOUTS:
-            expected = ", ".join(INDEX_LAYOUTS)
-            raise ValueError(f"index_kv_cache_dtype: expected one of {expected}, got {config.index_kv_cache_dtype!r}")
-        self.config = config
-        self.vllm_config = vllm_config
+        expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, INDEX_LAYOUTS)
+        self.config, self.vllm_config = config, vllm_config
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
         self._weights = weights
 
     def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._metadata = sparse_layer_metadata
 
     @abstractmethod
@@ -146,20 +138,14 @@ class MLASparseLayerBackend(PagedKernel):
     ) -> Tensor:
         """One layer over a batch, whose new entries it writes to both caches first; the buffer has T rows or more.
 
-        Returns [T, hidden] of the model's dtype; on several ranks the part of its heads, which its caller adds to the
-        others'.
+        Returns [T, hidden] of the model's dtype; on several ranks the part of its heads.
         """
 
 
-def check_sparse_layer_call(
-    backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[Tensor | None, ...]
-) -> None:
-    """Refuse operands of ``run_sparse_layer``, in its order, that do not fit, and what is not declared."""
-    hidden, *_, index_cache, buffer = operands
-    config = backend.config
-    assert hidden is not None and buffer is not None
-    tokens = int(metadata.attention.query_lens_cpu.sum())
-    if (index_cache is None) != config.skip_topk:
+def check_sparse_layer_call(backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, x: Any) -> None:
+    """Refuse what ``run_sparse_layer`` was given that does not fit, and what is not declared."""
+    config, tokens = backend.config, int(metadata.attention.query_lens_cpu.sum())
+    if (x.index_kv_cache is None) != config.skip_topk:
         raise ValueError(f"index_kv_cache: expected {'none' if config.skip_topk else 'one'} with {config.skip_topk=}")
     known = {
         "T": tokens,
@@ -169,9 +155,9 @@ def check_sparse_layer_call(
         "entries": cache_dtype(config.kv_cache_dtype, config.dtype),
         "index width": entry_width(config.index_kv_cache_dtype, config.preparation.head_dim, 0),
         "index entries": cache_dtype(config.index_kv_cache_dtype, config.dtype),
-        "rows": max(tokens, len(buffer)),
+        "rows": max(tokens, len(x.topk_indices_buffer)),
         "K": config.topk_tokens,
     }
-    require_forms(MLASparseLayerBackend.run_sparse_layer, operands, known)
+    require_forms(MLASparseLayerBackend.run_sparse_layer, vars(x), known)
     require_forms(MLASparseLayerMetadata, vars(metadata), known)
-    require_declared(backend, hidden.device, config)
+    require_declared(backend, x.hidden_states.device, config)

@@ -1,42 +1,27 @@
-"""What library adapters have in common around attention: indexers, top-k, preparations and operations on caches.
-
-Each call is checked before anything is launched; an adapter implements the function that it reaches, and converts there
-whatever its library needs converted.
-"""
+"""What library adapters have in common around attention: indexers, top-k, preparations and operations on caches."""
 
 from abc import abstractmethod
-from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache import (
-    MLACacheBackend,
-    check_forms,
-    check_gather,
-    check_workspace,
-    check_written,
-    require_call,
-)
+from mla_conformance.backends import cache
 from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 
 
 class IndexerKernel(LibraryKernel, MLAIndexerBackend):
-    """Scores, and of a class that declares it a choice by them."""
-
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
+        check_index_call(self, (q, weights, k, k_scale), "logits")
         return self.score(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
+        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         return self.choose(self.score(q, weights, k, k_scale), topk_tokens)
 
     @abstractmethod
@@ -44,13 +29,10 @@ class IndexerKernel(LibraryKernel, MLAIndexerBackend):
         """What ``run_index_logits`` returns."""
 
     def choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """What ``run_index_topk`` returns, of these scores."""
         raise AssertionError("not declared, so refused before")
 
 
 class TopKKernel(LibraryKernel, MLATopKBackend):
-    """The best columns of each row."""
-
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         return self.select(logits, self._topk_metadata.lengths, topk_tokens)
@@ -60,25 +42,7 @@ class TopKKernel(LibraryKernel, MLATopKBackend):
         """What ``run_top_k_per_row`` returns, for rows of lengths [T]."""
 
 
-class PrepareKernel(LibraryKernel, MLAPrepareBackend):
-    """Queries and keys of an indexer in codes."""
-
-    def run_prepare_index(
-        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = self._prepare_metadata
-        check_prepare_call(self, x, (q, k, weights, k_norm_weight, k_norm_bias))
-        cos, sin = x.cos_sin_cache[x.positions].chunk(2, dim=-1)
-        return self.prepare(q, k, weights, (k_norm_weight, k_norm_bias), (cos, sin))
-
-    @abstractmethod
-    def prepare(
-        self, q: Tensor, k: Tensor, weights: Tensor, norm: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``run_prepare_index`` returns, by the cosines and the sines [T, R/2] of the tokens' positions."""
-
-
-class CacheKernel(LibraryKernel, MLACacheBackend):
+class CacheKernel(LibraryKernel, cache.MLACacheBackend):
     """What is written and gathered: ``write_latent(x)`` and so on find in ``x`` what the call was given, by its name.
 
     A call without slots writes nothing. A gather finds besides ``starts``, the first entry of each request, ``lengths``
@@ -91,45 +55,39 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
     gather_latent: Any
     gather_index: Any
 
-    def run_write_latent(self, *operands: Any, **named: Any) -> None:
-        x = self._given("write_latent", operands, named)
+    @takes(cache.MLACacheBackend.run_write_latent)
+    def run_write_latent(self, x: Any) -> None:
         if self._is_written("write_latent", x, kv_c=x.kv_c, k_pe=x.k_pe):
             self.write_latent(x)
 
-    def run_write_index(self, *operands: Any, **named: Any) -> None:
-        x = self._given("write_index", operands, named)
+    @takes(cache.MLACacheBackend.run_write_index)
+    def run_write_index(self, x: Any) -> None:
         if self._is_written("write_index", x, k=x.k):
             self.write_index(x)
 
-    def run_gather_latent(self, *operands: Any, **named: Any) -> None:
-        x = self._given("gather_latent", operands, named)
+    @takes(cache.MLACacheBackend.run_gather_latent)
+    def run_gather_latent(self, x: Any) -> None:
         as_stored = x.workspace.dtype == x.kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else x.workspace.dtype
         asked = {"dequantise": not as_stored, "compress_ratio": x.compress_ratio}
-        require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
-        check_workspace(self, x.kv_cache, x.workspace)
+        cache.require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
+        cache.check_workspace(self, x.kv_cache, x.workspace)
         self.gather_latent(self._looked_up(x, workspace=x.workspace))
 
-    def run_gather_index(self, *operands: Any, **named: Any) -> None:
-        x = self._given("gather_index", operands, named)
-        require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
-        check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+    @takes(cache.MLACacheBackend.run_gather_index)
+    def run_gather_index(self, x: Any) -> None:
+        cache.require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
+        cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
-
-    def _given(self, call: str, operands: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        bound = signature(getattr(MLACacheBackend, f"run_{call}")).bind(self, *operands, **named)
-        bound.apply_defaults()
-        return SimpleNamespace(**bound.arguments)
 
     def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
         model = next(iter(rows.values())).dtype
-        require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
-        check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
+        cache.require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
+        cache.check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
         return len(x.slot_mapping) > 0
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
-        requests = (x.block_table, x.cu_seq_lens, x.seq_starts)
-        check_gather(x.kv_cache, *requests, compress_ratio=x.compress_ratio, **workspaces)
+        cache.check_gather(x, **workspaces)
         x.starts, x.lengths = x.seq_starts // x.compress_ratio, x.cu_seq_lens.diff()
         numbers = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
         x.request = numbers.repeat_interleave(x.lengths)

@@ -1,7 +1,4 @@
-"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call.
-
-The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
-"""
+"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call."""
 
 import torch
 from torch import Tensor
@@ -13,8 +10,7 @@ from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _DISTRIBUTIONS = "tokenspeed-mla nvidia-cutlass-dsl"
 _SWALLOWS = ("imports even where its dependencies are missing", "its recorded import error is reported")
-_TILE = 128
-"""Rows, query heads times query tokens, that a block of the decode kernel computes."""
+_TILE = 128  # rows, query heads times query tokens, that a block of the decode kernel computes
 _MODULES = {"tokenspeed_mla": "tokenspeed-mla", "cutlass": "nvidia-cutlass-dsl"}
 _MODULES |= {"tokenspeed_triton": "tokenspeed-triton", "tvm_ffi": "apache-tvm-ffi"}
 

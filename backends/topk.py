@@ -1,9 +1,4 @@
-"""The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
-
-What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``;
-over pools of tokens, SGLang ``fast_kpool_topk_transform_fused`` and vLLM ``expand_pools_to_tokens``. A top-k of ours
-checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, with expected and got.
-"""
+"""The abstract top-k: of each row of given logits the columns with the largest."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -39,8 +34,6 @@ class TopKMetadata:
 
 
 class MLATopKSelectorConfig(NamedTuple):
-    """What a top-k is validated against; hashable."""
-
     dtype: torch.dtype  # of the logits
     topk_tokens: int  # K, columns that are selected for a row, or their tokens
     row_starts: bool  # whether windows begin elsewhere than at column 0
@@ -48,8 +41,6 @@ class MLATopKSelectorConfig(NamedTuple):
 
 
 class MLATopKBackend(KernelBackend):
-    """The columns with the largest logits, of each row within its window."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns that are selected
     supports_row_starts: ClassVar[bool] = True  # whether a window may begin elsewhere than at column 0
@@ -68,31 +59,25 @@ class MLATopKBackend(KernelBackend):
         self.vllm_config = vllm_config
 
     def prepare_metadata(self, topk_metadata: TopKMetadata) -> None:
-        """Take the windows of the next calls; called once per batch, outside of any graph capture."""
         self._topk_metadata = topk_metadata
 
     @abstractmethod
     @table
     def run_top_k_per_row(self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int) -> Tensor:
-        """The columns with the largest logits, anything outside of a row's window; the stride of rows may exceed C.
+        """[T, K] int32: the columns of each row's window with the largest logits, at most K, none twice, -1 behind.
 
-        Returns:
-            [T, K] int32, as many columns of each row's window as it has, at most K, none twice, -1 behind them; they
-            count from the row's start. What is declared of them otherwise is data: ``Declaration.selection``.
+        They count from the row's start; ``Declaration.selection`` says what is otherwise. Outside of a window stands
+        anything.
         """
 
     @table
     def run_pool_top_k_per_row(
         self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int, pool: int, tail: bool
     ) -> Tensor:
-        """The tokens of the pools with the largest logits, as many pools as ``topk_tokens``, a multiple, has room for.
+        """[T, K] int32 in any order, -1 between: each token of the pools with the largest logits.
 
         Logits have a column for each whole pool; pool p has the tokens from p · pool on. With a ``tail`` the tokens of
-        the last, incomplete pool of each row are named besides.
-
-        Returns:
-            [T, K] int32, with a tail [T, K + pool - 1], in any order: every token of each selected pool, each once,
-            counted from the row's first token, and -1 anywhere between.
+        the last, incomplete pool of each row are named besides, in [T, K + pool - 1].
         """
         raise UnsupportedConfiguration(f"{self.get_name()}: columns of several tokens not supported")
 

@@ -1,11 +1,10 @@
 """TORCH_SDPA over gathered keys: PyTorch's own kernels that return the LSE, with every row a batch entry of one head.
 
-Its rows are the N query heads, against the keys of its own. Keys and values are one tensor: a key's first L columns are
-its value. All of it is tensor operations of fixed shapes without a synchronisation.
+A row is the N query heads, against the keys of its own, whose first L columns are values. Nothing synchronises.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from mla_conformance.backends.selected import Selected, SelectedKeysBackend, lis
 from mla_conformance.backends.tree import MLATreeBackend, TreeBatch, check_tree_operands
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-MASK_ALIGNMENT = 16
-"""Keys of a row are a multiple of this, for kernels that load masks in vectors."""
-_GATHERED_ELEMENTS = 2**28
-"""Elements of keys that are gathered at once: half a GiB of 16 bits."""
+MASK_ALIGNMENT = 16  # keys of a row are a multiple of this, for kernels that load masks in vectors
+_GATHERED_ELEMENTS = 2**28  # elements of keys that are gathered at once: half a GiB of 16 bits
 APPROXIMATE = Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL)
 APPROXIMATE_EXP = ("16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp")
 EFFICIENT = (
@@ -38,9 +35,14 @@ class TorchRows(NamedKernel):
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     kernel: ClassVar[str] = "CPU flash attention"  # which of PyTorch's it is, for the evidence
+    on_gpu: ClassVar[Any] = None  # what serves calls there, if another class does
     num_heads: int
     scale: float
     kv_lora_rank: int
+
+    @classmethod
+    def resolve(cls, device_capability: DeviceCapability | None) -> Any:
+        return cls if device_capability is None else cls.on_gpu or cls
 
     def kernel_evidence(self) -> dict[str, str]:
         return {"torch": torch.__version__, "kernel": self.kernel}
@@ -48,10 +50,10 @@ class TorchRows(NamedKernel):
     def attend_in_parts(
         self, q: Tensor, columns: int, keys_of: Callable[[slice], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Attention of each row of q [T, N, D] to those of its own keys that it sees.
+        """Output [T, N, L] and lse [N, T] float32 of each row of q [T, N, D] and those of its own keys that it sees.
 
-        ``keys_of`` some rows at a time are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it
-        sees, [T, S] bool. Returns output [T, N, L] and lse [N, T] float32, natural; without keys 0 and -inf.
+        ``keys_of`` some rows are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it sees, [T,
+        S].
         """
         step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
         outputs, lses = [], []
@@ -70,15 +72,12 @@ class TorchRows(NamedKernel):
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Output [T, 1, N, D] and LSE [T, 1, at least N] of q [T, 1, N, D] and keys [T, 1, S, D]."""
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, keys, 0.0, False, attn_mask=mask, scale=self.scale
-        )
+        call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = call(q, keys, keys, 0.0, False, attn_mask=mask, scale=self.scale)
         return output, lse
 
 
 class TorchEfficientRows(TorchRows):
-    """``aten::_scaled_dot_product_efficient_attention`` with its LSE."""
-
     variant: ClassVar[str] = "efficient"
     kernel = "efficient attention"
 
@@ -87,9 +86,8 @@ class TorchEfficientRows(TorchRows):
         return device_capability is not None
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale
-        )
+        call = torch.ops.aten._scaled_dot_product_efficient_attention
+        output, lse, *_ = call(aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale)
         return output, lse
 
 
@@ -116,11 +114,6 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         APPROXIMATE_EXP,
         rounding=APPROXIMATE,
     )
-
-    @classmethod
-    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPADecodeBackend"]:
-        """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
-        return cls if device_capability is None else TorchEfficientDecodeBackend
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, page, token = self._decode_metadata, kv_cache.shape[1], torch.arange(len(ql_nope), device=q_pe.device)
@@ -150,6 +143,9 @@ class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
     declaration = packaged.further(_OF_PAGES, *EFFICIENT, rounding=packaged.DEQUANTISES)
 
 
+TorchSDPADecodeBackend.on_gpu = TorchEfficientDecodeBackend
+
+
 _OF_LISTS = packaged.declared(
     "torch",
     ("no lists", "gathers the named entries of every query token; a column that names none is masked"),
@@ -170,15 +166,9 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
         rounding=APPROXIMATE,
     )
 
-    @classmethod
-    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPASparseBackend"]:
-        """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
-        return cls if device_capability is None else TorchEfficientSparseBackend
-
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
         def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
-            """Those that the lists name; anything where one names none."""
             keys, named = list[Tensor](), list[Tensor]()
             for x in (source.rows(rows) for source in sources):
                 named.append(listed(x.indices, x.length))
@@ -199,9 +189,10 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
     )
 
 
-class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
-    """Every query token is a row against the tokens of its request."""
+TorchSDPASparseBackend.on_gpu = TorchEfficientSparseBackend
 
+
+class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
     name = "TORCH_SDPA_TREE"
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
     declaration = packaged.declared(
@@ -235,7 +226,6 @@ class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
                 visible[rows, :length] = seen.view(-1, length)
 
         def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
-            """The tokens of each row's request, and which of them it sees."""
             keys = dequantise(gather(kv_cache, slots[rows], layout), layout, k_scale, ql_nope.dtype)
             return keys[..., :columns].to(ql_nope.dtype), visible[rows]
 

@@ -1,8 +1,6 @@
 """TORCH_SDPA: PyTorch's own CPU flash kernel, the one that also returns the LSE.
 
-Conventions of ``aten::_scaled_dot_product_flash_attention_for_cpu`` in torch 2.13, each measured: query, key and
-value need one head dim; its causal mask is aligned top-left; an empty key or query sequence kills the process
-(SIGFPE); the LSE is natural, float32, [B, N, T].
+As measured of torch 2.13 it masks top-left, and an empty sequence kills the process; LSE natural, float32, [B, N, T].
 """
 
 import torch
@@ -44,9 +42,8 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
             if batch.causal and queries != seen:  # aligned bottom-right: query i sees keys 0 ... S - T + i
                 visible = torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)
                 mask = torch.zeros(queries, seen).masked_fill(~visible, -torch.inf)
-            result, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *operands, 0.0, batch.causal and mask is None, attn_mask=mask, scale=self.scale
-            )
+            call, masks = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, batch.causal and mask is None
+            result, logsumexp = call(*operands, 0.0, masks, attn_mask=mask, scale=self.scale)
             output[rows], lse[:, rows] = result[0].transpose(0, 1)[..., : v.shape[-1]], logsumexp[0]
         return output, lse
 

@@ -1,6 +1,5 @@
 """The abstract MLA tree backend: a decode of trees of drafts, whose masks say which query token sees which."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -8,7 +7,12 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.conversions import starts_of
-from mla_conformance.backends.decode import LatentDecode, MLACommonDecodeMetadata, check_decode_operands
+from mla_conformance.backends.decode import (
+    LatentDecode,
+    MLACommonDecodeMetadata,
+    MLADecodeBackend,
+    check_decode_operands,
+)
 from mla_conformance.backends.kernel import expect
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.slots import slots_at
@@ -28,35 +32,25 @@ class MLATreeMetadata(MLACommonDecodeMetadata):
     tree_mask_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]
 
 
+def check_tree_operands(
+    backend: LatentDecode, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
+) -> None:
+    """As ``check_decode_operands``; refuses masks of another width, too."""
+    check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
+    pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
+    expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
+
+
 class MLATreeBackend(LatentDecode):
     """Attention of trees of query tokens to the paged latents of their requests; symbols as of ``MLADecodeBackend``."""
 
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     _decode_metadata: MLATreeMetadata
+    _check = staticmethod(check_tree_operands)
 
-    @abstractmethod
-    @table
-    def run_tree_decode(
-        self,
-        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
-        q_pe: Annotated[Tensor, Form("T or more, N, R")],
-        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
-        k_scale: Annotated[Tensor, Form("", torch.float32)],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of each query token to the tokens before those of its request, and to those that its mask names.
-
-        Operands and results are those of ``MLADecodeBackend.run_decode``.
-        """
-
-
-def check_tree_operands(
-    backend: MLATreeBackend, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
-) -> None:
-    """As ``check_decode_operands``; refuses masks of another width, too."""
-    check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
-    pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
-    expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
+    # of each query token to the tokens before those of its request, and to those that its mask names
+    run_tree_decode = MLADecodeBackend.run_decode
 
 
 class TreeBatch(NamedTuple):
@@ -70,7 +64,6 @@ class TreeBatch(NamedTuple):
 
     @staticmethod
     def of(metadata: MLATreeMetadata, page: int) -> "TreeBatch":
-        """That of metadata over a cache of pages of so many tokens."""
         new, device = metadata.query_lens_cpu, metadata.block_table.device
         lengths = torch.maximum(new, metadata.seq_lens_cpu)
         contexts, squares = lengths - new, metadata.tree_mask.split(new.square().tolist())

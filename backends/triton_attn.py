@@ -1,7 +1,6 @@
-"""TRITON_ATTN: vLLM's Triton kernel for paged attention, on the new tokens of a prefill; its e4m3 output is fused.
+"""TRITON_ATTN: vLLM 0.33.0's Triton kernel for paged attention, on new tokens; its e4m3 output is fused.
 
-Written for vLLM 0.33.0, ``unified_attention`` as ``vllm/v1/attention/backends/triton_attn.py`` calls it. It returns no
-LSE, so that it can serve neither a context chunk nor new tokens behind a context.
+It returns no LSE, so that it can serve neither a context chunk nor new tokens behind a context.
 """
 
 import torch

@@ -1,12 +1,9 @@
-"""TRITON_MLA: vLLM's Triton decode kernel, driven as vLLM's backend of that name drives it.
+"""TRITON_MLA: vLLM 0.33.0's Triton decode kernel, driven as ``TritonMLAImpl.forward_mqa`` drives it.
 
-Written for vLLM 0.33.0, ``TritonMLAImpl.forward_mqa`` of ``vllm/v1/attention/backends/mla/triton_mla.py``. Of vLLM the
-kernel's module alone is imported. Beside torch and Triton it needs regex, cbor2 and dill, and on a machine with a GPU
-vLLM's compiled extension, which it does not use.
+Beside torch and Triton it needs regex, cbor2 and dill, and where a GPU is vLLM's compiled extension.
 """
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,14 +38,17 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     cudagraph_support = packaged.UNIFORM_BATCH
     declaration = packaged.further(_KEPT, ("LSE of the query's dtype", "widened to float32"))
     lse_dtype: ClassVar[torch.dtype | None] = None
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
-        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
-        if any(0 < dim < 16 for dim in dims):
-            yield f"latent dims (L, R) = {dims} not supported: Triton multiplies 16 columns or more"
-        if config.kv_cache_dtype == "fp8" and device is not None and device < (8, 9):
-            yield f"kv_cache_dtype fp8 needs compute capability 8.9, this device has {device}"
+    refused = (
+        (
+            lambda c, device: 0 < c.kv_lora_rank < 16 or 0 < c.qk_rope_head_dim < 16,
+            "latent dims (L, R) = ({c.kv_lora_rank}, {c.qk_rope_head_dim}) not supported: Triton multiplies 16 columns "
+            "or more",
+        ),
+        (
+            lambda c, device: c.kv_cache_dtype == "fp8" and device is not None and device < (8, 9),
+            "kv_cache_dtype fp8 needs compute capability 8.9, this device has {device}",
+        ),
+    )
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, q, cache = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1), kv_cache.unsqueeze(2)

@@ -1,11 +1,7 @@
 """TRTLLM: TensorRT-LLM's own attention, through the wrapper that its PyTorch engine plans and runs in each layer.
 
-Written from its sources and never run on a GPU: of tensorrt-llm the package index has a stub. Read were
-NVIDIA/TensorRT-LLM at f3de61e7 and at the later 3e323973 (commits in its network of forks;
-``tensorrt_llm/_torch/attention_backend/trtllm.py``, ``cpp/tensorrt_llm/thop/attentionOp.cpp``), and below them at
-eea41b73 ``cpp/tensorrt_llm/common/attentionOp.cpp``. The wrapper passes some 80 arguments on to ``thop.attention`` in
-C++, which differ between versions; ``plan`` and ``run`` are called as ``TrtllmAttention.forward`` does for MLA.
-Lengths are read on the host, so that no CUDA graph is declared.
+Never run on a GPU, written from NVIDIA/TensorRT-LLM at f3de61e7 and 3e323973, ``TrtllmAttention.forward``, and below it
+at eea41b73. Lengths are read on the host, so that no CUDA graph is declared.
 """
 
 import inspect
@@ -18,8 +14,8 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.kernel import AttentionKernel
-from mla_conformance.backends.packaged import declared, further
+from mla_conformance.backends.kernel import HeadSizes
+from mla_conformance.backends.packaged import declared
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
@@ -28,9 +24,7 @@ _NOTE = "the package index has a stub, its wheels are at --extra-index-url https
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
-    """The operator chooses its kernels by the device; the variants are what those differ in."""
-
+class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
     name = "TRTLLM"
     libraries = (packaged.in_extra("tensorrt-llm", "tensorrt_llm._torch.attention_backend.trtllm", note=_NOTE),)
     devices = packaged.Devices("9.0 or 10.x", (9, 0), (11, 0))
@@ -38,7 +32,6 @@ class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
 
     @classmethod
     def lacks(cls) -> str:
-        """Versions before these and after them are called otherwise."""
         run = getattr(getattr(cls.libraries[0].load(), "TrtllmAttentionWrapper", None), "run", None)
         if run and packaged.has_parameter(run, "cu_q_seqlens"):
             return ""
@@ -48,16 +41,11 @@ class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
     def call(
         self, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
     ) -> None:
-        """Plan and run; q is [T, N · width], and a phase is generation if it hands over ``q_pe``.
-
-        Lengths are [B] int32 on the host, the table [B, pages] int32 names blocks of the cache [blocks, page, L + R].
-        """
+        """Plan and run for q [T, N · width], a generation if ``q_pe`` is handed over; lengths are on the host."""
         trtllm, heads, generation = self.library, self.num_heads, "q_pe" in more
         sizes = {name: getattr(self, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
-        sizes |= {
-            "v_head_dim": output.shape[1] // heads,
-            "predicted_tokens_per_seq": int(queries.max()) if generation else 1,
-        }
+        predicted = int(queries.max()) if generation else 1
+        sizes |= {"v_head_dim": output.shape[1] // heads, "predicted_tokens_per_seq": predicted}
         made = {"num_kv_heads": 1 if generation else heads, "mla_params": trtllm.MLAParams(**sizes)}
         made["q_scaling"] = 1.0 / (self.scale * math.sqrt(self.dimensions.qk_head_dim))
         wrapper = trtllm.TrtllmAttentionWrapper(heads, q.shape[1] // heads, **made)
@@ -97,8 +85,6 @@ class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
 
 
 class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
-    """The context phase over keys and values that are given, as after a read of cached ones."""
-
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")
     supported_mla_dimensions = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
@@ -134,27 +120,12 @@ class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
         return output.unflatten(1, (heads, -1)), lse
 
 
-class TrtllmPrefillSm90(TrtllmPrefillBackend, variant="sm90"):
-    """Kernels of its fmha_v2."""
-
-    devices = packaged.HOPPER
-    declaration = further(
-        TrtllmPrefillBackend.declaration,
-        packaged.FP22_SUMS,
-        e4m3_rounding=packaged.SCALED_P_FP22,
-    )
-
-
-class TrtllmPrefillSm100(TrtllmPrefillBackend, variant="sm100"):
-    """Kernels that come compiled, those of TRTLLM_RAGGED."""
-
-    devices = packaged.BLACKWELL
-    declaration = further(TrtllmPrefillBackend.declaration, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
+# Kernels of its fmha_v2, and those that come compiled, which are TRTLLM_RAGGED's.
+TrtllmPrefillBackend.also("sm90", packaged.FP22_SUMS, devices=packaged.HOPPER, e4m3_rounding=packaged.SCALED_P_FP22)
+TrtllmPrefillBackend.also("sm100", devices=packaged.BLACKWELL, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
 
 
 class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
-    """The generation phase over absorbed queries that are rotated already, uniform batches."""
-
     supported_dtypes = [torch.bfloat16]
     supported_block_sizes = [64]
     supported_latent_dims = [(512, 64)]
@@ -183,18 +154,10 @@ class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
         return output if stats is None else (output, (stats[..., 0] + stats[..., 1].log()).mT)
 
 
-class TrtllmDecodeSm90(TrtllmDecodeBackend, variant="sm90"):
-    """FlashMLA, which it compiles in."""
-
-    devices = packaged.HOPPER
-    supported_dtypes = [torch.float16, torch.bfloat16]
-    returns_lse = False
-    declaration = further(TrtllmDecodeBackend.declaration, packaged.RETURNS_NO_LSE)
-
-
-class TrtllmDecodeSm100(TrtllmDecodeBackend, variant="sm100"):
-    """Kernels that come compiled."""
-
-    devices = packaged.BLACKWELL
-    supported_block_sizes = [32, 64]
-    declaration = further(TrtllmDecodeBackend.declaration, (f"{_STATS}, the logit scaled", "natural LSE, [N, T]"))
+# FlashMLA, which it compiles in, and kernels that come compiled.
+_HALF = [torch.float16, torch.bfloat16]
+TrtllmDecodeBackend.also(
+    "sm90", packaged.RETURNS_NO_LSE, devices=packaged.HOPPER, supported_dtypes=_HALF, returns_lse=False
+)
+_SCALED = (f"{_STATS}, the logit scaled", "natural LSE, [N, T]")
+TrtllmDecodeBackend.also("sm100", _SCALED, devices=packaged.BLACKWELL, supported_block_sizes=[32, 64])

@@ -1,8 +1,4 @@
-"""TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer.
-
-``trtllm_ragged_attention_deepseek`` of FlashInfer 0.6.13 and 0.7.2. The package tensorrt-llm on PyPI is a stub that
-downloads from another index; it is not needed. Its own attention is TRTLLM (``backends/trtllm.py``).
-"""
+"""TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer 0.6.13 and 0.7.2."""
 
 import torch
 from torch import Tensor
@@ -16,8 +12,6 @@ _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm o
 
 
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
-
     name = "TRTLLM_RAGGED"
     libraries = (packaged.in_extra("flashinfer", "flashinfer.prefill", "flashinfer-python", _NOTE),)
     devices = packaged.BLACKWELL

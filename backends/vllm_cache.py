@@ -1,10 +1,4 @@
-"""VLLM_CACHE: the compiled kernels with which vLLM writes latents and index keys to its caches and gathers them again.
-
-Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``concat_and_cache_mla``,
-``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``, ``cp_gather_cache``,
-``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written
-in Triton, and is not among them.
-"""
+"""VLLM_CACHE: the compiled kernels by which vLLM 0.33.0 writes and gathers its caches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,15 +13,11 @@ from mla_conformance.backends.steps import CacheKernel
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
-_INDEX_PAGE = 64
-"""As vLLM's indexer has them on NVIDIA's GPUs."""
-_WIDTHS = (320, 512, 576)
-"""Of the rows that are gathered and dequantised at once."""
+_INDEX_PAGE = 64  # as vLLM's indexer has them on NVIDIA's GPUs
+_WIDTHS = (320, 512, 576)  # of the rows that are gathered and dequantised at once
 
 
 class VllmCacheBackend(CacheKernel):
-    """Entries alone; any slots in int64."""
-
     name = "VLLM_CACHE"
     libraries = (VLLM_OPERATORS,)
     devices = packaged.FROM_TURING  # what the wheel has code for
@@ -46,7 +36,8 @@ class VllmCacheBackend(CacheKernel):
     )
 
     @classmethod
-    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        yield from super()._reasons(config)
         layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
@@ -61,7 +52,6 @@ class VllmCacheBackend(CacheKernel):
 
     @property
     def library(self) -> Any:
-        """The operators that vLLM's compiled library registers."""
         VLLM_OPERATORS.load()
         return torch.ops._C_cache_ops
 

@@ -1,12 +1,9 @@
-"""VLLM_TOPK: the kernels that a step of vLLM's indexer chooses its tokens by, one class for each.
+"""VLLM_TOPK: the kernels that a step of vLLM 0.33.0's indexer chooses its tokens by, one class for each.
 
-``prefill`` and ``decode`` are ``top_k_per_row_prefill`` and ``top_k_per_row_decode``; ``persistent`` and
-``cooperative`` come first in a decode on Hopper, for the numbers of columns that they know and, the latter, up to 64
-rows. Written for vLLM 0.33.0, as ``vllm/model_executor/layers/indexer_topk.py`` and ``sparse_attn_indexer.py`` call
-them. All of them place what they find by atomic counters, so that equal calls name it in other orders.
+All of them place what they find by atomic counters, so that equal calls name it in other orders.
 """
 
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +16,7 @@ from mla_conformance.reference.selected import NO_KEY
 _NOTE = "its wheels for CUDA have these operators"
 VLLM_OPERATORS = packaged.in_extra("vllm", "vllm._C_stable_libtorch", note=_NOTE)
 """Importing it registers them with torch."""
-_ROWS = 64
-"""That the cooperative kernel takes at once."""
+_ROWS = 64  # that the cooperative kernel takes at once
 _WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
 
 
@@ -43,62 +39,45 @@ class VllmTopKBackend(TopKKernel):
         return output
 
     def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        """Fill output [T, K] for rows of lengths [T]."""
         raise self.not_a_family()
 
 
-class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
-    supports_row_starts = True
-    declaration = packaged.further(
-        VllmTopKBackend.declaration, ("wants starts and ends", "zeros where there are no starts, as in vLLM")
-    )
-
-    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        given = self._topk_metadata.row_starts
-        starts = torch.zeros_like(lengths) if given is None else given.contiguous()
-        sizes = (len(logits), *logits.stride(), output.shape[1])
-        torch.ops._C.top_k_per_row_prefill(logits, starts, starts + lengths, output, *sizes)
+def _prefill(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    given = self._topk_metadata.row_starts
+    starts = torch.zeros_like(lengths) if given is None else given.contiguous()
+    sizes = (len(logits), *logits.stride(), output.shape[1])
+    torch.ops._C.top_k_per_row_prefill(logits, starts, starts + lengths, output, *sizes)
 
 
-class VllmTopKDecode(VllmTopKBackend, variant="decode"):
+def _decode(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
     """Each row is of a request of one query token."""
-
-    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        sizes = (len(logits), *logits.stride(), output.shape[1])
-        torch.ops._C.top_k_per_row_decode(logits, 1, lengths, output, *sizes)
+    sizes = (len(logits), *logits.stride(), output.shape[1])
+    torch.ops._C.top_k_per_row_decode(logits, 1, lengths, output, *sizes)
 
 
-class VllmTopKPersistent(VllmTopKBackend, variant="persistent"):
+def _persistent(self: Any, logits: Tensor, lengths: Tensor, output: Tensor, operator: str = "persistent_topk") -> None:
     """In its turn it takes one of several kernels, by the size of the batch."""
-
-    operator: ClassVar[str] = "persistent_topk"
-    supported_topk = [512, 1024, 2048]
-    declaration = packaged.further(VllmTopKBackend.declaration, _WORKSPACE)
-
-    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        workspace = torch.empty(1 << 20, dtype=torch.uint8, device=logits.device)
-        sizes = (output.shape[1], self._topk_metadata.max_seq_len)
-        getattr(torch.ops._C, self.operator)(logits, lengths, output, workspace, *sizes)
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=logits.device)
+    sizes = (output.shape[1], self._topk_metadata.max_seq_len)
+    getattr(torch.ops._C, operator)(logits, lengths, output, workspace, *sizes)
 
 
-class VllmTopKCooperative(VllmTopKPersistent, variant="cooperative"):
+def _cooperative(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
     """A cluster of thread blocks for each row."""
+    (rows, columns), unit = logits.shape, ALIGNMENT // 4
+    if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
+        logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
+    for few, own, written in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
+        _persistent(self, few, own, written, operator="cooperative_topk")
 
-    needed_capability = "9.0 or newer, but not 12.x"
-    operator = "cooperative_topk"
-    declaration = packaged.further(
-        VllmTopKPersistent.declaration,
-        (f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
-        ("takes rows at multiples of 16 bytes alone", "others are copied"),
-    )
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
-        return device_capability is not None and device_capability >= (9, 0) and device_capability.major != 12
-
-    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        (rows, columns), unit = logits.shape, ALIGNMENT // 4
-        if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
-            logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
-        for part in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
-            super().fill(*part)
+_ZEROS = ("wants starts and ends", "zeros where there are no starts, as in vLLM")
+VllmTopKBackend.also("prefill", _ZEROS, fill=_prefill, supports_row_starts=True)
+VllmTopKBackend.also("decode", fill=_decode)
+VllmTopKBackend.also("persistent", _WORKSPACE, fill=_persistent, supported_topk=[512, 1024, 2048]).also(
+    "cooperative",
+    (f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
+    ("takes rows at multiples of 16 bytes alone", "others are copied"),
+    fill=_cooperative,
+    devices=packaged.Devices("9.0 or newer, but not 12.x", (9, 0), but=12),
+)

@@ -1,9 +1,10 @@
 """The base of the adapters: a class of another generation or package, driven as an :class:`MLAPrefillBackend`.
 
-An adapter is a class made for the class it drives, so that what is declared is asked of that class, before an instance
-exists. It translates; it does not repair.
+An adapter is a class made for the class it drives, so that what is declared is asked of that class.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,21 +15,21 @@ from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.quant_key import QuantKey
+from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
-
-_NOMINAL_DTYPE = torch.bfloat16
-"""The model's dtype in a configuration that is made before any batch is known."""
 
 
 def adapter_of(wrapped: Any, adapter: Any, **attributes: Any) -> Any:
     """A subclass of an adapter with these attributes, which goes by the name of the class that it drives."""
-    own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__}
-    return type(
-        wrapped.__name__,
-        (adapter,),
-        own | {"wrapped": wrapped, "get_name": staticmethod(wrapped.get_name)} | attributes,
-    )
+    own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "wrapped": wrapped}
+    return type(wrapped.__name__, (adapter,), {**own, "get_name": staticmethod(wrapped.get_name), **attributes})
+
+
+def _asked(method: str, check: Any, *without: Any) -> Any:
+    """A method that asks the driven class, whose answer is checked."""
+    return classmethod(lambda cls, *asked: check(getattr(cls.wrapped, method, *without)(*asked), method))
 
 
 class AdaptedPrefillBackend(MLAPrefillBackend):
@@ -38,17 +39,12 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped`` and says of itself what that one says."""
         undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
-        adapted: Any = adapter_of(
-            wrapped,
-            cls,
-            supported_dtypes=wrapped.supported_dtypes,
-            declaration=cls.declared(getattr(wrapped, "declaration", None) or undeclared),
-            needed_capability=getattr(wrapped, "needed_capability", ""),
-            variant=getattr(wrapped, "variant", ""),
-            decode_backend=getattr(wrapped, "decode_backend", None),
-        )
+        declaration = cls.declared(getattr(wrapped, "declaration", None) or undeclared)
+        told = {"needed_capability": "", "variant": "", "decode_backend": None}
+        attributes = {name: getattr(wrapped, name, without) for name, without in told.items()}
+        dtypes = wrapped.supported_dtypes
+        adapted: Any = adapter_of(wrapped, cls, supported_dtypes=dtypes, declaration=declaration, **attributes)
         if hasattr(wrapped, "merge_attn_states"):
             adapted.merge_attn_states = lambda self, *given, **named: self._target.merge_attn_states(*given, **named)
         adapted.__abstractmethods__ = frozenset(getattr(wrapped, "__abstractmethods__", ()))
@@ -56,29 +52,16 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def declared(cls, declaration: Declaration) -> Declaration:
-        """The declaration of the class that is driven, with what the adapter itself deviates in."""
         return declaration
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        answer = cls.wrapped.supports_compute_capability(device_capability)
-        return yes_or_no(answer, "supports_compute_capability")
+    supports_compute_capability = _asked("supports_compute_capability", yes_or_no)
+    is_available = _asked("is_available", yes_or_no)
+    missing_dependencies = _asked("missing_dependencies", reasons_of, list)
+    broken_dependencies = _asked("broken_dependencies", reasons_of, list)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
         return bool(cls.wrapped.supports_dtype(dtype))
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return yes_or_no(cls.wrapped.is_available(), "is_available")
-
-    @classmethod
-    def missing_dependencies(cls) -> list[str]:
-        return reasons_of(getattr(cls.wrapped, "missing_dependencies", list)(), "missing_dependencies")
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        return reasons_of(getattr(cls.wrapped, "broken_dependencies", list)(), "broken_dependencies")
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -100,8 +83,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         self._target: Any = self._start()
 
     def _start(self) -> Any:
-        """The object that the calls go to."""
-        return self.wrapped(**self._configuration(_NOMINAL_DTYPE))
+        return self.wrapped(**self._configuration(torch.bfloat16))  # nominal: no batch is known yet
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""
@@ -118,26 +100,53 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         self._target.prepare_metadata(prefill_metadata)
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        return self._new_tokens((q, k, v), return_softmax_lse, out, output_scale)
+    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return self._new_tokens((x.q, x.k, x.v), x.return_softmax_lse, x.out, x.output_scale)
 
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
     ) -> Any:
-        """The call, as the driven class takes it."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
         return self._target.run_prefill_new_tokens(*operands, return_softmax_lse=lse, **given)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
+
+
+def load_layer(layer: Any, joined: Any, weights: SparseLayerWeights) -> None:
+    """Load a whole sparse layer of an engine; ``joined`` is the projection of hidden states to both latents."""
+    own = ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    loaded = [(getattr(layer, name), getattr(weights, name)) for name in own]
+    loaded.append((joined, torch.cat((weights.q_a_proj, weights.kv_a_proj_with_mqa))))
+    if (theirs := weights.indexer) is not None:
+        indexer = layer.indexer
+        loaded += [(indexer.wq_b, theirs.wq_b), (indexer.k_norm, theirs.k_norm_weight)]
+        loaded.append((indexer.wk_weights_proj, torch.cat((theirs.wk, theirs.weights_proj))))
+        indexer.k_norm.bias.data.copy_(theirs.k_norm_bias)
+    for part, weight in loaded:
+        part.weight.data.copy_(weight)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What torch makes of no dtype has this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def runs_on(cls: Any, capability: DeviceCapability | None) -> bool:
+    """Whether a class of vLLM's runs on a device; some of them ask for the number of a device that has none."""
+    try:
+        return bool(cls.supports_compute_capability(capability))
+    except AttributeError:
+        if capability is None:
+            return False
+        raise
 
 
 def first_columns(result: Any, width: int) -> Any:

@@ -1,6 +1,5 @@
-"""The earlier generation of the MLA prefill interface: a factory of classes, and metadata handed to every call.
+"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call.
 
-Names and signatures of vLLM's ``v1.attention.backends.mla.prefill`` when an implementation was a class of its own.
 Its adapter does what its metadata builder did once and per batch, and makes its calls.
 """
 
@@ -28,8 +27,6 @@ _NO_OUT = Deviation("its interface has no output tensor and no quantised output"
 
 
 class MLAPrefillSelectorConfig(NamedTuple):
-    """What a backend is validated against; hashable."""
-
     dtype: torch.dtype
     is_r1_compatible: bool
 
@@ -42,34 +39,20 @@ class MLAPrefillBuilderState:
     backend_state: dict[str, Any] = field(default_factory=dict)  # anything else, by name
 
 
+@dataclass(eq=False, repr=False)
 class MLAPrefillImpl(AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
     # whether the output is as wide as the queries; the caller then takes the first V columns
-    requires_v_padding: bool = True
+    requires_v_padding: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.device = device
+    device: torch.device
 
     @abstractmethod
     def run_prefill_new_tokens(
         self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`interface.MLAPrefillBackend`: q and k [T, N, P + R], rope applied, v [T, N, V].
-
-        The metadata are of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-        """
+        """As of :class:`interface.MLAPrefillBackend`, with metadata that the backend finished."""
 
     @abstractmethod
     def run_prefill_context_chunk(
@@ -90,7 +73,6 @@ class MLAPrefillBackend(KernelBackend):
 
     @staticmethod
     def get_prefill_metadata_cls() -> type[MLACommonPrefillMetadata]:
-        """Class of the metadata; a backend with fields of its own derives one."""
         return MLACommonPrefillMetadata
 
     @staticmethod
@@ -101,7 +83,6 @@ class MLAPrefillBackend(KernelBackend):
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
         reasons = super().validate_configuration(device_capability, selector_config)
         if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
             reasons.append(f"MLA dimensions not supported (supported: {PRESETS['r1'].head})")
@@ -116,10 +97,7 @@ class MLAPrefillBackend(KernelBackend):
 
     @classmethod
     def post_process_prefill_metadata(
-        cls,
-        prefill_metadata: MLACommonPrefillMetadata,
-        builder_state: MLAPrefillBuilderState,
-        prefill_query_start_loc: Tensor,
+        cls, prefill_metadata: MLACommonPrefillMetadata, builder_state: Any, prefill_query_start_loc: Tensor
     ) -> None:
         """Fill the backend's own fields of a batch's prefill metadata; by default there are none."""
         return
@@ -144,10 +122,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def declared(cls, declaration: Declaration) -> Declaration:
-        """The declaration, with what the generation's interface lacks."""
-        if not isinstance(declaration, Declaration):
-            return declaration
-        return replace(declaration, deviations=(*declaration.deviations, _NO_OUT))
+        known = isinstance(declaration, Declaration)
+        return replace(declaration, deviations=(*declaration.deviations, _NO_OUT)) if known else declaration
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -177,9 +153,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
             self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
             sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
-            self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(
-                self._config, self._cache_spec, ["layer"], device
-            )
+            layers = (self._config, self._cache_spec, ["layer"])
+            self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(*layers, device)
             self._target = self.wrapped.get_prefill_impl_cls()(**arguments, device=device)
         # The same fields in the backend's own classes, which may lack some of ours and have more.
         context = prefill_metadata.chunked_context
@@ -189,9 +164,8 @@ class EarlierAdapter(AdaptedPrefillBackend):
         self.wrapped.post_process_prefill_metadata(own, self._state, own.query_start_loc)
         requests = own.query_start_loc.shape[0] - 1
         batch = SimpleNamespace(num_prefills=requests, prefill=own, num_decodes=0, decode=None)
-        self.wrapped.finalize_attention_metadata(
-            batch, self._state, requests, self.num_heads, self._cache_spec, self._dims, self._config.model_config
-        )
+        model = (self.num_heads, self._cache_spec, self._dims, self._config.model_config)
+        self.wrapped.finalize_attention_metadata(batch, self._state, requests, *model)
         self._prefill_metadata = batch.prefill
 
     def _new_tokens(

@@ -1,12 +1,10 @@
-"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged.
+"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged, in vLLM's own module.
 
-Since this project's interface of a layer, vLLM moved the cache's writes, the absorption and the order of prefills and
-decodes out of the backend into a module around it, the buffers of graphs into its runner, and copies of blocks away
-from the backend. So it is that module which is driven; what has no place in it is not asked for.
+That module has what this project's interface of a layer asks of the backend; what has no place in it is not asked for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
-from mla_conformance.backends.generations.adapted import adapter_of
+from mla_conformance.backends.generations.adapted import adapter_of, runs_on
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, UnsupportedConfiguration, accepts_block_size
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
@@ -35,8 +33,6 @@ _NULL_BLOCK = 0
 
 @dataclass
 class AdaptedLayerMetadata(AttentionMetadata):
-    """What a builder of vLLM made of a batch."""
-
     translated: Any  # its metadata
     # [T] int64, the caller's row of each row of the batch that the builder saw; None if they are the same
     order: Tensor | None = None
@@ -79,14 +75,9 @@ class AdaptedLayerBuilder:
         order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
         if cuda_graph_pad_size > 0 and requests[0].is_prompt:
             raise UnsupportedConfiguration("rows of padding behind prefills not supported")
-        common = common_metadata(
-            [requests[request] for request in order],
-            padding=max(cuda_graph_pad_size, 0),
-            block_size=self._page,
-            device=self._device,
-            sharding=Sharding(),
-        )
-        built = self.build(0, common)
+        form = {"block_size": self._page, "device": self._device, "sharding": Sharding()}
+        moved = [requests[request] for request in order]
+        built = self.build(0, common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
         if order != list(range(len(requests))):
             lengths = [request.query_len for request in requests]
             rows = torch.arange(sum(lengths)).split(lengths)
@@ -95,17 +86,20 @@ class AdaptedLayerBuilder:
 
 
 class AdaptedLayerImpl:
-    """One ``MLAAttention`` over an attention backend, with the interface of ``MLAAttentionImpl`` as it was before.
-
-    T tokens, N heads. ``module`` is vLLM's layer over the backend ``wrapped``, made with ``config``.
-    """
+    """One ``MLAAttention`` over an attention backend, with the interface of ``MLAAttentionImpl`` as it was before."""
 
     def __init__(self, wrapped: Any, *, num_heads: int, kv_lora_rank: int, kv_b_proj: Any, **others: Any) -> None:
         config, self.wrapped = get_current_config(), wrapped
         dims = MLADimensions(**{name: others[name] for name in HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
-        self.config = vllm.engine_config(config, num_heads, kv_lora_rank, dims)
-        dtype = config.model_config.dtype
+        dtype, cache = config.model_config.dtype, config.cache_config
+        sizes = (config.scheduler_config.max_num_seqs, kv_lora_rank + dims.qk_rope_head_dim, num_heads)
+        text = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": None, "num_attention_heads": num_heads}
+        model: dict[str, Any] = {"hf_text_config": SimpleNamespace(**asdict(dims), **text), "dtype": dtype}
+        model["max_model_len"] = config.model_config.max_model_len
+        self.config = vllm.engine_config(cache.block_size, cache.cache_dtype, *sizes, **model)
+        if config.speculative_config and (drafted := vllm.drafts(config.speculative_config.num_speculative_tokens)):
+            self.config.speculative_config = drafted
         with vllm.current_config(self.config), stored_weight(kv_b_proj).device:
             prefill = NoPrefill if vllm.why_no_prefill(dtype, dims) else vllm.prefill_class(dtype, dims)
             self.module = import_module(vllm.LAYER_MODULE).MLAAttention(
@@ -125,15 +119,8 @@ class AdaptedLayerImpl:
             self.module.process_weights_after_loading(act_dtype)
 
     def forward(
-        self,
-        layer: AttentionLayer,
-        q: Tensor,
-        k_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: AdaptedLayerMetadata,
+        self, layer: AttentionLayer, q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
-        """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
         for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
             getattr(self.module, name).copy_(getattr(layer, name))
         for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float"):
@@ -179,11 +166,8 @@ def as_vllm_linear(linear: Any, in_features: int, dtype: torch.dtype) -> Any:
 
 
 class _Linear:
-    """A linear layer and more attributes."""
-
     def __init__(self, linear: Any, **attributes: Any) -> None:
-        self._linear = linear
-        vars(self).update(attributes)
+        vars(self).update(attributes, _linear=linear)
 
     def __call__(self, x: Tensor) -> Any:
         return self._linear(x)
@@ -211,7 +195,6 @@ class AdaptedLayerBackend:
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped`` and says of itself what that one says."""
         declared = getattr(wrapped, "declaration", None) or _DECLARATION
         declaration = replace(declared, deviations=(*declared.deviations, *_DEVIATIONS))
         adapted: type[Self] = adapter_of(wrapped, cls, declaration=declaration)
@@ -219,22 +202,15 @@ class AdaptedLayerBackend:
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        """What makes the module around the driven class."""
         return partial(AdaptedLayerImpl, cls.wrapped)
 
     @classmethod
     def get_builder_cls(cls) -> Any:
-        """What drives the builder that the driven class names."""
         return AdaptedLayerBuilder
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        try:
-            return bool(cls.wrapped.supports_compute_capability(capability))
-        except AttributeError:
-            if capability is None:
-                return False
-            raise
+        return runs_on(cls.wrapped, capability)
 
     @classmethod
     def validate_configuration(
@@ -247,18 +223,15 @@ class AdaptedLayerBackend:
         ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in pages]
         if not accepts_block_size(ours, block_size):
             return [f"pages of {block_size} tokens not supported"]
-        configuration = {
-            "head_size": head_size, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size,
-            "use_per_head_quant_scales": False,
-        } | asked  # fmt: skip
-        reasons = reasons_of(cls.wrapped.validate_configuration(**configuration))
+        entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}
+        reasons = reasons_of(cls.wrapped.validate_configuration(**given))
         if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons
 
     @classmethod
     def unsupported_batch(cls, batch: BatchForm) -> list[str]:
-        """Why such a batch cannot be asked for."""
         reasons = []
         if batch.prefills and batch.padding:
             reasons.append("rows of padding behind prefills: vLLM leaves them undefined")

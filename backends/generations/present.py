@@ -1,10 +1,7 @@
 """The present generation of the MLA prefill interface, as in vLLM 0.33, and what drives a class of it as vLLM does.
 
-Its context chunks are objects, not indices: runs of neighbouring requests that all have keys in the chunk, of which
-only the first may continue a context that an earlier chunk began; a chunk of our plans names every request, some with
-no keys in it. Its layer hands over the rows that the metadata count and no others, so further rows of a call stay here.
-
-Symbols: T query tokens, N heads, V value head dim; n requests, t query tokens and s keys of one chunk.
+A chunk of it is a run of neighbouring requests that all have keys, of which the first alone may continue a context; one
+of ours names every request. Symbols: T query tokens; n requests, t query tokens and s keys of one chunk.
 """
 
 from abc import abstractmethod
@@ -56,8 +53,6 @@ class ContextChunk:
 
 @dataclass
 class ChunkedContextMetadata:
-    """All chunks of a batch of B requests."""
-
     context_lens: Tensor  # [B] int32, on the device
     workspace: Tensor  # [workspace tokens, L + R], holds a chunk's gathered latents
     chunks: list[ContextChunk]  # in the order in which they are attended to
@@ -77,13 +72,8 @@ class MLACommonPrefillMetadata(ours.MLACommonPrefillMetadata):
 
 
 class MLAPrefillBackend(PrefillKernelBackend):
-    """Prefill attention as vLLM calls it today."""
-
     def supports_out(self) -> bool:
-        """Whether both entries write a given ``out`` [tokens, N, V] in place and return it.
-
-        A backend that says no may also return more than V columns, of which its caller takes the first V.
-        """
+        """Whether both entries write a given ``out`` [tokens, N, V] in place; if not, they may return more columns."""
         return False
 
     def clone(self) -> Self:
@@ -94,11 +84,9 @@ class MLAPrefillBackend(PrefillKernelBackend):
     def run_prefill_context_chunk(
         self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Unmasked attention of a run's new tokens to one chunk of its cached context.
+        """Unmasked attention of a run's query tokens [t, N, P + R] to its s keys of one chunk: output and lse [N, t].
 
-        q [t, N, P + R] are the run's query tokens, k [s, N, P + R], v [s, N, V] of any strides; out [t, N, V], to be
-        written in place, is given only to a backend that supports it. Returns (output [t, N, V], lse [N, t] float32,
-        natural logarithm).
+        ``out`` [t, N, V], to be written in place, is given only to a backend that supports it.
         """
 
 
@@ -121,19 +109,13 @@ class PresentAdapter(AdaptedPrefillBackend):
         if context is not None and chunks:
             lengths, tokens = context.seq_lens.sum(dim=0).tolist(), starts.tolist()
             empty = [slice(tokens[row], tokens[row + 1]) for row, length in enumerate(lengths) if not length]
-            translated = ChunkedContextMetadata(
-                context_lens=int32(lengths, starts.device),
-                workspace=context.workspace,
-                chunks=chunks,
-                context_lens_list=lengths,
-                empty_token_slices=empty,
-            )
+            on_device = int32(lengths, starts.device)
+            translated = ChunkedContextMetadata(on_device, context.workspace, chunks, lengths, empty)
             self._only_chunk = len(chunks) == 1 and not empty
         self._output_dtype, self._query_rows = prefill_metadata.output_dtype, int(starts[-1])
         given = {each.name: getattr(prefill_metadata, each.name) for each in fields(prefill_metadata)}
-        super().prepare_metadata(
-            MLACommonPrefillMetadata(**given | {"chunked_context": translated}, prefill_backend=self._target)
-        )
+        given |= {"chunked_context": translated, "prefill_backend": self._target}
+        super().prepare_metadata(MLACommonPrefillMetadata(**given))
 
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
@@ -178,10 +160,8 @@ class PresentAdapter(AdaptedPrefillBackend):
             for name, got, place in (*found, ("lse", part_lse, lse[:, chunk.token_slice])):
                 # A copy alone would hide another dtype or a broadcast.
                 if got.shape != place.shape or got.dtype != place.dtype:
-                    raise ValueError(
-                        f"context chunk: expected {name} {list(place.shape)} {place.dtype}, got {list(got.shape)} "
-                        f"{got.dtype}"
-                    )
+                    expected = f"expected {name} {list(place.shape)} {place.dtype}"
+                    raise ValueError(f"context chunk: {expected}, got {list(got.shape)} {got.dtype}")
                 place.copy_(got)
         return output, lse
 
@@ -192,19 +172,15 @@ class PresentAdapter(AdaptedPrefillBackend):
 
 
 def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextChunk]]:
-    """The runs of every chunk of the plan, numbered through; empty without cached context.
-
-    Maxima that exceed the true ones exceed a run's by the same factor.
-    """
+    """The runs of every chunk of a plan, numbered through; loose maxima exceed by the same factor."""
     context, number, device = metadata.chunked_context, count(), metadata.query_start_loc.device
     if context is None:
         return []
     first, queries = metadata.query_start_loc.tolist(), metadata.query_start_loc.diff().tolist()
     looseness = metadata.max_query_len // max(1, *queries)
     plan = []
-    for starts, seq_lens, longest in zip(
-        context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens, strict=True
-    ):
+    chunks = (context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens)
+    for starts, seq_lens, longest in zip(*chunks, strict=True):
         runs = []
         for run in runs_of(starts, seq_lens):
             own, keys, row = queries[run], seq_lens[run], first[run.start]
@@ -234,11 +210,9 @@ def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextCh
 def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
     """The requests of each run of one chunk, given the first context position and the keys of every request."""
     begin = None
-    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+    for request, (start, length) in enumerate(zip((*starts, 0), (*seq_lens, 0), strict=True)):
         if begin is not None and (start or not length):
             yield slice(begin, request)
             begin = None
         if begin is None and length:
             begin = request
-    if begin is not None:
-        yield slice(begin, len(seq_lens))

@@ -1,40 +1,30 @@
 """One attention layer of SGLang's around an attention backend of its own: its settings, weights, pools and batches.
 
-Written for SGLang 0.5.23. The module is ``DeepseekV2AttentionMLA``, with its indexer; what an engine has around it, a
-runner, a model's description and a pool of requests, are stand-ins with what the module and the backend read. Nothing
-here needs SGLang unless such a class is given.
+Written for SGLang 0.5.23. What an engine has around its module are stand-ins with what module and backend read.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.generations.adapted import default_dtype, load_layer
+from mla_conformance.backends.metadata import int32
+from mla_conformance.backends.packaged import environment
 from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, SparseLayerWeights
 
-PAGE = 64
-"""Tokens of a page of either cache."""
+PAGE = 64  # tokens of a page of either cache
 _CACHE_DTYPES = {"auto": ("bfloat16", torch.bfloat16), "fp8_ds_mla": ("fp8_e4m3", torch.float8_e4m3fn)}
 """By layout, what a server calls the dtype of its cache, and the dtype."""
 _UTILS = "sglang.srt.layers.attention.dsa.utils"
 _ONCE = ("num_sms", "paged_mqa_logits_metadata_fn", "fp8_paged_mqa_logits_fn", "fp8_mqa_logits_fn")
 """What the environment decides when it is first asked for."""
-_ROOM = 2**20
-"""Longest sequence, in tokens; what has this size is not allocated."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a server is started with, where SGLang's defaults do not hold."""
-
-    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of ``ServerArgs``
-    environment: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # variables
+_ROOM = 2**20  # longest sequence, in tokens; what has this size is not allocated
 
 
 @dataclass(frozen=True)
@@ -70,65 +60,51 @@ def parts(lengths: list[int], new: list[int], num_decodes: int) -> list[Part]:
 class AttentionLayer:
     """One ``DeepseekV2AttentionMLA`` over an attention backend of the class ``wrapped``, on one rank.
 
-    ``pool`` is its pool of both caches, whose buffers are the caller's to set; see :meth:`bind`.
+    ``arguments`` of ``ServerArgs``, and ``variables`` of the environment, are those where SGLang's defaults do not
+    hold.
     """
 
     def __init__(
-        self,
-        wrapped: Any,
-        config: MLASparseLayerConfig,
-        weights: SparseLayerWeights,
-        settings: Settings,
+        self, wrapped: Any, config: MLASparseLayerConfig, weights: SparseLayerWeights, arguments: Any, variables: Any
     ) -> None:
-        self._device, self._settings = weights.o_proj.device, settings
-        self._model = _model(config, weights)
-        with _environment(settings.environment):
-            self._context = self._server(config)
-        with self._active(), torch.device(self._device), _default_dtype(config.dtype):
-            self.module = self._attention(config)
-            self.pool = self._pool(config)
-            self.backend = wrapped(self._runner(config))
+        self._device, self._variables, self._model = weights.o_proj.device, variables, _model(config, weights)
+        with environment(variables):
+            self._context = self._server({"kv_cache_dtype": _CACHE_DTYPES[config.kv_cache_dtype][0], **arguments})
+        with self._active(), torch.device(self._device), default_dtype(config.dtype):
+            latent = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
+            heads = {**latent, "qk_nope_head_dim": config.qk_nope_head_dim}
+            self.module = self._attention(config, heads)
+            self.pool = self._pool(config, latent)
+            self.backend = wrapped(self._runner(config, heads))
         self.load(config, weights)
 
-    def _server(self, config: MLASparseLayerConfig) -> Any:
+    def _server(self, arguments: Mapping[str, Any]) -> Any:
         """A context of its own, as an engine inside another program has one: one rank, no drafts."""
         runtime = import_module("sglang.srt.runtime_context")
-        arguments = {
-            "model_path": "dummy",
-            "device": self._device.type,
-            "page_size": PAGE,
-            "attention_backend": "dsa",
-            "kv_cache_dtype": _CACHE_DTYPES[config.kv_cache_dtype][0],
-            "disable_cuda_graph": True,
-            **self._settings.arguments,
-        }
-        server = import_module("sglang.srt.server_args").ServerArgs(**arguments)
+        fixed = {"model_path": "dummy", "page_size": PAGE, "attention_backend": "dsa", "disable_cuda_graph": True}
+        made = import_module("sglang.srt.server_args").ServerArgs(device=self._device.type, **fixed, **arguments)
         ranks = runtime.SpawnRanks(world_rank=0, gpu_id=self._device.index)
-        context = runtime.create_context(server, role="scheduler", ranks=ranks)
+        context = runtime.create_context(made, role="scheduler", ranks=ranks)
         context.parallel.override_permanently(tp_group=SimpleNamespace(world_size=1))  # without processes
         return context
 
-    def _attention(self, config: MLASparseLayerConfig) -> Any:
-        model = self._model
+    def _attention(self, config: MLASparseLayerConfig, heads: dict[str, int]) -> Any:
         module = import_module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA(
-            config=model,
-            hidden_size=model.hidden_size,
+            config=self._model,
+            hidden_size=self._model.hidden_size,
             num_heads=config.num_heads,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
-            q_lora_rank=model.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
+            q_lora_rank=self._model.q_lora_rank,
             max_position_embeddings=PAGE,
             reduce_results=False,
             layer_id=0,
+            **heads,
         )
         for each in (module, module.attn_mqa, module.attn_mha):
             each.scaling = config.scale
         return module
 
-    def _pool(self, config: MLASparseLayerConfig) -> Any:
-        sizes = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
+    def _pool(self, config: MLASparseLayerConfig, latent: dict[str, int]) -> Any:
         # An entry of codes has a float32 scale for 128 of them, and its rope part is bfloat16.
         coded = config.kv_lora_rank + config.kv_lora_rank // 128 * 4 + config.qk_rope_head_dim * 2
         return import_module("sglang.srt.mem_cache.memory_pool").DSATokenToKVPool(
@@ -139,24 +115,17 @@ class AttentionLayer:
             device=str(self._device),
             index_head_dim=config.preparation.head_dim,
             enable_memory_saver=False,
-            kv_cache_dim=sum(sizes.values()) if config.kv_cache_dtype == "auto" else coded,
+            kv_cache_dim=sum(latent.values()) if config.kv_cache_dtype == "auto" else coded,
             skip_topk_layers=[config.skip_topk],
-            **sizes,
+            **latent,
         )
 
-    def _runner(self, config: MLASparseLayerConfig) -> Any:
-        described = SimpleNamespace(
-            hf_config=self._model,
-            context_len=_ROOM,
-            num_attention_heads=config.num_heads,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            kv_lora_rank=config.kv_lora_rank,
-        )
+    def _runner(self, config: MLASparseLayerConfig, heads: dict[str, int]) -> Any:
+        described = {"hf_config": self._model, "context_len": _ROOM, "num_attention_heads": config.num_heads, **heads}
         return SimpleNamespace(
             device=str(self._device),
             page_size=PAGE,
-            model_config=described,
+            model_config=SimpleNamespace(**described),
             token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=None, size=_ROOM),
             kv_cache_dtype=self.pool.dtype,
@@ -167,34 +136,17 @@ class AttentionLayer:
 
     def load(self, config: MLASparseLayerConfig, w: SparseLayerWeights) -> None:
         """Weights of these sizes, as SGLang's loader lays them out, which also makes the absorbed ones."""
-        module, indexer = self.module, self.module.indexer
-        joined = torch.cat((w.q_a_proj, w.kv_a_proj_with_mqa))
-        given = {
-            module.fused_qkv_a_proj_with_mqa: joined,
-            module.q_a_layernorm: w.q_a_layernorm,
-            module.q_b_proj: w.q_b_proj,
-            module.kv_a_layernorm: w.kv_a_layernorm,
-            module.kv_b_proj: w.kv_b_proj,
-            module.o_proj: w.o_proj,
-        }
-        if indexer is not None:
-            assert w.indexer is not None
-            given |= {indexer.wq_b: w.indexer.wq_b, indexer.k_norm: w.indexer.k_norm_weight}
-            given |= {indexer.wk_weights_proj: torch.cat((w.indexer.wk, w.indexer.weights_proj))}
-            indexer.k_norm.bias.data.copy_(w.indexer.k_norm_bias)
-            indexer.k_norm.variance_epsilon = config.preparation.eps
-        for linear, weight in given.items():
-            linear.weight.data.copy_(weight)
+        load_layer(self.module, self.module.fused_qkv_a_proj_with_mqa, w)
+        if w.indexer is not None:
+            self.module.indexer.k_norm.variance_epsilon = config.preparation.eps
         loader = import_module("sglang.srt.models.deepseek_common.deepseek_weight_loader").DeepseekV2WeightLoaderMixin
-        layers = SimpleNamespace(start_layer=0, end_layer=1, layers=[SimpleNamespace(self_attn=module)])
+        layers = SimpleNamespace(start_layer=0, end_layer=1, layers=[SimpleNamespace(self_attn=self.module)])
         with self._active(), torch.no_grad():
             loader.post_load_weights(SimpleNamespace(config=self._model, model=layers, quant_config=None))
 
     def bind(self, latents: Tensor, index_keys: Tensor | None, table: Tensor, turns: Tensor) -> None:
-        """What the next batches of a step read and write.
-
-        latents: [slots, 1, width]. index_keys: [pages, bytes of a page] uint8. table: [B, positions] int32, the slot of
-        each position of a request. turns: [P, R] float32, cosines and sines.
+        """What the next batches read and write: latents [slots, 1, width], index keys by pages, slots of positions,
+        rotations.
         """
         self.pool.kv_buffer[0] = latents
         self.pool.size = len(latents) - PAGE
@@ -207,10 +159,7 @@ class AttentionLayer:
     def forward(
         self, part: Part, hidden: Tensor, positions: Tensor, slots: Tensor, selected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Output [rows, hidden] of a batch and what it selected, as SGLang names it; None where it did not select.
-
-        hidden, positions, slots: of the part's rows. selected: what an earlier layer selected, for one that reuses it.
-        """
+        """Output of a batch and what it selected, if it did, as SGLang names it; ``selected`` is what it reuses."""
         inputs = import_module("sglang.srt.layers.layer_boundary.adapters.attention")
         forward_context = import_module("sglang.srt.model_executor.forward_context")
         self.backend.speculative_num_draft_tokens = part.drafted or None
@@ -230,16 +179,13 @@ class AttentionLayer:
         info = import_module("sglang.srt.model_executor.forward_batch_info")
         mode = "EXTEND" if not part.decodes else "TARGET_VERIFY" if part.drafted else "DECODE"
         lengths = torch.tensor(part.lengths) - part.drafted
-        prior = [length - new for length, new in zip(part.lengths, part.new, strict=True)]
-        new = torch.tensor(part.new, dtype=torch.int32, device=self._device)
-        extends = {
-            "extend_num_tokens": len(part.rows),
-            "extend_seq_lens": new,
-            "extend_prefix_lens": torch.tensor(prior, dtype=torch.int32, device=self._device),
-            "extend_start_loc": (new.cumsum(0) - new).int(),
-            "extend_prefix_lens_cpu": prior,
-            "extend_seq_lens_cpu": part.new,
-        }
+        extends: dict[str, Any] = {}
+        if not part.decodes:
+            prior = [length - new for length, new in zip(part.lengths, part.new, strict=True)]
+            new = int32(part.new, self._device)
+            extends |= {"extend_num_tokens": len(part.rows), "extend_seq_lens": new, "extend_seq_lens_cpu": part.new}
+            extends |= {"extend_prefix_lens": int32(prior, self._device), "extend_prefix_lens_cpu": prior}
+            extends["extend_start_loc"] = (new.cumsum(0) - new).int()
         return info.ForwardBatch(
             forward_mode=info.ForwardMode[mode],
             batch_size=len(part.requests),
@@ -250,7 +196,7 @@ class AttentionLayer:
             seq_lens_sum=int(lengths.sum()),
             out_cache_loc=slots,
             positions=positions,
-            **({} if part.decodes else extends),
+            **extends,
         )
 
     @contextmanager
@@ -258,7 +204,7 @@ class AttentionLayer:
         """The layer's settings hold inside, those that are read once among them."""
         utils = import_module(_UTILS)
         with ExitStack() as stack:
-            stack.enter_context(_environment(self._settings.environment))
+            stack.enter_context(environment(self._variables))
             for name in _ONCE:
                 getattr(utils, f"resolve_{name}").cache_clear()
             stack.enter_context(import_module("sglang.srt.runtime_context").use_context(self._context))
@@ -280,27 +226,3 @@ def _model(config: MLASparseLayerConfig, weights: SparseLayerWeights) -> Any:
         # The layer behind shares the selection, so that this one returns it.
         indexer_types=["shared" if config.skip_topk else "full", "shared"],
     )
-
-
-@contextmanager
-def _environment(variables: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

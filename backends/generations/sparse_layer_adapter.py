@@ -1,8 +1,7 @@
 """Drives a sparse attention backend of vLLM's as a whole layer, hidden states in and out: its class, unchanged.
 
-vLLM's ``DeepseekV32Attention``, which its models with selected keys are made of, is made around it: projections, the
-kernels that norm, rotate and write in one, the indexer with its scores and its top-k, the mapping from tokens to
-slots. The backend's builder and the indexer's make the metadata, each of its own cache. Written for vLLM 0.33.0.
+vLLM's ``DeepseekV32Attention`` is made around it. The backend's builder and the indexer's make the metadata, each of
+its own cache. Written for vLLM 0.33.0.
 """
 
 import math
@@ -18,32 +17,24 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
-from mla_conformance.backends.generations.adapted import adapter_of
+from mla_conformance.backends.generations.adapted import adapter_of, default_dtype, load_layer, runs_on
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
+from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse import MLASparseMetadata
-from mla_conformance.backends.sparse_layer import (
-    MLASparseLayerBackend,
-    MLASparseLayerConfig,
-    MLASparseLayerMetadata,
-    SparseLayerWeights,
-    check_sparse_layer_call,
-)
+from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 
 _LAYERS = "vllm.models.deepseek_v32.attention"
 _PREFIX = "model.layers.0.self_attn"
 
 
 class _Room(NamedTuple):
-    """What a layer's buffers are made for at first."""
-
     longest: int = 8192  # tokens of a sequence
     tokens: int = 4096  # of a batch
     requests: int = 256
 
 
-_INDEX_EPS = 1e-6
-"""Of the norm of index keys, a constant there."""
+_INDEX_EPS = 1e-6  # of the norm of index keys, a constant there
 DECLARATION = packaged.declared(
     "vllm torch",
     ("is the attention of a layer alone", "vLLM's ``DeepseekV32Attention`` is made around it"),
@@ -61,8 +52,6 @@ DECLARATION = packaged.declared(
 
 
 class AdaptedSparseLayer(MLASparseLayerBackend):
-    """A sparse attention backend inside vLLM's layer."""
-
     wrapped: ClassVar[Any] = None  # the class that is driven
     _layer: Any  # vLLM's layer; None before it is made
     declaration = DECLARATION
@@ -73,7 +62,6 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        """A class that drives ``wrapped`` and says of itself what that one says."""
         names = [each for each in ("auto", "fp8_ds_mla") if each in wrapped.supported_kv_cache_dtypes]
         dtypes = [each for each in wrapped.supported_dtypes if each.itemsize == 2]
         adapted: type[Self] = adapter_of(wrapped, cls, supported_dtypes=dtypes, supported_kv_cache_dtypes=names)
@@ -81,17 +69,11 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def driven(cls) -> Any:
-        """The class of vLLM's, imported."""
         return cls.wrapped
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        try:
-            return bool(cls.driven().supports_compute_capability(device_capability))
-        except AttributeError:
-            if device_capability is None:
-                return False
-            raise
+        return runs_on(cls.driven(), device_capability)
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
@@ -106,17 +88,11 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         if reasons:
             return reasons
         config, width = selector_config, selector_config.kv_lora_rank + selector_config.qk_rope_head_dim
-        asked = {name: False for name in ("has_sink", "use_mm_prefix", "use_per_head_quant_scales")}
-        return reasons_of(
-            cls.driven().validate_configuration(
-                *(width, config.dtype, config.kv_cache_dtype, config.block_size),
-                **asked,
-                use_mla=True,
-                use_sparse=True,
-                device_capability=device_capability,
-                attn_type="decoder",
-            )
-        )
+        asked: dict[str, Any] = {"use_mla": True, "use_sparse": True, "attn_type": "decoder"}
+        asked |= dict.fromkeys(("has_sink", "use_mm_prefix", "use_per_head_quant_scales"), False)
+        entries = (width, config.dtype, config.kv_cache_dtype, config.block_size)
+        theirs = cls.driven().validate_configuration(*entries, device_capability=device_capability, **asked)
+        return reasons_of(theirs)
 
     @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
@@ -139,39 +115,20 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         self._start(_Room())
 
     def _start(self, room: _Room) -> None:
-        """Without a layer; the next weights are loaded into one with so much room."""
         self._room, self._layer = room, None
         self._columns = room.longest // self.config.block_size  # of a block table
         self._builders: dict[int, tuple[Any, Any]] = {}
         self._held: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # by cache and number of requests
 
-    def load_weights(self, weights: SparseLayerWeights) -> None:
+    def load_weights(self, weights: Any) -> None:
         super().load_weights(weights)
         if self._layer is None:
             self._layer, self._engine = self._made(weights)
-        layer, indexer, theirs = self._layer, self._layer.indexer, weights.indexer
-        loaded = [
-            (layer.fused_qkv_a_proj.weight, torch.cat((weights.q_a_proj, weights.kv_a_proj_with_mqa))),
-            (layer.q_a_layernorm.weight, weights.q_a_layernorm),
-            (layer.q_b_proj.weight, weights.q_b_proj),
-            (layer.kv_a_layernorm.weight, weights.kv_a_layernorm),
-            (layer.kv_b_proj.weight, weights.kv_b_proj),
-            (layer.o_proj.weight, weights.o_proj),
-        ]
-        if theirs is not None:
-            loaded += [
-                (indexer.wq_b.weight, theirs.wq_b),
-                (indexer.wk_weights_proj.weight, torch.cat((theirs.wk, theirs.weights_proj))),
-                (indexer.k_norm.weight, theirs.k_norm_weight),
-                (indexer.k_norm.bias, theirs.k_norm_bias),
-            ]
-        for parameter, value in loaded:
-            parameter.data.copy_(value)
+        load_layer(self._layer, self._layer.fused_qkv_a_proj, weights)
         with vllm.current_config(self._engine):
-            layer.process_weights_after_loading(self.config.dtype)
+            self._layer.process_weights_after_loading(self.config.dtype)
 
-    def _made(self, weights: SparseLayerWeights) -> tuple[Any, Any]:
-        """vLLM's layer and its configuration, of the sizes of these weights."""
+    def _made(self, weights: Any) -> tuple[Any, Any]:
         config, device, (latent, hidden) = self.config, weights.o_proj.device, weights.q_a_proj.shape
         base = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
@@ -190,19 +147,21 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             index_topk_pattern="S" if config.skip_topk else "F",
             indexer_rope_interleave=not config.preparation.is_neox_style,
         )
-        engine = vllm.sparse_engine_config(config, model, *self._room)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(config.dtype)
-        try:
-            with vllm.current_config(engine), torch.device(device):
-                vllm.begin_one_rank(device)
-                buffer = torch.empty(self._room.tokens, config.topk_tokens, dtype=torch.int32)
-                layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
-        finally:
-            torch.set_default_dtype(before)
+        sizes = (self._room.requests, config.kv_lora_rank + config.qk_rope_head_dim, config.num_heads)
+        of_heads = SimpleNamespace(total_num_attention_heads=config.num_heads)
+        described: dict[str, Any] = {"hf_config": model, "hf_text_config": model, "is_moe": False}
+        described |= {"model_arch_config": of_heads, "dtype": config.dtype, "max_model_len": self._room.longest}
+        engine = vllm.engine_config(config.block_size, config.kv_cache_dtype, *sizes, **described)
+        engine.scheduler_config.max_num_batched_tokens = self._room.tokens
+        engine.attention_config.sparse_mla_prefill_workspace_factor = 5  # its default, of a model of its own
+        engine.kernel_config.enable_jit_warmup = False
+        with default_dtype(config.dtype), vllm.current_config(engine), torch.device(device):
+            vllm.begin_one_rank(device)
+            buffer = torch.empty(self._room.tokens, config.topk_tokens, dtype=torch.int32)
+            layer = import_module(_LAYERS).DeepseekV32Attention(engine, model, _PREFIX, buffer, self.driven())
         return layer, engine
 
-    def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
+    def prepare_metadata(self, sparse_layer_metadata: Any) -> None:
         super().prepare_metadata(sparse_layer_metadata)
         batch, lens = sparse_layer_metadata, sparse_layer_metadata.attention.seq_lens_cpu
         needed = (int(lens.max()), len(batch.slot_mapping), len(lens))
@@ -225,11 +184,8 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         self._batch = built, slots
 
     def _made_builders(self) -> tuple[Any, Any]:
-        """The builder that the driven class names, and the indexer's; None without one."""
         layer, engine, device = self._layer, self._engine, self._layer.o_proj.weight.device
-        drafts = {"method": None, "parallel_drafting": False, "enable_adaptive_verification": False}
-        drafted = SimpleNamespace(num_speculative_tokens=self._drafted, **drafts)
-        engine.speculative_config = drafted if self._drafted else None
+        engine.speculative_config = vllm.drafts(self._drafted)
         with vllm.current_config(engine):
             spec = self.driven().customize_spec(layer.get_kv_cache_spec(engine))
             attention = self.driven().get_builder_cls()(spec, [layer.layer_name], engine, device)
@@ -241,9 +197,8 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             return attention, made(spec, [cache.prefix], engine, device, block_table_width=self._columns)
 
     def _common(self, cache: str, batch: MLASparseMetadata, slots: Tensor) -> Any:
-        """The batch of one of the caches as vLLM's runner describes it.
-
-        Padded decodes of a token each, which a graph may have captured, are there whole, of others the real requests.
+        """The batch of a cache as vLLM's runner describes it; of single decodes, which a graph may capture, padding
+        too.
         """
         lens, queries = batch.seq_lens_cpu, batch.query_lens_cpu
         real, tokens = int((lens > 0).sum()), int(queries[lens > 0].sum())
@@ -273,37 +228,28 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             slot_mapping=slots[:rows],
         )
 
-    def run_sparse_layer(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
-    ) -> Tensor:
-        operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
-        check_sparse_layer_call(self, self._metadata, operands)
+    @takes(MLASparseLayerBackend.run_sparse_layer)
+    def run_sparse_layer(self, x: Any) -> Tensor:
+        check_sparse_layer_call(self, self._metadata, x)
         layer, indexer, (metadata, slots) = self._layer, self._layer.indexer, self._batch
-        layer.rotary_emb.cos_sin_cache = layer.indexer_rope_emb.cos_sin_cache = cos_sin_cache
-        layer.bind_kv_cache(kv_cache.unsqueeze(1))
-        layer.topk_indices_buffer = topk_indices_buffer
+        layer.rotary_emb.cos_sin_cache = layer.indexer_rope_emb.cos_sin_cache = x.cos_sin_cache
+        layer.bind_kv_cache(x.kv_cache.unsqueeze(1))
+        layer.topk_indices_buffer = x.topk_indices_buffer
         if indexer is None:
-            layer.impl.topk_indices_buffer = topk_indices_buffer
+            layer.impl.topk_indices_buffer = x.topk_indices_buffer
         else:
-            indexer.k_cache.bind_kv_cache(index_kv_cache.unsqueeze(1) if index_kv_cache is not None else None)
-            indexer.topk_indices_buffer = topk_indices_buffer
-        captures = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+            indexer.k_cache.bind_kv_cache(None if x.index_kv_cache is None else x.index_kv_cache.unsqueeze(1))
+            indexer.topk_indices_buffer = x.topk_indices_buffer
+        captures = x.hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         if captures:  # as the runner says when it captures: a replay may be as long as a sequence can be
             for each in metadata.values():
                 each.max_seq_len = self._room.longest
         with vllm.forward_context(self._engine, metadata, slots, captures):
-            result: Tensor = layer(positions, hidden_states)
+            result: Tensor = layer(x.positions, x.hidden_states)
         return result
 
     def kernel_evidence(self) -> dict[str, str]:
         layer = self._layer
         parts = {"layer": layer, "attention": layer.impl, "prefill": layer.prefill_backend, "indexer": layer.indexer}
-        return {
-            name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items() if part is not None
-        }
+        kinds = {name: type(part) for name, part in parts.items() if part is not None}
+        return {name: f"{kind.__module__}.{kind.__name__}" for name, kind in kinds.items()}

@@ -1,9 +1,6 @@
-"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types and its engine.
+"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types, and an eager engine.
 
-vLLM's classes compare head dims and quantisation keys with values of vLLM's own classes, and some read a few entries of
-the engine's configuration; a layer needs a configuration and the context of a batch. What is not set here is as vLLM's
-configuration has it by default; nothing is compiled and no graph is captured. Nothing here needs vLLM unless such a
-class is given.
+What is not set here is as vLLM's configuration has it by default.
 """
 
 from dataclasses import asdict
@@ -16,9 +13,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.foreign import is_from_vllm, one_line
-from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
-from mla_conformance.backends.sparse_layer import MLASparseLayerConfig
 from mla_conformance.reference.dimensions import MLADimensions
 
 LAYER_NAME = "layer"
@@ -35,10 +30,7 @@ def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:
 
 
 def quant_key_for(cls: type, quant_key: QuantKey) -> Any:
-    """The key of a quantised output as a class compares it: vLLM's static per-tensor key, the only one asked for.
-
-    A vLLM without its optional packages cannot import it; its classes then know no key either.
-    """
+    """vLLM's static per-tensor key, the only one asked for; a vLLM without optional packages has none."""
     try:
         return import_module(_QUANT_KEYS).kFp8StaticTensorSym if is_from_vllm(cls) else quant_key
     except ImportError:
@@ -57,31 +49,22 @@ def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.
     )
 
 
-def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> Any:
-    """A ``VllmConfig`` for one layer of so many heads on this rank, by what a driver without vLLM says of it.
-
-    A stand-in takes the place of the model, which vLLM reads from files.
-    """
+def engine_config(page: int, cache_dtype: str, requests: int, head_size: int, heads: int, **model: Any) -> Any:
+    """A ``VllmConfig`` for one layer; a stand-in takes the place of the model, which vLLM reads from files."""
     vllm = import_module("vllm.config")
     eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
     found = vllm.VllmConfig(compilation_config=eager)
-    found.model_config = SimpleNamespace(
-        dtype=config.model_config.dtype,
-        max_model_len=config.model_config.max_model_len,
-        hf_text_config=SimpleNamespace(
-            **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
-        ),
-        is_diffusion=False,
-        get_head_size=lambda: kv_lora_rank + dimensions.qk_rope_head_dim,
-        get_num_attention_heads=lambda parallel_config: num_heads,
-    )
-    found.scheduler_config.max_num_seqs = config.scheduler_config.max_num_seqs
-    found.cache_config.block_size = config.cache_config.block_size
-    found.cache_config.cache_dtype = config.cache_config.cache_dtype
-    drafted = None if config.speculative_config is None else config.speculative_config.num_speculative_tokens
-    if drafted:
-        found.speculative_config = SimpleNamespace(num_speculative_tokens=drafted, method=None, parallel_drafting=False)
+    asked = {"get_head_size": lambda: head_size, "get_num_attention_heads": lambda parallel_config: heads}
+    found.model_config = SimpleNamespace(is_diffusion=False, **asked, **model)
+    found.scheduler_config.max_num_seqs = requests
+    found.cache_config.block_size, found.cache_config.cache_dtype = page, cache_dtype
     return found
+
+
+def drafts(tokens: int | None) -> Any:
+    """The part of an engine's configuration by which decodes have so many drafted tokens; None without any."""
+    off = {"method": None, "parallel_drafting": False, "enable_adaptive_verification": False}
+    return SimpleNamespace(num_speculative_tokens=tokens, **off) if tokens else None
 
 
 def prefill_class(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
@@ -101,31 +84,6 @@ def why_no_prefill(dtype: torch.dtype, dimensions: MLADimensions) -> str:
 def current_config(config: Any) -> Any:
     """What is made inside of it reads ``config``."""
     return import_module("vllm.config").set_current_vllm_config(config)
-
-
-def sparse_engine_config(
-    layer: MLASparseLayerConfig, model: SimpleNamespace, longest: int, tokens: int, requests: int
-) -> Any:
-    """A ``VllmConfig`` for a layer with selected keys of ``model``, for at most so long sequences."""
-    vllm = import_module("vllm.config")
-    eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
-    found = vllm.VllmConfig(compilation_config=eager)
-    found.model_config = SimpleNamespace(
-        dtype=layer.dtype,
-        max_model_len=longest,
-        hf_config=model,
-        hf_text_config=model,
-        is_diffusion=False,
-        is_moe=False,
-        model_arch_config=SimpleNamespace(total_num_attention_heads=layer.num_heads),
-        get_head_size=lambda: layer.kv_lora_rank + layer.qk_rope_head_dim,
-        get_num_attention_heads=lambda parallel_config: layer.num_heads,
-    )
-    found.scheduler_config.max_num_seqs, found.scheduler_config.max_num_batched_tokens = requests, tokens
-    found.cache_config.block_size, found.cache_config.cache_dtype = layer.block_size, layer.kv_cache_dtype
-    found.attention_config.sparse_mla_prefill_workspace_factor = 5  # its default, resolved with a model of its own
-    found.kernel_config.enable_jit_warmup = False
-    return found
 
 
 def begin_one_rank(device: torch.device) -> None:

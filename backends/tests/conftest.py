@@ -112,12 +112,6 @@ def exact(
     return state.output.to(output_dtype(q.dtype)), state.lse.float()
 
 
-@pytest.fixture
-def kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """:func:`exact`."""
-    return exact
-
-
 def absorbed(
     q: Tensor, pages: Tensor, lengths: Any, query_lens: Any, tables: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -134,10 +128,8 @@ def absorbed(
     return exact(q, keys, keys[..., :LATENT], queries, ends, scale, True)
 
 
-@pytest.fixture
-def mla_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """:func:`absorbed`."""
-    return absorbed
+kernel = pytest.fixture(name="kernel")(lambda: exact)
+mla_kernel = pytest.fixture(name="mla_kernel")(lambda: absorbed)
 
 
 @pytest.fixture

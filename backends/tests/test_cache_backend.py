@@ -73,12 +73,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("gather_latent", "workspace", torch.zeros(4, 12, dtype=BF16), r"workspace: expected at least 5 rows, got 4"),
     ("slot_mapping", "positions", torch.tensor([3, 8, 0]), r"position: expected 0..7, which the table has blocks for"),
     ("slot_mapping", "positions", torch.tensor([3, 4]), r"positions: expected one for each of 3 tokens, got 2"),
-    (
-        "slot_mapping",
-        "positions",
-        torch.zeros(3),
-        r"positions: expected \[3\] of torch.int64, got \[3\] of torch.float",
-    ),
+    ("slot_mapping", "positions", torch.zeros(3), r"positions: expected \[3\] of torch.int64, got .* of torch.float"),
     ("slot_mapping", "slot_mapping", int32(0, 0), r"slot_mapping: expected one for each of 3 tokens, got 2"),
     ("slot_mapping", "slot_mapping", torch.zeros(3), r"slot_mapping: expected int64 or int32, got torch.float32"),
     ("slot_mapping", "query_start_loc", int32(0, 3), r"query_start_loc: expected \[3\] of torch.int32, got \[2\]"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.compress import Compression, MLACompressSelectorConfig
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sglang_compress import SGLangCompressBackend
 
@@ -114,5 +115,6 @@ def test_a_wrong_kernel_is_told(recorded: Any, installed: Any, passes: Any) -> N
 def test_what_its_engine_has_no_kernel_for_is_refused(changed: dict[str, Any], page: int, reason: str) -> None:
     how = {"head_dim": _D, "rope_dim": _R, "ratio": 4, "overlap": True, "norm": True, "eps": 1e-6} | changed
     config = MLACompressSelectorConfig(torch.bfloat16, torch.float32, Compression(**how), 64, page)
-    found = [*SGLangCompressBackend._reasons(config), *SGLangCompressBackend.refuses(config, None)]
+    reasons = SGLangCompressBackend.validate_configuration(DeviceCapability(9, 0), config)
+    found = [each for each in reasons if "dependencies" not in each]
     assert reason in "; ".join(found) and bool(found) == bool(reason)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.cudnn import CudnnFp8
-from mla_conformance.backends.cudnn_graph import Key, layouts, lengths, offsets
+from mla_conformance.backends.cudnn import CudnnFp8, Key, layouts, lengths, offsets
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.flashinfer import FlashInferPrefillBackend
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend

@@ -14,11 +14,12 @@ from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.roles import Role
 
 HEADS, DIM, PAGE = 32, 128, 64
+_IN_VLLM = "vllm/third_party/deep_gemm"
 PACKAGES: Any = {
     DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),
     DeepGemmIndexerVllm: (
         "vllm 0.33.0",
-        "vllm/third_party/deep_gemm/_C.py:_register_deep_gemm_kernels.",
+        f"{_IN_VLLM}/_C.py:_register_deep_gemm_kernels.",
         "vllm.third_party.deep_gemm",
     ),
 }
@@ -70,11 +71,8 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
                 found.append(scores(q[request, row], weights[request, row], keys[:length], a["max_context_len"]))
         return torch.stack(found)
 
-    def schedule(context_lens: Tensor, block_kv: int, num_sms: int) -> Any:
+    def schedule(context_lens: Tensor, block_kv: int, num_sms: int, **_: Any) -> Any:
         return list(context_lens.shape), block_kv, num_sms
-
-    def recorded_schedule(a: Any) -> Any:
-        return schedule(a["context_lens"], a["block_kv"], a["num_sms"])
 
     metadata = f"{file}get_paged_mqa_logits_metadata"
     installed(
@@ -83,7 +81,7 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
         fp8_fp4_mqa_logits=recorded(label, f"{file}fp8_fp4_mqa_logits", gathered),
         fp8_fp4_paged_mqa_logits=recorded(label, f"{file}fp8_fp4_paged_mqa_logits", paged),
         # In vLLM it is an operator without a function around it.
-        get_paged_mqa_logits_metadata=schedule if in_vllm else recorded(label, metadata, recorded_schedule),
+        get_paged_mqa_logits_metadata=schedule if in_vllm else recorded(label, metadata, lambda a: schedule(**a)),
     )
     return kernel
 

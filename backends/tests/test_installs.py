@@ -62,20 +62,10 @@ BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork), "sgl-flash-mla .* built without its legacy" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_dense), "drives sgl-flash-mla" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork, legacy=True), ""),
-    (
-        "FLASH_ATTN_MLA[upstream]",
-        Role.DECODE,
-        _fa3(PAGEDKV=False, HDIMDIFF64=True),
-        r"the head dims \(64, 512\); build",
-    ),
+    ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=False, HDIMDIFF64=True), r"head dims \(64, 512\); build"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=True, FP8=True), "built without paged KV;"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(BACKWARD=True), ""),
-    (
-        "FLASH_ATTN_MLA[vllm]",
-        Role.DECODE,
-        _FA3_OF_VLLM,
-        "^package vllm is installed, .* FlashAttention 3: no extension 3$",
-    ),
+    ("FLASH_ATTN_MLA[vllm]", Role.DECODE, _FA3_OF_VLLM, "^package vllm is .* FlashAttention 3: no extension 3$"),
     ("CUTLASS_MLA", Role.DECODE, {"vllm._custom_ops": {}}, "lack sm100_cutlass_mla_decode"),
     ("TOKENSPEED_MLA", Role.PREFILL, _tokenspeed(**_SWALLOWED), "cannot run: No module named 'cutlass'"),
     ("TOKENSPEED_MLA", Role.DECODE, _tokenspeed(**_SWALLOWED), "cannot run: No module named 'cutlass'"),
@@ -152,10 +142,8 @@ def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_ne
 ) -> None:
     package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
     library = _library("broken_library")
-    said = (
-        "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot open "
-    )
-    said += "shared object file"
+    said = "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot "
+    said += "open shared object file"
     assert library.missing() == [] and library.broken() == [said]
     monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.4, never tried (the-library<1.4 was)")
     assert library.broken() == [f"{said}; the installed version is 1.4, never tried (the-library<1.4 was)"]

@@ -77,6 +77,7 @@ _LATENT = {"ql_nope": torch.zeros(6, 2, 512).double(), "q_pe": torch.zeros(6, 2,
 FOUR = {"q": torch.zeros(4, 2, 24).bfloat16()}
 _SECOND = f"{SPARSE};extra=auto"
 _GATHERED = {"kv": torch.zeros(5, 1, 576).bfloat16(), "topk_indices": lists()}
+_SHORT_TABLE: Any = lambda metadata: {"block_table": metadata.block_table[:, :2]}  # noqa: E731
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (PREFILL, PREFILLS, FOUR, r"q: expected at least 5 tokens of \[2, 24\] by the me"),
     (PREFILL, PREFILLS, {"v": torch.zeros(10, 12).bfloat16()}, r"v: expected .* got shape \[10, 12\]"),
@@ -89,12 +90,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (DECODE, DECODES, {"ql_nope": torch.zeros(4, 2, 512).bfloat16()}, r"ql_nope: expected at least 6 tokens of \[2, 5"),
     (DECODE, DECODES, {"kv_cache": torch.zeros(9, 4, 500).bfloat16()}, r"kv_cache: expected \[blocks, page, 576\] of"),
     (DECODE, DECODES, {"kv_cache": torch.zeros(9, 4, 576)}, "for auto, got .* of torch.float32"),
-    (
-        DECODE,
-        DECODES,
-        {"metadata": lambda metadata: {"block_table": metadata.block_table[:, :2]}},
-        "a sequence of 9 tokens has 3 pages of 4, its row holds 2",
-    ),
+    (DECODE, DECODES, {"metadata": _SHORT_TABLE}, "a sequence of 9 tokens has 3 pages of 4, its row holds 2"),
     (SPARSE, (), {"topk_indices": lists().long()}, "topk_indices: expected lists of torch.int32, got torch.int64"),
     (SPARSE, (), {"topk_indices": lists()[:5]}, r"expected a list for each of 6 query tokens, got shape \[5, 16\]"),
     (SPARSE, (), {"topk_indices": lists(1, 2, 36)}, "topk_indices: expected 0 to 35, or -1, got 36 in row 1, column 2"),
@@ -109,22 +105,12 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (SPARSE, (TorchSDPASparseBackend,), {"attn_sink": torch.zeros(2)}, "TORCH_SDPA: sinks not supported"),
     (TOPK, (), {"logits": torch.zeros(6)}, r"logits: expected \[T, C\] with neighbouring columns, got \[6\]"),
     (TOPK, (), {"logits": torch.zeros(2, 6)[:, ::2]}, "with neighbouring columns, got .* of strides .6, 2."),
-    (
-        TOPK,
-        (),
-        {"metadata": lambda _: {"lengths": torch.ones(2).long()}},
-        r"lengths: expected \[2\] of torch.int32, .*64",
-    ),
+    (TOPK, (), {"metadata": lambda _: {"lengths": torch.ones(2).long()}}, r"lengths: expected \[2\] of .*int32, .*64"),
     (TOPK, (), {"metadata": lambda _: {"max_seq_len": 7}}, "max_seq_len: expected at most the 6 columns, got 7"),
     (TOPK, (), {"topk_tokens": 0}, "topk_tokens: expected a positive number, got 0"),
     (TOPK, (), {"logits": torch.zeros(2, 6).double()}, r"dtype torch\.float64 not supported"),
     (PREPARE, (), {"k": torch.ones(3, 64)}, r"k: expected \[3, 64\] of torch.bfloat16, got \[3, 64\] of torch.float32"),
-    (
-        PREPARE,
-        (),
-        {"metadata": lambda _: {"cos_sin_cache": torch.ones(1, 8)}},
-        r"cos_sin_cache: expected \[1, 16\] of .*, got \[1, 8\]",
-    ),
+    (PREPARE, (), {"metadata": lambda _: {"cos_sin_cache": torch.ones(1, 8)}}, r"expected \[1, 16\] .*, got \[1, 8\]"),
 ]
 EAGER = {Role.SPARSE: EagerSparseBackend, Role.TOPK: EagerTopKBackend, Role.PREPARE: EagerPrepareBackend}
 

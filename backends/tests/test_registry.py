@@ -161,7 +161,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCORES, SELECTION, PREPARATION = MLAIndexerSelectorConfig, MLATopKSelectorConfig, MLAPrepareSelectorConfig
 MODEL = IndexPreparation(128, 32, False, True, True, "float32", False, 1e-6)
 SECOND: dict[str, Any] = {"extra_kv_cache_dtype": "fp8_v4", "extra_block_size": 64, "extra_topk": 64}
-MIXED, KEYS = "fp8_ds_mla", "fp8_index"
+MIXED, KEYS, SHARING = "fp8_ds_mla", "fp8_index", "SGLANG_TRITON_SPARSE"
 
 
 def decode(layout: str, page: int, latent: int = 512, rope: int = 64) -> MLADecodeSelectorConfig:
@@ -204,19 +204,9 @@ SAID: list[tuple[str, int, Any, str]] = [
     ("FLASHMLA_SPARSE", 9, sparse("prefill", topk=64), "topk 64 of a prefill"),
     ("FLASHMLA_SPARSE", 9, sparse("prefill", topk_length=True, sink=True), ""),
     ("FLASHINFER_MLA_SPARSE_SM90", 9, sparse("decode", "fp8", dtype=FP16), "kv_cache_dtype fp8 with"),
-    (
-        "SGLANG_TRITON_SPARSE[union2]",
-        9,
-        sparse("prefill", **NEAR_UNION),
-        "64 heads | LSE | topk 100 | topk_length | lis",
-    ),
-    ("SGLANG_TRITON_SPARSE", 9, sparse("prefill", **NEAR_UNION | {"lse": False}), ""),
-    (
-        "DEEPGEMM_INDEXER",
-        9,
-        SCORES("topk", True, BF16, "auto", 16, 4, 64, 64),
-        "kv | 4 heads | head dim | block | topk",
-    ),
+    (f"{SHARING}[union2]", 9, sparse("prefill", **NEAR_UNION), "64 heads | LSE | topk 100 | topk_length | lis"),
+    (SHARING, 9, sparse("prefill", **NEAR_UNION | {"lse": False}), ""),
+    ("DEEPGEMM_INDEXER", 9, SCORES("topk", True, BF16, "auto", 16, 4, 64, 64), "kv | 4 heads | head | block | topk"),
     ("LMDEPLOY_TRITON", 9, SCORES("topk", False, BF16, KEYS, 1, 4, 128, 100), "4 heads | topk 100 | gathered keys"),
     ("LMDEPLOY_TRITON", 9, SELECTION(FP32, 64, True), "rows that start"),
     ("LMDEPLOY_TRITON", 9, PREPARATION(BF16, 4, MODEL), "scales | rope_first | hadamard | fold_scales | 32 rotated"),

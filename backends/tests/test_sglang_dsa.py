@@ -18,34 +18,12 @@ from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.backends.sglang_dsa import SGLangDSABackend
 from mla_conformance.backends.sparse_layer import MLASparseLayerConfig
 
-FORM = IndexPreparation(
-    head_dim=128,
-    rope_dim=64,
-    rope_first=True,
-    is_neox_style=False,
-    hadamard=False,
-    scale_format="float32",
-    fold_scales=True,
-    eps=1e-6,
-)
+FORM = IndexPreparation(128, 64, True, False, False, "float32", True, 1e-6)
+_SIZES: dict[str, Any] = {"num_heads": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_SIZES |= {"kv_lora_rank": 512, "index_n_heads": 64, "topk_tokens": 2048, "block_size": 64, "scale": 0.1}
+_LAYOUTS: dict[str, Any] = {"kv_cache_dtype": "auto", "tile_scales": "float32", "index_kv_cache_dtype": "fp8_index"}
 SERVED = MLASparseLayerConfig(
-    dtype=torch.bfloat16,
-    num_heads=64,
-    scale=0.1,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=512,
-    is_neox_style=False,
-    rms_norm_eps=1e-6,
-    preparation=FORM,
-    index_n_heads=64,
-    topk_tokens=2048,
-    skip_topk=False,
-    kv_cache_dtype="auto",
-    tile_scales="float32",
-    index_kv_cache_dtype="fp8_index",
-    block_size=64,
+    torch.bfloat16, is_neox_style=False, rms_norm_eps=1e-6, preparation=FORM, skip_topk=False, **_SIZES, **_LAYOUTS
 )
 TILES = SERVED._replace(kv_cache_dtype="fp8_ds_mla")
 
@@ -117,11 +95,8 @@ REFUSED = [
     ("", SERVED, ""),
     ("", TILES, ""),
     ("", TILES._replace(tile_scales="pow2"), "pow2 scales"),
-    (
-        "",
-        SERVED._replace(topk_tokens=1024, index_n_heads=16, dtype=torch.float16),
-        "dtype | topk 1024 | 16 index heads",
-    ),
+    ("", SERVED._replace(topk_tokens=1024, index_n_heads=16), "topk 1024 | 16 index heads"),
+    ("", SERVED._replace(dtype=torch.float16), "dtype"),
     ("", SERVED._replace(num_heads=5, block_size=16), "block_size 16 | 5 heads not supported by flashmla_sparse"),
     ("", SERVED._replace(preparation=FORM._replace(is_neox_style=True)), "an indexer rotates neighbours"),
     ("", SERVED._replace(preparation=FORM._replace(scale_format="pow2")), "index keys with pow2"),
@@ -158,7 +133,5 @@ def test_a_folder_is_a_package(tmp_path: Path, monkeypatch: Any) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    missing = {
-        name: bool(Library(f"outer.{name}", "it", "pip").missing()) for name in ("inner.deep.module", "inner.no")
-    }
-    assert missing == {"inner.deep.module": False, "inner.no": True} and "outer" not in sys.modules
+    missing = [Library(f"outer.inner.{name}", "it", "pip").missing() for name in ("deep.module", "no")]
+    assert [*map(bool, missing)] == [False, True] and "outer" not in sys.modules

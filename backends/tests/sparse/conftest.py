@@ -18,10 +18,7 @@ def attended(q: Tensor, keys: Tensor, lists: Tensor, scale: float, sink: Tensor 
     return state.output.to(q.dtype), state.lse.mT.float()
 
 
-@pytest.fixture
-def sparse_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """:func:`attended`."""
-    return attended
+sparse_kernel = pytest.fixture(name="sparse_kernel")(lambda: attended)
 
 
 @pytest.fixture
