@@ -57,8 +57,6 @@ class OwnRank:
 
 
 class RankSubject(Subject):
-    """A backend whose layers are this process's share of one on several ranks."""
-
     def create(self, case: Case) -> Any:
         assert isinstance(case, LayerCase)
         return OwnRank(self.class_of(case.role), case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
@@ -101,7 +99,6 @@ def _say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Join the processes that ``torchrun`` started, and judge; the exit status."""
     parser = argparse.ArgumentParser("torchrun --nproc-per-node N -m mla_conformance.distributed", description=__doc__)
     parser.add_argument("--backend", required=True, metavar="NAME", help="a layer, or kernels for prefill and decode")
     options = parser.parse_args(arguments)

@@ -213,7 +213,6 @@ def _request(config: pytest.Config) -> "RunRequest":
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise the suite's test over the selected cases and backends, a case's backends side by side."""
     if "mla_judge" in metafunc.fixturenames:
         judged = _selects_any(metafunc.config) or metafunc.config.getini(TIER) != _NOTHING
         metafunc.parametrize("mla_judge", list(_params(metafunc.config)) if judged else [], indirect=True)
@@ -269,7 +268,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def mla_judge(request: pytest.FixtureRequest) -> Callable[[], Record]:
-    """Judges the test's case on its backend, in a process beside this one, which a kernel does not end."""
     backend, case = request.param
     judging = request.config.stash[_JUDGING]
     if reasons := judging.reasons[backend.reference]:

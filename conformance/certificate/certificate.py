@@ -48,8 +48,6 @@ class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Worst(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest share of its error budget that a passed case used, and the case."""
-
     share: Annotated[float, Meta(ge=0, le=1)]
     case: str
 
@@ -161,7 +159,6 @@ class Shown(Struct, frozen=True, kw_only=True):
 
     @property
     def distributions(self) -> dict[str, str]:
-        """Version of each distribution behind the backend; of one that is not registered, of all that it loaded."""
         found = {name: self.pins.versions[name] for name in _declared(self.reference) if name in self.pins.versions}
         return self.versions or found or dict(self.pins.versions)
 

@@ -45,7 +45,6 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
 
 
 def require_core(backend: BackendFacts) -> None:
-    """Refuse a backend without a role that a core profile asks: nothing that it could pass makes a certificate."""
     roles = MustPass.of_suite().core_roles
     if backend.declared.keys().isdisjoint(roles):
         own, needed = ", ".join(backend.declared), " or ".join(roles)

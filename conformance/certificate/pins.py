@@ -42,8 +42,6 @@ _CHOSEN = "triton"  # torch brings it, and kernels are written in it
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``."""
-
     # SHA-256 of the modules that the backend's classes stand in, of what they import that no wheel has, and of every
     # other module that was loaded and that no wheel has, by its place
     sources: dict[str, str] = {}
@@ -110,7 +108,6 @@ def _recorded(name: str) -> dict[str, str]:
 
 @cache
 def _everybodys() -> frozenset[str]:
-    """What the harness needs, and what that needs."""
     found, left = set[str](), list(_EVERYBODYS)
     while left:
         name = canonicalize_name(left.pop())
@@ -125,7 +122,6 @@ def _everybodys() -> frozenset[str]:
 
 
 def libraries(loaded: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
-    """The shared libraries among what was loaded: SHA-256 by what they are called on every machine."""
     return {place_of(Path(path), backend.file): digest for path, digest in loaded.items() if _is_library(path)}
 
 
@@ -194,7 +190,6 @@ def compare(
 
 
 def _source(name: str, backend: BackendReference) -> Path | None:
-    """The file of a module, by its name or, where it was only seen to be loaded, by its place."""
     is_module = all(map(str.isidentifier, name.split("."))) and not name.endswith((".py", ".pyc", ".zip"))
     return module_file(name) if is_module else find_place(name, backend.file)
 

@@ -53,7 +53,6 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
-    """The line of a record; the ids are of cases, which are written once for all records."""
     cases = kept.certificate.cases
     fitted = sorted(cases.keys() - set(ids))
     plain, sanitized = msgspec.json.decode(msgspec.json.encode((kept.certificate, kept.sanitized)))
@@ -80,7 +79,6 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
 
 
 def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
-    """The record of a line; why it is none, or was changed so that it cannot be read, begins with ``source``."""
     line, known = decode(text, _Line, source), list[str]()
 
     def meant(text: str) -> str:
@@ -153,7 +151,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text of it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -162,8 +159,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line; further ids are added behind its folded ones."""
-
     schema: str = SCHEMA
     suite: str
     cases: tuple[str, ...]
@@ -199,7 +194,6 @@ def kept_records(path: Path) -> list[KeptRecord]:
 
 
 def _read(path: Path) -> tuple[str, list[str], list[RecordLine]]:
-    """The suite of a file, the ids of its cases, and its lines."""
     first, *texts = read_text(path).removesuffix("\n").split("\n")
     head = decode(first, _Head, f"{path}: line 1")
     if head.schema != SCHEMA:
@@ -231,7 +225,6 @@ def _key(certificate: Certificate) -> tuple[str, ...]:
 
 
 def require_records(path: Path) -> None:
-    """Check before a long run that its record can be written into a file."""
     if not is_records(path):
         raise InputError(f"--submission {path}: expected a file of records, such as {RECORDS}")
     require_writable(path)

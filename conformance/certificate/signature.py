@@ -20,7 +20,6 @@ def signature_of(path: Path) -> Path:
 
 
 def require_key(key: Path) -> None:
-    """Check before a long run that its outcome can be signed."""
     _require_program()
     if not key.is_file():
         raise InputError(f"--sign {key}: expected the file of an SSH key")

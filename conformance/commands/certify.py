@@ -114,7 +114,6 @@ def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
 
 
 def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
-    """The interrupted run; what was not given again is what the journal says."""
     try:
         journal = Journal(options.resume / JOURNAL_NAME)
         plan = Plan.recorded(journal)

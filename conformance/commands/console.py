@@ -81,7 +81,6 @@ def run_and_report(
 
 
 def _header(run: Run) -> Iterator[str]:
-    """Where the run takes place and what is judged; then in what cases that were named are like none of the suite."""
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
     drawn = f"{asked.explore} drawn for each role" if any(asked.explore) else ""
@@ -102,7 +101,6 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
-    """Have the run know its backends and begin its folder; or a message and an exit status."""
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
@@ -140,7 +138,6 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 
 
 def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
-    """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.found.verdicts.values()
     asked = run.request
     expected = {facts.name: len(asked.judged_of(facts)) + any(asked.explore) for facts in run.available}
@@ -233,7 +230,6 @@ class Progress:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
-        """Tell what goes on from here, at a pace of its own."""
         self._phase, self._now = what, ""
         self._at_pace, self._since = 0, time.monotonic()
         if self.parts and self.tell is say:
@@ -242,7 +238,6 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
         told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(time.monotonic() - self.began)]
         seconds, judged, left = time.monotonic() - (self._since or self.began), self._at_pace, self.total - self.done
         if _SOME * judged >= left + judged and left > 0:
@@ -252,7 +247,6 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """As m:ss, from an hour on as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 

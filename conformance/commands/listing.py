@@ -7,7 +7,6 @@ import argparse
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from mla_conformance.backends.references import known_backends, unknown
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.commands.parser import commands_of
-from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest, known_names
-from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits
+from mla_conformance.engine.run import passing_run
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -46,12 +43,9 @@ def list_backends(options: argparse.Namespace) -> int:
     for name in options.names:
         if name not in names:
             raise InputError(unknown("backend", name, names, "mla-conformance backends"))
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
-        request = RunRequest.of(options.names or names, tier="smoke", device=options.device)
-        with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
-            run.prepare()
-        found = run.facts
-    found = sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0]))
+    with passing_run(RunRequest.of(options.names or names, tier="smoke", device=options.device)) as run, run:
+        run.prepare()
+    found = sorted(run.facts, key=lambda facts: names.index(facts.name.partition("[")[0]))
     if options.names:
         for facts in found:
             state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
@@ -70,7 +64,6 @@ def list_backends(options: argparse.Namespace) -> int:
 
 
 def _package(facts: BackendFacts) -> str:
-    """The first package that is missing, and a colon."""
     return next((f"{found[1]}: " for found in map(_LACKS_PACKAGE, facts.reasons) if found), "none: ")
 
 

@@ -35,10 +35,7 @@ _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
 
 
 class Option:
-    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
-
     def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
-        """``usage`` has its names, a short one first, and what stands for its value; without that it is a flag."""
         *names, last = usage.split()
         is_flag = last.startswith("-")
         self.names = (*names, last) if is_flag else tuple(names)
@@ -83,8 +80,6 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Number:
-    """What reads a number in these limits, written in ASCII digits; anything else is an InputError."""
-
     least: int
     most: int = 10**9
 
@@ -106,7 +101,6 @@ def drift(text: str) -> float:
 
 
 def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """The parsers that carry something out, with the words that lead to each."""
     rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not rooms:
         yield words, parser
@@ -116,7 +110,6 @@ def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tu
 
 
 def require_tests(what: str) -> None:
-    """Refuse what stands among the tests where these are not."""
     if not (files("mla_conformance") / "tests").is_dir():
         raise InputError(
             f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
@@ -171,7 +164,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Parser:
-    """The parser of all commands, and of words that begin several; ``run`` of what it parses gives the exit status."""
     parser = Parser(NAME, description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=_say_how_to_begin, parser=parser)

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,10 +12,10 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.engine.confirm import NothingToMinimize, minimize
-from mla_conformance.engine.folder import RUNS, RunFolder
+from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.messages import Judge, Repeat
 from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.run import Run
+from mla_conformance.engine.run import Run, passing_run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError, require_writable
@@ -57,11 +56,9 @@ def replay(options: argparse.Namespace) -> int:
     return status
 
 
-@contextmanager
-def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
+def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> AbstractContextManager[Run]:
     request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
-        yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
+    return passing_run(request, Limits(workers=1, timeout=options.timeout))
 
 
 def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str, str]:
@@ -83,7 +80,6 @@ def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str
 
 
 def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, title: Callable[[_T], str]) -> _T:
-    """What ``--failure`` chooses among the failures of a file, which are counted from 1."""
     if not found:
         raise InputError(f"{path}: expected a {what} with a failure, got none")
     if number > len(found):
@@ -135,8 +131,6 @@ def minimize_case(options: argparse.Namespace) -> int:
 
 
 def _repeat(run: Run, calls: int) -> int:
-    """Call the one case so often, then simpler ones that differ as well, and say what was found; the exit status."""
-
     def repeated(candidate: Case, times: int) -> Repeated | None:
         (outcome,) = run.supervisor.run(Tasks([[Repeat(facts.reference, candidate.id, times)]]))
         return outcome.answer.repeated  # None if the process died of it

@@ -62,7 +62,6 @@ def _say(*texts: str) -> None:
 
 
 def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:
-    """What the tool said of a backend: each error once, with a case that shows it, and what says nothing."""
     who = f"{watch.check} {backend.name}"
     for error, case in joined((each.case, each.errors) for each in found.cases):
         place = (f", {error.place}" if error.place else "") + (f", launched at {error.launch}" if error.launch else "")

@@ -30,7 +30,6 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def write_reasons(options: argparse.Namespace) -> int:
-    """Write into records what is known by now of their failures; the exit status."""
     known = Expectations.load([KNOWN_FAILURES, *options.expectations])
     for path in options.records:
         if is_records(path):
@@ -48,7 +47,6 @@ def write_reasons(options: argparse.Namespace) -> int:
 
 
 def _explained(kept: KeptRecord, known: Expectations) -> KeptRecord:
-    """The record with reasons, unsigned if there are others than before; says how many are."""
     before, after = kept.certificate, with_reasons(kept.certificate, known, datetime.date.today())
     changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
     said = f"{changed} of {len(after.findings)} failures have another reason than before"
@@ -96,7 +94,6 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     against, reported = list[str](), list[str]()
 
     def take(remarks: Iterator[Remark]) -> None:
-        """Sort by what is meant; with cases run again another build of what was judged is not what it is about."""
         for weight, sentence in remarks:
             if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and again):
                 against.append(sentence)

@@ -262,7 +262,6 @@ def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
 def call_once(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
-    """Do what is to be done ``first``, make a call with its output tensor, if it takes one, and wait for it."""
     first()
     metadata, named = getattr(call, "metadata", None), call.owned() | ({} if out is None else {"out": out.view})
     tensors = [(name, tensor, _form(tensor), tensor.untyped_storage()) for name, tensor in named.items()]

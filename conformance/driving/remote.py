@@ -109,7 +109,6 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        """Its GPU is lost, it answered what cannot be, or it holds much of a GPU for what is handed over."""
         pieces = self.shared.pieces["cuda"]
         if self._lost or self._broken or len(pieces) < 2:
             return self._lost or bool(self._broken)
@@ -147,7 +146,6 @@ class RemoteExecutor(Executor):
         return self._lost
 
     def use(self, device: torch.device) -> None:
-        """Tell the kernel's process where backends are judged."""
         self.shared.devices[device.type] = device
         self.shared.synchronize()
         self.shared.room(device.type, 1)
@@ -329,7 +327,6 @@ def written(
 
 
 def reply_of(number: int, done: StepResult) -> Reply:
-    """The reply to a step that raised, or whose value is told in another field."""
     error, traceback, *disturbed = (
         text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
         for text in (done.error, done.traceback, *done.disturbed)
@@ -338,7 +335,6 @@ def reply_of(number: int, done: StepResult) -> Reply:
 
 
 def _span(part: Part, item: int) -> int:
-    """Bytes from the first element to the end of the last."""
     if 0 in part.shape:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))) * item

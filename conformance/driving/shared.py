@@ -71,7 +71,6 @@ class Shared:
         self._ends = {HOST: 0, "cuda": 0}
 
     def add_cuda(self, size: int) -> bytes:
-        """One more piece of the GPU; what opens it in the other process."""
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
@@ -101,7 +100,6 @@ class Shared:
         return made
 
     def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        """[size] uint8, in the storage of the whole piece."""
         whole = self._wholes.get(place[:2])
         if whole is None:
             size = self.pieces[place.kind][place.piece].size
@@ -139,7 +137,6 @@ class Shared:
         return SharedRange(kind, max(0, len(pieces) - 1), at, free)
 
     def sweep(self) -> None:
-        """Free what belongs to storages that are gone, up to the last that is not."""
         self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
         ends = dict.fromkeys(self._ends, 0)
         for _, place in self._places.values():
@@ -222,7 +219,6 @@ class _Packer(pickle.Pickler):
 
 
 def pack(value: Any, shared: Shared) -> bytes:
-    """A value as bytes; calls and problems in it as a backend may know them."""
     packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
     packer.shared, packer.written = shared, set()
     packer.dump(value)

@@ -87,7 +87,6 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
 
 
 def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, Record, History]:
-    """The shortest history that was found after which a case fails as it did; a shorter one changes no explanation."""
     until, shorter = monotonic() + _SHORTENING, _shorter(failing, passed)
     with suppress(StopIteration):
         before = next(shorter)
@@ -120,7 +119,6 @@ def _shorter(failing: History, passed: int) -> Generator[History, bool, None]:
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
-    """What to run to see which failures of one backend look like those that are explained; quick ones first."""
     failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
     reported = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
     pending = [

@@ -144,7 +144,6 @@ class Journal:
 
     @property
     def seals(self) -> list[Path]:
-        """The pipe that names the digest of the last line; two of them where a run was ended between two steps."""
         found = []
         for path in self.path.parent.glob(f".{self.path.name}-*"):
             with contextlib.suppress(OSError):  # a kernel may make and remove files of such names
@@ -259,7 +258,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise JournalError(f"{journal.path}: malformed plan: {error}") from error
 
     def differences(self, current: "Plan") -> list[str]:
-        """What another plan does not agree in, in words."""
         found = []
         for name in Plan.__struct_fields__:
             old, new = getattr(self, name), getattr(current, name)

@@ -31,7 +31,6 @@ class RequestError(InputError):
 
 
 def known_names(added: Sequence[str] = ()) -> list[str]:
-    """Names of the registered backends, of their variants, and of those that are added."""
     registered = [backend.name for backend in (*references.known_backends(), *references.known_variants())]
     return list(dict.fromkeys(registered + [parse_reference(r).name for r in added]))
 
@@ -127,7 +126,6 @@ class RunRequest:
         return self.shard.cases if self.shard else self.case_ids
 
     def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
-        """Ids of the cases that are to be judged on a backend: those, and behind them its fitted ones."""
         return (*self.judged_ids, *(self.shard.share(facts.fitted) if self.shard else facts.fitted))
 
     @property
@@ -137,7 +135,6 @@ class RunRequest:
     def tasks(
         self, backends: Sequence[BackendFacts], before: Sequence[str] = (), told: Container[RecordKey] = ()
     ) -> list[list[Judge | Explore]]:
-        """What these backends have to do and was not told, in groups that one worker takes: a case's side by side."""
         sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
         for facts in backends:
             for case in self.judged_of(facts):
@@ -154,7 +151,6 @@ class RunRequest:
 
 
 def _is_function(file: Path, name: str) -> bool:
-    """Whether a file gives this name to a plain function; nothing of the file is carried out."""
     try:
         statements = ast.parse(file.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -164,7 +160,6 @@ def _is_function(file: Path, name: str) -> bool:
 
 
 def require_salt(salt: str) -> str:
-    """The salt; refused if not every command line would carry it."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
     return salt

@@ -109,7 +109,6 @@ class Supervisor:
         os.write(self._told[1], b"!")
 
     def end(self, kept: int = 0) -> None:
-        """End all places but the first so many; with the last one whatever processes of the run have left behind."""
         ended, self.places = self.places[kept:], self.places[:kept]
         for place in ended:  # all of them at once
             place.connection.close()
@@ -136,7 +135,6 @@ class Supervisor:
         place.spawn()
 
     def hello(self, of_all: bool = False) -> messages.Hello:
-        """What a worker says of itself, once one is there, or each one with all that it judges with."""
         while not (said := [place.hello for place in self.places if place.hello]) or (
             of_all and len(said) < len(self.places)
         ):
@@ -181,7 +179,6 @@ class Supervisor:
             yield from self._events()
 
     def _events(self) -> Iterator[TaskOutcome]:
-        """Wait for what comes next, or for a deadline; outcomes of tasks."""
         until = min((self.ends_at, *(place.deadline for place in self.places if not place.is_idle)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
@@ -250,15 +247,12 @@ class Supervisor:
         self._tasks.put_back(place.number, given)
 
     def _count_start(self, status: int) -> None:
-        """A process that ends although it had nothing to do, again and again, will never start."""
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
             raise RunError(f"no process can be started here ({machine.how(status)}):\n{self.log.tail}")
 
 
 class Pool:
-    """The places of a run, which the supervisor has: as many as the device is enough for, or as were asked for."""
-
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
         """Start those that there are in any case at once; the others once the first has said what there is."""
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
@@ -285,7 +279,6 @@ class Pool:
         supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
 
     def _share_out(self, gpus: int) -> None:
-        """Share so many GPUs, or a CPU without one, out among the places; those that compile ahead start as well."""
         hello, cores = self.hello, machine.machine_cores()
         of_each = max(1, min(_MOST_ON_GPU, cores // gpus, hello.memory // _WORKER_BYTES))  # with a core for itself
         workers = self.limits.workers or (min(self._most, gpus * of_each) if hello.gpus else 1)

@@ -149,7 +149,6 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> re
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
-    """Where the kernel's process is, in lines that are no message."""
     os.kill(kernel, number)
     os.kill(kernel, signal.SIGCONT)
     told, patience = b"", _STACK_SECONDS
@@ -184,7 +183,6 @@ class Worker:
             judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
 
     def _subject(self, reference: str) -> Subject:
-        """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
         if reference not in self._subjects:
             subject = self._subjects[reference] = Subject.of(reference, self.device, self.executor)
             self.executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
@@ -234,7 +232,6 @@ class Worker:
         return need <= free_memory(self.device)
 
     def _make_room(self) -> None:
-        """Give back what this process holds of its GPU for cases to come."""
         self.context.forget()
         self.executor.make_room()
         torch.cuda.empty_cache()

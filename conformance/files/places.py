@@ -31,7 +31,6 @@ def place_of(path: Path, beside: Path | None = None) -> str:
 
 
 def find_place(name: str, beside: Path | None = None) -> Path | None:
-    """The file that :func:`place_of` named, on this machine; None if there is none."""
     if name.startswith("./"):
         candidates = [beside.parent / name] if beside else []
     elif name.startswith(("/", "~/")):
@@ -80,7 +79,6 @@ def file_digest(path: Path) -> str:
 
 
 def harness_files() -> dict[str, Path]:
-    """The files that the harness ships, by the name that they have in a wheel."""
     from importlib.resources import files  # not above: this file is read while the current folder may stand before it
 
     found: dict[str, Path] = {}
@@ -121,7 +119,6 @@ def refuse_written_since(began: float) -> None:
 
 
 def load_all_again() -> None:
-    """Load any module: this process is to run a kernel, or the run is over."""
     SourceFileLoader.get_code = _get_code  # type: ignore[method-assign]
     ExtensionFileLoader.create_module = _create_module  # type: ignore[method-assign]
 

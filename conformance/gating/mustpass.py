@@ -31,7 +31,6 @@ _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "in
 
 
 def profile_of(case: Case) -> str:
-    """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
     if CAPABILITIES[case.capability].probes_refusals:
         return case.profile or CORE
     asked = (
@@ -56,14 +55,12 @@ class MustPass:
     @staticmethod
     @cache
     def of_vocabulary() -> "MustPass":
-        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
         cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
         return MustPass.of((profile_of(case), case.id) for case in cases)
 
     @staticmethod
     @lru_cache(maxsize=8)
     def of_ids(ids: Sequence[str]) -> "MustPass":
-        """The list that cases give, by the profiles of this suite."""
         return MustPass.of((profile_of(Case.parse(id)), id) for id in ids)
 
     @staticmethod
@@ -161,8 +158,6 @@ class MustPass:
 
 @dataclass(frozen=True)
 class Required:
-    """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes."""
-
     name: str  # what reports call it
     reference: str  # as it was asked for
     digest: str = ""  # SHA-256 of the file; empty without one
