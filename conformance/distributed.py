@@ -63,10 +63,7 @@ class RankSubject(Subject):
 
 
 def judge_ranks(reference: str, device: torch.device) -> int:
-    """Judge the cases of as many ranks as there are processes; the exit status, and lines from the first rank.
-
-    An exception on one rank ends it all and is told by that rank, since the others wait for it.
-    """
+    """Judge the cases of so many ranks; the exit status, and lines from the first, or from one that raised."""
     subject, counts = RankSubject(parse_reference(reference), device), Counter[Status]()
     facts, through = device_facts(device), torch.distributed.get_backend()
     context, world = Context(), torch.distributed.get_world_size()

@@ -88,10 +88,7 @@ def pytest_load_initial_conftests(
 
 
 def _without_prefix(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> Any:
-    """The options, of which those of the suite are called as by ``certify`` where it is run, unless others have them.
-
-    A project may have a ``--device`` of its own, and this is loaded in every run.
-    """
+    """The options, of which those of the suite need no prefix where it is run, unless others have them."""
     _, unknown = parser.parse_known_and_unknown_args(args)
 
     def read(short: Collection[str]) -> tuple[list[str], Any]:

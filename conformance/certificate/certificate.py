@@ -1,7 +1,4 @@
-"""What a certificate holds, as a value and as a file, and what of a record of an earlier form can still be shown.
-
-And what a tool of compute-sanitizer reported of a kernel, kept with its record; no verdict rests on it.
-"""
+"""What a certificate holds, what of a record of an earlier form can still be shown, and what a sanitizer reported."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,10 +132,7 @@ class _Pins(Struct, frozen=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """A record of any form from which its cases, their reasons and its figures can be read.
-
-    One of an earlier form cannot be verified any more.
-    """
+    """A record of any form from which its cases, reasons and figures can be read; one of an earlier form is not verified."""
 
     suite: str
     date: str

@@ -23,10 +23,7 @@ class Refused(Exception):
 
 
 def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
-    """Refuse a run that could not be certified whatever it found, before anything of it is launched.
-
-    It is to judge these backends, some of which may not run here, on these listed cases, those of its shard only.
-    """
+    """Refuse a run that could not be certified whatever it found, before anything of it is launched."""
     if len(backends) != 1:
         raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
     listed = listed_ids()
@@ -77,11 +74,7 @@ def issue(
 def record(
     run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
 ) -> Certificate:
-    """The record of a run, which a kernel has that does a part of what is asked.
-
-    Refused if the run is incomplete, or something failed without an expectation. Of the shared libraries that its
-    processes have loaded it has the SHA-256.
-    """
+    """The record of a run; refused if it is incomplete, or something failed without an expectation."""
     (backend,) = run.backends
     for capability in backend.capabilities:
         if capability.counts.not_run:

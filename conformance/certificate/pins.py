@@ -1,7 +1,4 @@
-"""What a certificate is tied to beside what was seen to run, and what of it is otherwise here.
-
-Pinned are sources, packages and the harness. Otherwise here is something that was changed, or another build of it.
-"""
+"""What a certificate is tied to: sources, packages and the harness; what was changed here, or is another build."""
 
 import base64
 import csv
@@ -51,10 +48,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
-        """The pins of a backend as it is here, with the versions of the distributions that its adapter names.
-
-        ``loaded`` is the SHA-256 of the code that its processes have loaded, by path; what stands there has to be that.
-        """
+        """Pins of a backend as it is here; what its processes ``loaded``, SHA-256 by path, has to be what stands there."""
         owned, own = owned_by_wheels({path: digest for path, digest in (loaded or {}).items() if not _is_library(path)})
         # Beside what was loaded the distributions that brought the classes themselves, unless they are the harness's.
         tops = {name.partition(".")[0] for name in backend.modules() if not name.endswith(".py")} - {"mla_conformance"}
@@ -80,10 +74,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Of modules that were loaded, SHA-256 by path, the distributions whose wheels hold them; and those in no wheel.
-
-    What every process of the harness has, torch and the harness among it, is left out.
-    """
+    """Of loaded modules the distributions whose wheels hold them, and those in no wheel; without what everybody has."""
     harness = {str(path.resolve()) for path in harness_files().values()}
     owners = packages_distributions() if loaded.keys() - harness else {}
     found, own = dict[str, None](), dict[str, str]()

@@ -1,7 +1,6 @@
 """The records of a suite as one file: first the ids of its cases, then a line for each kernel, version and device.
 
-A record as one line has statuses by runs, ids by what they share, and every text that comes twice once. Unpacked it is
-the record that was packed, which its seal shows.
+A line has statuses by runs, ids by what they share, and every text that comes twice once.
 """
 
 import fcntl

@@ -1,7 +1,6 @@
 """Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing.
 
-And giving its failures reasons that were found after the run, its verdicts staying as they are; and executing some of
-its cases again, on inputs that its author could not know.
+And giving its failures reasons that were found after the run, and executing some of its cases again.
 """
 
 import datetime

@@ -158,10 +158,7 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
 
 
 def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:
-    """The report, and where it stays its views: the page beside it, and the step summary of a CI job that has one.
-
-    Returns the report's SHA-256, which the journal holds as well, and what went wrong; each may be empty.
-    """
+    """The report and, where it stays, its page; the SHA-256, which the journal holds as well, and what went wrong."""
     text = to_text(report_form(summary))
     digest = hashlib.sha256(text.encode()).hexdigest()
     try:
@@ -191,10 +188,7 @@ def _say_wrapped(*texts: str) -> None:
 
 @dataclass
 class Progress:
-    """Counts what is judged; failures are told by their causes, at the end. Without a live line it has ``parts`` lines.
-
-    What comes behind the verdicts takes longer: the first failure is shown meanwhile.
-    """
+    """Counts what is judged. Without a live line it has ``parts`` lines; failures are told by their causes, at the end."""
 
     total: int
     done: int = 0
@@ -253,10 +247,7 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
-    """Show a line, kept up to date and gone at the end; it gives what writes others.
-
-    A line is live on a terminal that can draw it anew, and not in the log of a CI job that has one: there nothing is.
-    """
+    """Show a line, kept up to date and gone at the end, on a terminal that can draw it anew; it gives what writes others."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown") or "CI" in os.environ:
         yield say
         return

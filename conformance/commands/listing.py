@@ -1,7 +1,4 @@
-"""``backends``, ``capabilities``, ``models`` and ``completion``: what there is to judge, and by what.
-
-Nothing here imports torch; what some options ask for does.
-"""
+"""``backends``, ``capabilities``, ``models`` and ``completion``, without torch unless an option asks for it."""
 
 import argparse
 import re

@@ -1,7 +1,4 @@
-"""The command line: what a command and its options are, for the table of all of them, and the parser made of it.
-
-The parser says of a word that it does not know which one was meant.
-"""
+"""The command line: what a command and its options are, for the table of all of them, and the parser made of it."""
 
 import argparse
 import re

@@ -85,10 +85,7 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
 
 
 def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], options: argparse.Namespace) -> int:
-    """Say what speaks against a record, and what else is to be told of it; the exit status.
-
-    ``signed`` is what its signature is of, the signature, and that one's name.
-    """
+    """Say what speaks against a record, whose signature is ``signed``: its content, itself, its name; the exit status."""
     certificate, again = kept.certificate, options.rerun > 0
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     against, reported = list[str](), list[str]()

@@ -1,7 +1,6 @@
 """The driver: carries out what is a backend's, runs a problem's calls, and observes everything that comes back.
 
-A step takes place in this process, whose state it must leave as it is, or in another for it (``remote.py``). Nor may a
-call change what it was handed, beside its bytes.
+A step may change neither this process's state nor what it was handed, beside its bytes.
 """
 
 import builtins
@@ -170,10 +169,7 @@ def why_not_plain(value: Any) -> str:
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """The objects that a call returned: those of a tuple or a list, or the only one.
-
-    Plain tensors without anything that was hung on them, such as a gradient or a method of their own.
-    """
+    """The objects that a call returned, those of a tuple or a list; plain tensors without anything that was hung on them."""
     kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
     parts = (value,) if kind is None else tuple(kind.__iter__(value))
     # The method of the class: the tensor's own may be anything.
@@ -324,10 +320,7 @@ def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:
-    """What is to be merged, in that order, of the counted rows; empty where nothing is, or not each call gave a state.
-
-    Context chunks or ranks are in order, of a prefill the new tokens are the last, as a layer merges them.
-    """
+    """What is to be merged, as a layer merges it: chunks or ranks in order, then new tokens; empty where nothing is."""
     if not problem.case.is_merged or len(returned) != len(problem.calls):
         return []
     states = [parts_of(part.value) for part in returned]

@@ -205,11 +205,7 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """What a call returned, taken out of the rooms for the answer: copies that only the judge's process can write.
-
-    A part may be a view of a storage that is ``reached``. What cannot be is a ReplyError; it is an OutOfMemoryError
-    if this process has no room for a copy, which is not the kernel's fault.
-    """
+    """Copies of what a call returned, out of the rooms for the answer; what cannot be is a ReplyError, or no memory."""
     parts: list[Any] = []
     try:
         for part in reply.parts:
@@ -287,10 +283,7 @@ def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply
 def written(
     shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[SharedRange], number: int, value: Any
 ) -> Reply:
-    """What a call returned, put into the rooms that are free for it, in the kernel's process.
-
-    A part may be a view of a storage of the caller's, in a place that is ``reached``.
-    """
+    """What a call returned, put into the rooms for it, in the kernel's process; a part may be a view of what is ``reached``."""
     parts: list[Part] = []
     needs: dict[str, int] = {}  # bytes, by type of device
     for each in parts_of(value):

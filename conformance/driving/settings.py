@@ -1,7 +1,6 @@
 """What a call must leave as it is (SPEC 3.6): a table of settings, the functions that others call, and the streams.
 
-One more setting is one line. A library may add names and import modules; a name that hides an inherited one replaces
-it. Torch's compiler, once it is imported, wraps functions of torch.
+A library may add names and import modules; a name that hides an inherited one replaces it.
 """
 
 import contextlib

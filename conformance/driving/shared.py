@@ -1,11 +1,7 @@
 """What two processes share: frames that they send, and memory that both map.
 
-One piece of memory is the host's, from before they parted, others are a GPU's. Those are allocations of the driver, by
-its own functions, each for the context that torch uses on the current device: torch's allocations hold other tensors as
-well. A frame is eight bytes of length, and so many bytes.
-
-Calls and problems are packed as bytes: tensors lie in that memory, the rest is pickled. What is unpacked was packed by
-a process that is trusted. What the kernel's process answers is never unpickled; see ``remote.py``.
+One piece of memory is the host's, from before they parted; others are a GPU's, allocated by the driver's own functions,
+since torch's allocations hold other tensors as well. What the kernel's process answers is never unpickled.
 """
 
 import ctypes
@@ -55,10 +51,7 @@ class _Handle(ctypes.Structure):
 
 
 class Shared:
-    """What one of two processes sees of their memory; to be made before the other one is forked.
-
-    The one that hands over also knows where what it handed over stands.
-    """
+    """What one of two processes sees of their memory; to be made before the other one is forked."""
 
     def __init__(self, host_bytes: int) -> None:
         self.map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -149,7 +142,7 @@ class Shared:
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise RuntimeError(f"{name} failed with {status}; --apart needs CUDA IPC between processes of this machine")
+        raise RuntimeError(f"{name} failed with {status}: a kernel's process needs CUDA IPC with its judge's")
 
 
 class ReplyError(ValueError):

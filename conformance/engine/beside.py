@@ -28,10 +28,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Judging:
-    """A run in a process beside this one, which judges what it is asked for.
-
-    It is told the backends, by reference, and where they are judged; an empty device is CUDA where there is one.
-    """
+    """A run in a process beside this one, which is told the backends' references and a device, empty for CUDA if there is."""
 
     def __init__(self, backends: tuple[str, ...], device: str) -> None:
         self._process, self._connection = start_module(__name__)

@@ -1,10 +1,5 @@
 """Blame: whether a failure is its backend's own, seen by judging the case again in processes that have judged nothing.
 
-The first failure of each capability of a backend is judged again alone. If it passes then, it is judged after what the
-process that it failed in had judged of the same backend before: the last case, the last few, all. If it fails, fewer of
-these cases are tried, found by bisection. If it passes, it is judged after everything that the process had done: what
-fails only then is of what another backend left behind.
-
 What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
 is minimised: the simplest case is sought that fails as a given one does.
 """
@@ -40,14 +35,7 @@ Attempts = Generator[Judge, Record, Record]
 
 
 def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, unhurried: bool = False) -> Attempts:
-    """Alone, after its backend's cases, after fewer of them once it fails, or after everything.
-
-    Args:
-        failure: the record.
-        history: what the same process had done before: (backend reference, case id), without a case an import.
-        explain: whether it is to be explained, too.
-        unhurried: whether that may take as long as it takes.
-    """
+    """Judge a failure alone, after its backend's cases of ``history``, after fewer of them once it fails, or after all."""
 
     def judged(before: History) -> Judge:
         about = failure.reference, failure.case, before

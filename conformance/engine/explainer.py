@@ -1,7 +1,6 @@
 """Failures of functions compared with known ones in a process beside: comparing may end it, which ends no test run.
 
-Here a test calls the function, so that its process cannot be one that may die. What the function does on cases nearby
-is asked back there.
+What the function does on cases nearby is asked back in the process of the test.
 """
 
 import json

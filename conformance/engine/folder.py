@@ -1,7 +1,4 @@
-"""The folder of a run, of its own, in use by one run at a time and never written over; and what the run knows.
-
-That is what its journal tells of its backends and cases, what they loaded, and what decides it.
-"""
+"""The folder of a run, in use by one run at a time and never written over; what the run knows; and what decides it."""
 
 import contextlib
 import fcntl
@@ -45,10 +42,7 @@ class RunFolder:
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
-        """Take the folder of ``--out`` or ``--resume``, or a new one among the :data:`RUNS`.
-
-        An unfinished run in it is gone on with, or kept beside as a finished one is if another is to start ``anew``.
-        """
+        """Take the folder of ``--out`` or ``--resume``, or a new one; an unfinished run is no obstacle to one ``anew``."""
         path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             path = Path(os.path.realpath(path))

@@ -1,6 +1,4 @@
-"""The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing.
-
-Its first event is the plan of the run: what a resumed run must agree with to be the same run.
+"""The journal: one JSON line per event, first the plan, written by the supervisor alone, so that a crash loses nothing.
 
 It is sealed, since a kernel may write into the file: each line names the digest of the one before, and a named pipe
 beside the file the digest of the last. The process of a kernel cannot make named pipes.

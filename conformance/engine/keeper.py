@@ -1,9 +1,7 @@
 """The process between supervisor and worker: it has imported everything, forks workers, and outlives each of them.
 
-A worker that dies, hangs or kills its parent costs one case; the next one is there at once. What a worker's backend has
-started, in whatever session, is ended with it. The keeper itself never touches a device. The first one of a run is
-started before the command itself is imported, since torch takes longer than all else: nothing is imported here at once
-but Python's own modules.
+A worker that dies, hangs or kills its parent costs one case, and what its backend has started is ended with it. The
+first keeper of a run starts before the command itself is imported: only Python's own modules are imported here at once.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""The machine of a run: what its processes may take and do, and its cores, memory and GPUs.
-
-No process outlives its run, or takes the machine's memory with it; Linux has all of these limits. Of GPUs it is told
-what a run and its workers see, and what a worker tells of its device to a parent without torch.
-"""
+"""The machine of a run: what its processes may take and do, and its cores, memory and GPUs; no process outlives it."""
 
 import contextlib
 import ctypes

@@ -116,10 +116,7 @@ class WorkerSlot:
         return self.hello is not None and self.task is None and not self._makes_room
 
     def give(self, task: messages.Task | None, share: int | None = None) -> None:
-        """Have the worker carry out a task, a case in no more than its share of a GPU's memory.
-
-        Without one it gives back what it holds of its GPU for cases to come.
-        """
+        """Have the worker carry out a task, or give back what it holds of its GPU for cases to come."""
         if task is None:
             self._makes_room = True
         else:

@@ -160,10 +160,7 @@ class Run:
         self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is before anything of it is launched, or go on with the one that the journal tells of.
-
-        Of the journal's lines that no run wrote these are the numbers.
-        """
+        """Write what the run is, or go on with the one that the journal tells of; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
@@ -356,10 +353,7 @@ class Run:
         return tasks
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[tuple[bool, Attempts]]:
-        """Of the first failure of each backend and capability that none is confirmed of; of all, if one was another's.
-
-        Each with whether it is explained: the first one of each kind, by role and what is seen.
-        """
+        """First failures of a backend and capability without a confirmed one, each with whether it is the first of its kind."""
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}

@@ -1,7 +1,4 @@
-"""The supervisor: deals tasks to places, watches them from outside, and tells what came of each.
-
-And the pool of places: how many there are, and what each is given of a machine's cores, memory and GPUs.
-"""
+"""The supervisor: deals tasks to places, watches them from outside, tells what came of each; and the pool of places."""
 
 import os
 import select

@@ -171,10 +171,7 @@ def judged_on_gpu(
 
 
 def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
-    """What to do instead of a case for which there was no memory; None if there was.
-
-    Others may have held it, or, where they have given it back, the process itself.
-    """
+    """What to do instead of a case for which there was no memory, which the process itself may hold; None if there was."""
     task, record = outcome.task, outcome.answer.record
     if not isinstance(task, Judge):
         return None

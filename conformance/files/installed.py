@@ -83,10 +83,7 @@ _told: dict[Path, _Told] | None = None
 
 @contextmanager
 def git_asked_before() -> Iterator[None]:
-    """Ask git now of all that may be asked of it, and not again: a backend is about to be imported.
-
-    Its process may write where git finds programs to run, which have rights that it gave up itself.
-    """
+    """Ask git now of all that may be asked, and not again: a kernel may write where git finds programs to run."""
     global _told
     told = {}
     for folder in {harness_folder(), *filter(None, map(_editable, distributions()))}:
@@ -230,10 +227,7 @@ def _imported(name: str, path: Path) -> Iterator[str]:
 
 
 def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
-    """SHA-256 of what modules and tables of numbers say, in the order of their names and folders, behind some texts.
-
-    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
-    """
+    """SHA-256 of what modules and tables of numbers say, behind some texts, whatever their comments and layout."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(repr(text).encode())

@@ -1,8 +1,7 @@
-"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in.
+"""What a file is called on every machine, and which modules a process that decides loads late.
 
-And where modules are looked for, and which of them a process that decides loads late: none that was written since its
-run began. A kernel may write where modules lie, Python's library included, and what it wrote would decide along with
-whoever imports it. Nor is bytecode read, which may be of another source.
+None that was written since its run began: a kernel may write where modules lie, Python's library included, and what it
+wrote would decide along. Nor is bytecode read, which may be of another source.
 """
 
 import codecs

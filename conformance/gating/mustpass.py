@@ -79,10 +79,7 @@ class MustPass:
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":
-        """The list that options name: ``shipped``, a profile, or either with ``@VERSION`` of its suite; or one file.
-
-        Profiles that are named bind whatever a backend declares, and no other profile does then.
-        """
+        """The list that options name: a file, ``shipped``, or profiles, which then bind whatever a backend declares."""
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
             return replace(MustPass.read(Path(texts[0])), name=texts[0])
@@ -137,11 +134,7 @@ class MustPass:
         return list(dict.fromkeys(map(str, found)))
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
-        """Cases of the profiles that bind a backend that it did not pass, each with why.
-
-        ``waivable`` is whether what a certificate tells of with its reason counts as passed: an expected failure, and
-        of the cases that only large devices have one that does not fit this one's memory.
-        """
+        """Cases of binding profiles that were not passed, each with why; ``waivable`` is what a certificate gives a reason for."""
         # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
         binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
