@@ -132,7 +132,7 @@ class _Pins(Struct, frozen=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """A record of any form from which its cases, reasons and figures can be read; one of an earlier form is not verified."""
+    """A record of any form; of an earlier one its cases, reasons and figures are read, and nothing is verified."""
 
     suite: str
     date: str

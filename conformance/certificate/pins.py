@@ -48,7 +48,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
-        """Pins of a backend as it is here; what its processes ``loaded``, SHA-256 by path, has to be what stands there."""
+        """A backend as it is here; what its processes ``loaded``, SHA-256 by path, has to stand there."""
         owned, own = owned_by_wheels({path: digest for path, digest in (loaded or {}).items() if not _is_library(path)})
         # Beside what was loaded the distributions that brought the classes themselves, unless they are the harness's.
         tops = {name.partition(".")[0] for name in backend.modules() if not name.endswith(".py")} - {"mla_conformance"}

@@ -33,7 +33,7 @@ def sign(content: str, key: Path) -> str:
 
 
 def signer(content: str, signature: str | None, name: str, signers: Path) -> str:
-    """Who signed a content, a file or a record's seal, of those whom a file names; SignatureError for nobody of them."""
+    """Who signed a file or a record's seal, of those whom a file names; SignatureError for nobody of them."""
     if not signers.is_file():
         raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
     if signature is None:

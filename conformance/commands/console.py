@@ -188,7 +188,7 @@ def _say_wrapped(*texts: str) -> None:
 
 @dataclass
 class Progress:
-    """Counts what is judged. Without a live line it has ``parts`` lines; failures are told by their causes, at the end."""
+    """Counts what is judged, in ``parts`` lines where none is live; failures are told by their causes, at the end."""
 
     total: int
     done: int = 0
@@ -247,7 +247,7 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
-    """Show a line, kept up to date and gone at the end, on a terminal that can draw it anew; it gives what writes others."""
+    """Show a line, gone at the end, on a terminal that can draw it anew, outside CI; it gives what writes others."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown") or "CI" in os.environ:
         yield say
         return

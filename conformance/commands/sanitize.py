@@ -123,7 +123,7 @@ class ChosenCases:
 
 
 def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
-    """The cases for a backend: those that are named, one for each set of kernels that a record tells of, or small ones."""
+    """Cases for a backend: those that are named, one for each set of kernels of its record, or small ones."""
     if request.cases:
         cases = sorted(request.cases, key=work_of)
         left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""

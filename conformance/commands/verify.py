@@ -85,7 +85,7 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
 
 
 def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], options: argparse.Namespace) -> int:
-    """Say what speaks against a record, whose signature is ``signed``: its content, itself, its name; the exit status."""
+    """Say what speaks against a record; ``signed`` has a content, its signature, and that one's name."""
     certificate, again = kept.certificate, options.rerun > 0
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     against, reported = list[str](), list[str]()

@@ -169,7 +169,7 @@ def why_not_plain(value: Any) -> str:
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """The objects that a call returned, those of a tuple or a list; plain tensors without anything that was hung on them."""
+    """The objects that a call returned, also in a tuple or a list; plain tensors without what was hung on them."""
     kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
     parts = (value,) if kind is None else tuple(kind.__iter__(value))
     # The method of the class: the tensor's own may be anything.

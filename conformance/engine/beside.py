@@ -28,7 +28,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Judging:
-    """A run in a process beside this one, which is told the backends' references and a device, empty for CUDA if there is."""
+    """A run in a process beside this one, which judges what it is asked for."""
 
     def __init__(self, backends: tuple[str, ...], device: str) -> None:
         self._process, self._connection = start_module(__name__)

@@ -35,7 +35,7 @@ Attempts = Generator[Judge, Record, Record]
 
 
 def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, unhurried: bool = False) -> Attempts:
-    """Judge a failure alone, after its backend's cases of ``history``, after fewer of them once it fails, or after all."""
+    """Judge a failure alone, after its backend's own history, after less of that once it fails, or after all."""
 
     def judged(before: History) -> Judge:
         about = failure.reference, failure.case, before

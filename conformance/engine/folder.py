@@ -42,7 +42,7 @@ class RunFolder:
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
-        """Take the folder of ``--out`` or ``--resume``, or a new one; an unfinished run is no obstacle to one ``anew``."""
+        """Take the folder of ``--out`` or ``--resume``, or a new one; one ``anew`` keeps an unfinished run beside."""
         path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             path = Path(os.path.realpath(path))

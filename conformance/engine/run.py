@@ -160,7 +160,7 @@ class Run:
         self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is, or go on with the one that the journal tells of; the numbers of lines that no run wrote."""
+        """Write what the run is, or go on with the journal's; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
@@ -353,7 +353,7 @@ class Run:
         return tasks
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[tuple[bool, Attempts]]:
-        """First failures of a backend and capability without a confirmed one, each with whether it is the first of its kind."""
+        """The next failure of each backend and capability without a confirmed one, and whether to explain it."""
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}

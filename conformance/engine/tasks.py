@@ -171,7 +171,7 @@ def judged_on_gpu(
 
 
 def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
-    """What to do instead of a case for which there was no memory, which the process itself may hold; None if there was."""
+    """What to do instead of a case that lacked memory, which its own process may hold; None if it did not."""
     task, record = outcome.task, outcome.answer.record
     if not isinstance(task, Judge):
         return None

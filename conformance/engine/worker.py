@@ -291,7 +291,7 @@ class Worker:
         self.send(messages.WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
-        """Whether the process, or its GPU, is other than it was, or holds half of what it may: the next case has a new one."""
+        """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""
         if disturbed or record.check == Check.PROCESS_STATE or self.executor.lost(self.device):
             return True
         crowded = self.executor.spent
