@@ -283,7 +283,7 @@ def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply
 def written(
     shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[SharedRange], number: int, value: Any
 ) -> Reply:
-    """What a call returned, put into the rooms for it by the kernel's process, unless it is part of what is ``reached``."""
+    """What a call returned, put into the rooms for it by the kernel's process, unless it is part of ``reached``."""
     parts: list[Part] = []
     needs: dict[str, int] = {}  # bytes, by type of device
     for each in parts_of(value):

@@ -134,7 +134,7 @@ class MustPass:
         return list(dict.fromkeys(map(str, found)))
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
-        """Cases of binding profiles that were not passed, each with why; what a certificate explains may be ``waivable``."""
+        """Cases of binding profiles that were not passed, each with why; ``waivable`` lets what is explained pass."""
         # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
         binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
