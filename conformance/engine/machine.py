@@ -212,19 +212,17 @@ class GpuPart:
     """What the places of a GPU have of it while tasks are carried out."""
 
     share: int | None = None  # bytes that each has for itself; None without a limit
-    most: int | None = None  # so many places have it, while the others have given back what they need not hold of it
+    # whether one place has the GPU, while the others have given back what they need not hold of it
+    is_alone: bool = False
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
 
 
-WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(most=1), GpuPart(most=1, is_cleared=True)
-_FEW = 3  # places that share a GPU for larger cases
+WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True, is_cleared=True)
 
 
-def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
-    """What each of so many workers has of the memory, in bytes, of the GPU that they share; then what few of them."""
-    free = memory - workers * CONTEXT_BYTES
-    shared = (GpuPart(free // workers), GpuPart(free // _FEW, _FEW))
-    return (WHOLE,) if workers == 1 else shared[:1] if workers <= _FEW else shared
+def part_of(memory: int, workers: int) -> GpuPart:
+    """What each of so many workers has of the memory, in bytes, of the GPU that they share."""
+    return WHOLE if workers == 1 else GpuPart(memory // workers - CONTEXT_BYTES)
 
 
 def this_machine() -> dict[str, str]:

@@ -127,7 +127,7 @@ class Run:
         declared something else where it was judged than where it was asked.
         """
         if part is None and self.device == "cuda":
-            yield from judged_on_gpu(self.outcomes, self._pool.parts, self._on_phase, tasks)
+            yield from judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
             return
         for outcome in self.supervisor.run(tasks, part or WHOLE):
             loaded = outcome.answer.loaded

@@ -145,17 +145,17 @@ class Supervisor:
         """
         self._tasks = tasks
         self._unbegun.clear()
-        if part.most:
-            # Others give back what they hold of their GPU, or begin anew, which gives back all; but a new process loads
-            # libraries again, which takes seconds.
-            for place in self.places[self.gpus * part.most :]:
+        if part.is_alone:
+            # All but one place of each GPU give back what they hold of it, or begin anew, which gives back all, but a
+            # new process loads libraries again, which takes seconds.
+            for place in self.places[self.gpus :]:
                 if place.is_idle:  # others begin anew already
                     place.renew() if part.is_cleared else place.give(None)
             while not all(place.is_idle for place in self.places):
                 deque(self._events(), 0)
         while True:
-            for place in self.places[: self.gpus * part.most] if part.most else self.places:
-                while place.is_idle and (task := tasks.take(place.number, bool(part.most))):
+            for place in self.places[: self.gpus] if part.is_alone else self.places:
+                while place.is_idle and (task := tasks.take(place.number, part.is_alone)):
                     is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or (
                         isinstance(task, messages.Judge) and task.fresh
                     )
@@ -237,7 +237,7 @@ class Pool:
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
         """Start those that there are in any case at once; the others once the first has said what there is."""
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
-        self.parts = (machine.WHOLE,)  # what a worker has of its GPU beside the others, then beside few
+        self.beside = machine.WHOLE  # what a worker has of its GPU beside the others
         self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine.machine_cores())
         workers = limits.workers
         if not workers and self._on_cpu:
@@ -282,7 +282,7 @@ class Pool:
         return workers if places > workers else workers - workers // 4
 
     def _share_memory(self, places: int) -> None:
-        self.parts = machine.parts_of(self.hello.memory, -(-places // self.supervisor.gpus))
+        self.beside = machine.part_of(self.hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.

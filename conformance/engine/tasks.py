@@ -134,7 +134,7 @@ class FailureLimit:
 
 def judged_on_gpu(
     outcomes: Callable[[Tasks, GpuPart], Iterator[TaskOutcome]],  # by places that have such a part of their GPUs
-    parts: Sequence[GpuPart],  # what each worker has of a GPU beside others; what exceeds all has one for itself
+    beside: GpuPart,  # what each worker has of a GPU beside the others; what exceeds that has a GPU for itself
     on_phase: Callable[[str], None],
     tasks: Tasks,
 ) -> Iterator[TaskOutcome]:
@@ -143,11 +143,11 @@ def judged_on_gpu(
 
     while True:
         alone = tasks.set_apart()
-        for part in (*parts, ALONE):
-            tasks.groups.extend(alone if part is ALONE else ())
-            if part.most and not tasks.groups:
-                continue
+        for part in (beside, ALONE):
             if part is ALONE:
+                tasks.groups.extend(alone)
+                if not tasks.groups:
+                    continue
                 on_phase(f"judging {count()} with the GPU for itself")
             lacking = list[Task]()
             for outcome in outcomes(tasks, part):

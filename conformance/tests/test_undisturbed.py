@@ -8,7 +8,7 @@ import pytest
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
-from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart, parts_of
+from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart, part_of
 from mla_conformance.engine.messages import Judge, Task, TaskReply
 from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.request import RunRequest
@@ -104,15 +104,15 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
     phases: list[str] = []
 
     def outcomes(tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
-        while task := tasks.take(0, alone=bool(part.most)):
+        while task := tasks.take(0, alone=part.is_alone):
             assert isinstance(task, Judge)
             asked.append((part, task.fresh))
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
             yield TaskOutcome(task, TaskReply(record, lacks_room=record is None))
 
-    beside, few = parts_of(80 * 2**30, 4)
-    (done,) = judged_on_gpu(outcomes, (beside, few), phases.append, Tasks([[Judge("A", CASES[0])]]))
-    assert asked == [(beside, False), (few, False), (ALONE, False), (CLEARED, False), (CLEARED, True)]
+    beside = part_of(80 * 2**30, 4)
+    (done,) = judged_on_gpu(outcomes, beside, phases.append, Tasks([[Judge("A", CASES[0])]]))
+    assert asked == [(beside, False), (ALONE, False), (CLEARED, False), (CLEARED, True)]
     assert phases == ["judging 1 case with the GPU for itself", "judging 1 case with all of the GPU's memory"]
     assert done.answer.record and done.answer.record.status is Status.PASS
 
