@@ -44,11 +44,13 @@ class Tasks:
         self.later = {_NOBODY: deque(map(list, later))}  # are to follow, by the place that takes them one by one
         self.rounds = deque(rounds)  # are to follow before those
         self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
-        self._compiling = {group[0].reference for group in self.later[_NOBODY]}
-        self._last: list[list[Task]] = []  # what of the later ones needs its GPU for itself
+        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
+        self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
+        self._early: set[int] = set()
+        self._large: list[tuple[int, list[Task]]] = []
 
-    def take(self, place: int, alone: bool = False) -> Task | None:
+    def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -56,8 +58,14 @@ class Tasks:
                 gone = self.dropped and isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped
                 if not gone:
                     return task
+            self.taken[place] = 0
+            self._early.discard(place)
+            fitting = next((large for large in self._large if large[0] <= room), None)
             is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
-            if is_ahead and not alone and any(self.later.values()):
+            if fitting:
+                self._large.remove(fitting)
+                self.taken[place], self._own[place] = fitting
+            elif is_ahead and not alone and any(self.later.values()):
                 if not self.later.get(place):
                     # It begins with half of what another one has still before it: so neighbours, for which the same is
                     # compiled, come to one process.
@@ -66,18 +74,23 @@ class Tasks:
                     kept = 0 if longest == _NOBODY else len(theirs) // 2
                     self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
                 self._own[place] = self.later[place].popleft()
+                if self.ahead:
+                    self._early.add(place)
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
                 return None
 
+    def defer(self, place: int, task: Task, wants: int) -> None:
+        """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
+        group = [task, *self._own.pop(place, ())]
+        if place in self._early:  # those who have time for it would have to load a compiler
+            self._last.append(group)
+        else:
+            self._large.append((wants, group))
+
     def put_back(self, place: int, task: Task) -> None:
         self._own[place].insert(0, task)
-
-    def wait(self, tasks: Iterable[Task]) -> None:
-        """Have tasks be next; those of backends that are to follow come with these, for who loads a compiler."""
-        for task in tasks:
-            (self._last if self.ahead and task.reference in self._compiling else self.groups).append([task])
 
     def set_apart(self) -> list[list[Task]]:
         """Take what is to have its GPU for itself out of the groups; of what is to follow, behind the rest of it."""
@@ -99,7 +112,7 @@ class Tasks:
 
     def is_left(self) -> bool:
         later = not self.ahead and any(self.later.values())
-        return bool(self.groups or later) or any(self._own.values())
+        return bool(self.groups or self._large or later) or any(self._own.values())
 
 
 def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
@@ -149,13 +162,13 @@ def judged_on_gpu(
                 if not tasks.groups:
                     continue
                 on_phase(f"judging {count()} with the GPU for itself")
-            lacking = list[Task]()
+            lacking = list[list[Task]]()
             for outcome in outcomes(tasks, part):
                 if task := _lacked_memory(outcome):
-                    lacking.append(task)
+                    lacking.append([task])
                 else:
                     yield outcome
-            tasks.wait(lacking)
+            tasks.groups.extend(lacking)
         if tasks.groups:
             on_phase(f"judging {count()} with all of the GPU's memory")
             for outcome in outcomes(tasks, CLEARED):  # what lacks memory then, too, has a process of its own
