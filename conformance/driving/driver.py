@@ -179,17 +179,13 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 OutputAndLse = tuple[torch.Tensor, torch.Tensor]  # output [T, N, V] and LSE [N, T]
 
 
-@dataclass(frozen=True)
-class Returned:
+@dataclass(frozen=True, kw_only=True)
+class Returned(StepResult):
+    """What became of a call; its value is the returned object as it was after the call."""
+
     call: KernelCall
-    value: Any  # the returned object as it was after the call; None if the call raised
-    error: str = ""  # one line for an exception, and the traceback behind it
-    traceback: str = ""
     out: Guarded | None = None  # the output tensor that was handed in
-    out_of_memory: bool = False
     miswritten: str = ""  # what the call should have written otherwise, beside its result
-    disturbed: tuple[str, ...] = ()  # settings of the process that the call changed; they are restored
-    kept: Any = None  # the returned object for :func:`as_it_is_now`
 
 
 @dataclass(frozen=True)
@@ -230,8 +226,7 @@ def run_calls(
         step = partial(perform or call_once, first, backend, call, out, prepare, device)
         done = executor.call(step, reached, before)
         wrong = "" if done.error else call.wrong_writes()
-        told = (done.value, done.error, done.traceback, out, done.out_of_memory, wrong, done.disturbed, done.kept)
-        returned.append(Returned(call, *told))
+        returned.append(Returned(**vars(done), call=call, out=out, miswritten=wrong))
         if done.error:
             break
     disturbed = tuple(change for part in returned for change in part.disturbed)
