@@ -42,7 +42,7 @@ def start_module(name: str, **options: Any) -> tuple["subprocess.Popen[bytes]", 
     connection, remote = socket.socketpair()
     with remote:
         command = [sys.executable, "-P", "-m", name, str(remote.fileno()), str(os.getpid())]
-        own = {"stdin": subprocess.DEVNULL, "pass_fds": [remote.fileno()], "start_new_session": True}
+        own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [remote.fileno()], "start_new_session": True}
         return subprocess.Popen(command, **own, **options), connection
 
 
