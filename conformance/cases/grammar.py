@@ -6,6 +6,7 @@ from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
+from mla_conformance.files.whole import InputError
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 
@@ -43,7 +44,7 @@ _LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", re.ASCII)
 _ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]", re.ASCII)
 
 
-class CaseError(ValueError):
+class CaseError(InputError):
     """A case that cannot be read or contradicts itself."""
 
 

@@ -15,7 +15,7 @@ from mla_conformance.backends.references import BackendReference, BackendReferen
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.expectations.apply import Expectations
@@ -170,7 +170,7 @@ def rerun(
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
         summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
-    except (RequestError, RunError) as error:
+    except (InputError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
     yield from compare_loaded(certificate.traced, summary.backends[0].traced)
@@ -195,7 +195,7 @@ def _run(request: RunRequest) -> RunSummary:
     with passing_run(request) as run, run:
         run.prepare()
         if reasons := run.facts[0].reasons:
-            raise InputError(f"cannot run the cases again: {'; '.join(reasons)}")
+            raise InputError("; ".join(reasons))
         run.begin()
         run.judge()
         run.finish()

@@ -14,8 +14,7 @@ from pathlib import Path
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import known_backends
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.journal import JournalError, Plan, Reported
-from mla_conformance.engine.request import RequestError
+from mla_conformance.engine.journal import Plan, Reported
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError, write_whole
@@ -125,9 +124,9 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
         if said := run.environment.get("journal"):
             say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
-    except (RequestError, JournalError) as error:
+    except InputError:
         run.folder.discard()
-        raise InputError(str(error)) from error
+        raise
     except Stopped as stop:
         run.folder.discard()
         return f"ended by {stop} before anything was judged", stop.exit_status or BROKEN

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.commands.console import BROKEN, run_and_report
-from mla_conformance.engine.confirm import NothingToMinimize, minimize
+from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.messages import Judge, Repeat
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run, passing_run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import Tasks
@@ -86,10 +86,7 @@ def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, titl
 
 
 def case_id(text: str) -> str:
-    try:
-        return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
-    except CaseError as error:
-        raise InputError(str(error)) from error
+    return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
 
 
 def _prepared(run: Run) -> tuple[BackendFacts, Case]:
@@ -104,17 +101,14 @@ def minimize_case(options: argparse.Namespace) -> int:
     if options.out:
         require_writable(options.out)
     with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
-        try:
-            facts, case = _prepared(run)
+        facts, case = _prepared(run)
 
-            def judged(candidate: Case) -> Record:
-                (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
-                assert outcome.answer.record is not None
-                return outcome.answer.record
+        def judged(candidate: Case) -> Record:
+            (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
+            assert outcome.answer.record is not None
+            return outcome.answer.record
 
-            minimum = minimize(case, judged, options.tries)
-        except (NothingToMinimize, RequestError) as error:
-            raise InputError(f"minimize: {error}") from error
+        minimum = minimize(case, judged, options.tries)
     path = options.out or RUNS / f"minimized-{minimum.case.digest}.json"
     try:
         write_case(path, minimum.case)
@@ -133,17 +127,14 @@ def _repeat(run: Run, calls: int) -> int:
         return outcome.answer.repeated  # None if the process died of it
 
     with run:
-        try:
-            facts, smallest = _prepared(run)
-            found = repeated(smallest, calls)
-            # Four times as long at most, step by step; a rare difference may not show in a case that has it.
-            ends_at = time.monotonic() + (4 * found.seconds if found and found.breaks else 0)
-            candidates = simpler(smallest)
-            while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
-                if (again := repeated(candidate, found.calls)) and again.breaks:
-                    smallest, candidates = candidate, simpler(candidate)
-        except RequestError as error:
-            raise InputError(str(error)) from error
+        facts, smallest = _prepared(run)
+        found = repeated(smallest, calls)
+        # Four times as long at most, step by step; a rare difference may not show in a case that has it.
+        ends_at = time.monotonic() + (4 * found.seconds if found and found.breaks else 0)
+        candidates = simpler(smallest)
+        while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
+            if (again := repeated(candidate, found.calls)) and again.breaks:
+                smallest, candidates = candidate, simpler(candidate)
     for text in _repeat_lines(found, calls):
         say_wrapped(text)
     if found is None or found.failed:

@@ -8,13 +8,15 @@ from functools import cached_property
 
 import msgspec
 
+from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import WHOLE, end_with_parent
 from mla_conformance.engine.messages import Judge, decode, read_line, tell
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.engine.tasks import Tasks
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 
 _END_SECONDS = 10.0
@@ -74,7 +76,7 @@ def main(connection: socket.socket) -> None:
                 reference, case = decode(line, tuple[str, str])
                 for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
                     tell(connection, Answer(record=outcome.answer.record))
-    except (RequestError, RunError) as error:
+    except (InputError, BackendReferenceError, RunError) as error:
         tell(connection, Answer(error=str(error)))
     except Stopped:
         return

@@ -14,6 +14,7 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
 from mla_conformance.judging.verdict import COMPARED, Status
 
@@ -124,7 +125,7 @@ def compared(failure: Record, again: Record) -> Record | None:
     return failure.with_fields(explanation=again.explanation)
 
 
-class NothingToMinimize(ValueError):
+class NothingToMinimize(InputError):
     """The given case does not fail."""
 
 
@@ -142,7 +143,7 @@ def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum
     """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
     record = judge(case)
     if not record.failed:
-        raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")
+        raise NothingToMinimize(f"minimize: expected a case that fails, got {record.status} of {case.id}")
     wanted, tried = (record.status, record.check), {case}
     found = case
     while step := next((c for c in simpler(found) if c not in tried), None):

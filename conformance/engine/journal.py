@@ -22,7 +22,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.files.whole import open_regular, write_whole
+from mla_conformance.files.whole import InputError, open_regular, write_whole
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
@@ -100,7 +100,7 @@ JournalEvent = (
 )  # fmt: skip
 
 
-class JournalError(ValueError):
+class JournalError(InputError):
     """A journal that no run wrote as it stands."""
 
 

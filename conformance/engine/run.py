@@ -104,7 +104,7 @@ class Run:
         prctl(DUMPABLE, 1)
 
     def prepare(self) -> None:
-        """Start the workers, and have them tell what the backends are; a RequestError if the device is not there."""
+        """Start the workers, and have them tell what the backends are; an InputError if the device is not there."""
         self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello

@@ -16,8 +16,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.keeper import begun
 from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES, array_of
@@ -270,7 +271,7 @@ class Pool:
         self.examples = tuple(examples.values())
         self.hello = supervisor.hello()
         if not self.hello.device:
-            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+            raise InputError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._on_cpu:
             self._share_out(len(self.hello.gpus) or 1)
         supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
