@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,30 +199,5 @@ def print_completion(options: argparse.Namespace) -> int:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
             else:
                 action.choices = known.get(action.dest, action.choices)
-    if options.shell == "fish":
-        put("\n".join(_fish_lines(options.parser)))
-    else:
-        put(shtab.complete(options.parser, options.shell))
+    put(shtab.complete(options.parser, options.shell))
     return 0
-
-
-def _fish_lines(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The script for fish, which shtab does not write: a line for each word of a command, and for each option."""
-    yield "complete -c mla-conformance -f"
-    seen: set[str] = set()
-    for name, command in commands_of(parser):
-        before, condition = "", "__fish_use_subcommand"
-        for word in name.split():
-            if f"{before} {word}" not in seen:
-                seen.add(f"{before} {word}")
-                yield f"complete -c mla-conformance -n {shlex.quote(condition)} -a {word}"
-            here = f"__fish_seen_subcommand_from {word}"
-            before, condition = f"{before} {word}", f"{condition}; and {here}" if before else here
-        for action in (each for each in command._actions if each.help != argparse.SUPPRESS):
-            flags = [f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in action.option_strings]
-            takes = "" if action.nargs == 0 else " -r -F" if getattr(action, "complete", None) else " -x"
-            values = f" -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
-            said = f" -d {shlex.quote(action.help)}" if flags and action.help else ""
-            if flags or values:
-                given = f"{' '.join(flags)}{takes}" if flags else "-f"
-                yield f"complete -c mla-conformance -n {shlex.quote(condition)} {given}{values}{said}"

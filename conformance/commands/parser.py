@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
@@ -104,13 +103,6 @@ def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tu
     for room in rooms:
         for word, inner in room.choices.items():
             yield from commands_of(inner, f"{words} {word}".lstrip())
-
-
-def require_tests(what: str) -> None:
-    if not (files("mla_conformance") / "tests").is_dir():
-        raise InputError(
-            f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
-        )
 
 
 class Parser(argparse.ArgumentParser):
