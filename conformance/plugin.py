@@ -192,6 +192,7 @@ def _request(config: pytest.Config) -> "RunRequest":
     """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
         from mla_conformance.backends.references import BackendReferenceError, known_backends
+        from mla_conformance.cases.case import CaseError
         from mla_conformance.engine.request import RunRequest
         from mla_conformance.files.whole import InputError
 
@@ -205,7 +206,7 @@ def _request(config: pytest.Config) -> "RunRequest":
             config.stash[_REQUEST] = RunRequest.of(
                 option.backend or named, option.mla_capability, tier, option.mla_device, option.mla_case
             )
-        except (InputError, BackendReferenceError) as error:
+        except (InputError, BackendReferenceError, CaseError) as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_REQUEST]
 

@@ -6,7 +6,6 @@ from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
-from mla_conformance.files.whole import InputError
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 
@@ -44,7 +43,7 @@ _LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", re.ASCII)
 _ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]", re.ASCII)
 
 
-class CaseError(InputError):
+class CaseError(ValueError):
     """A case that cannot be read or contradicts itself."""
 
 

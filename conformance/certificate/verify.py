@@ -12,6 +12,7 @@ import msgspec
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, known_variants
+from mla_conformance.cases.case import CaseError
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
@@ -170,7 +171,7 @@ def rerun(
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
         summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
-    except (InputError, RunError) as error:
+    except (InputError, CaseError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
     yield from compare_loaded(certificate.traced, summary.backends[0].traced)

@@ -9,6 +9,7 @@ from functools import cached_property
 import msgspec
 
 from mla_conformance.backends.references import BackendReferenceError
+from mla_conformance.cases.case import CaseError
 from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import WHOLE, end_with_parent
 from mla_conformance.engine.messages import Judge, decode, read_line, tell
@@ -76,7 +77,7 @@ def main(connection: socket.socket) -> None:
                 reference, case = decode(line, tuple[str, str])
                 for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
                     tell(connection, Answer(record=outcome.answer.record))
-    except (InputError, BackendReferenceError, RunError) as error:
+    except (InputError, BackendReferenceError, CaseError, RunError) as error:
         tell(connection, Answer(error=str(error)))
     except Stopped:
         return
