@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from mla_conformance.backends.foreign import ForeignError
 from mla_conformance.backends.references import BackendReferenceError
+from mla_conformance.cases.case import CaseError
 from mla_conformance.commands.parser import NAME, USAGE, command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.machine import leave
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as gone:
             raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
         status: int = options.run(options)
-    except (InputError, BackendReferenceError, ForeignError) as error:
+    except (InputError, BackendReferenceError, CaseError, ForeignError) as error:
         refuse(NAME, str(error))
         return USAGE
     except OSError as error:

@@ -57,18 +57,13 @@ class OwnRank:
 
 
 class RankSubject(Subject):
-    """A backend whose layers are this process's share of one on several ranks."""
-
     def create(self, case: Case) -> Any:
         assert isinstance(case, LayerCase)
         return OwnRank(self.class_of(case.role), case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
 
 
 def judge_ranks(reference: str, device: torch.device) -> int:
-    """Judge the cases of as many ranks as there are processes; the exit status, and lines from the first rank.
-
-    An exception on one rank ends it all and is told by that rank, since the others wait for it.
-    """
+    """Judge the cases of so many ranks; the exit status, and lines from the first, or from one that raised."""
     subject, counts = RankSubject(parse_reference(reference), device), Counter[Status]()
     facts, through = device_facts(device), torch.distributed.get_backend()
     context, world = Context(), torch.distributed.get_world_size()
@@ -101,7 +96,6 @@ def _say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Join the processes that ``torchrun`` started, and judge; the exit status."""
     parser = argparse.ArgumentParser("torchrun --nproc-per-node N -m mla_conformance.distributed", description=__doc__)
     parser.add_argument("--backend", required=True, metavar="NAME", help="a layer, or kernels for prefill and decode")
     options = parser.parse_args(arguments)

@@ -88,10 +88,7 @@ def pytest_load_initial_conftests(
 
 
 def _without_prefix(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> Any:
-    """The options, of which those of the suite are called as by ``certify`` where it is run, unless others have them.
-
-    A project may have a ``--device`` of its own, and this is loaded in every run.
-    """
+    """The options, of which those of the suite need no prefix where it is run, unless others have them."""
     _, unknown = parser.parse_known_and_unknown_args(args)
 
     def read(short: Collection[str]) -> tuple[list[str], Any]:
@@ -194,8 +191,10 @@ def _rewrite_keyword(config: pytest.Config) -> None:
 def _request(config: pytest.Config) -> "RunRequest":
     """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
-        from mla_conformance.backends.references import known_backends
-        from mla_conformance.engine.request import RequestError, RunRequest
+        from mla_conformance.backends.references import BackendReferenceError, known_backends
+        from mla_conformance.cases.case import CaseError
+        from mla_conformance.engine.request import RunRequest
+        from mla_conformance.files.whole import InputError
 
         option = config.option
         named, default = _named(option), config.getini(TIER)
@@ -207,13 +206,12 @@ def _request(config: pytest.Config) -> "RunRequest":
             config.stash[_REQUEST] = RunRequest.of(
                 option.backend or named, option.mla_capability, tier, option.mla_device, option.mla_case
             )
-        except RequestError as error:
+        except (InputError, BackendReferenceError, CaseError) as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_REQUEST]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise the suite's test over the selected cases and backends, a case's backends side by side."""
     if "mla_judge" in metafunc.fixturenames:
         judged = _selects_any(metafunc.config) or metafunc.config.getini(TIER) != _NOTHING
         metafunc.parametrize("mla_judge", list(_params(metafunc.config)) if judged else [], indirect=True)
@@ -269,7 +267,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def mla_judge(request: pytest.FixtureRequest) -> Callable[[], Record]:
-    """Judges the test's case on its backend, in a process beside this one, which a kernel does not end."""
     backend, case = request.param
     judging = request.config.stash[_JUDGING]
     if reasons := judging.reasons[backend.reference]:

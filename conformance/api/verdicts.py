@@ -161,7 +161,8 @@ def _require_right(
     if isinstance(call, AttentionCall) and not call.returns_lse:
         value = output_of(value)
     changed = handed.before.changed() if handed else ()
-    observation = Observation((Returned(call, value, out=handed.out if handed else None),), None, tuple(changed))
+    returned = Returned(value, call=call, out=handed.out if handed else None)
+    observation = Observation((returned,), None, tuple(changed))
     try:
         trial.judged(problem, trial.context.expect(problem), observation)
         found = trial.verdict

@@ -1,7 +1,4 @@
-"""What a certificate holds, as a value and as a file, and what of a record of an earlier form can still be shown.
-
-And what a tool of compute-sanitizer reported of a kernel, kept with its record; no verdict rests on it.
-"""
+"""What a certificate holds, what of a record of an earlier form can still be shown, and what a sanitizer reported."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +45,6 @@ class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Worst(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest share of its error budget that a passed case used, and the case."""
-
     share: Annotated[float, Meta(ge=0, le=1)]
     case: str
 
@@ -137,10 +132,7 @@ class _Pins(Struct, frozen=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """A record of any form from which its cases, their reasons and its figures can be read.
-
-    One of an earlier form cannot be verified any more.
-    """
+    """A record of any form; of an earlier one its cases, reasons and figures are read, and nothing is verified."""
 
     suite: str
     date: str
@@ -161,7 +153,6 @@ class Shown(Struct, frozen=True, kw_only=True):
 
     @property
     def distributions(self) -> dict[str, str]:
-        """Version of each distribution behind the backend; of one that is not registered, of all that it loaded."""
         found = {name: self.pins.versions[name] for name in _declared(self.reference) if name in self.pins.versions}
         return self.versions or found or dict(self.pins.versions)
 

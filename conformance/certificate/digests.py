@@ -37,7 +37,6 @@ FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backen
 
 @cache
 def installed_digests() -> dict[str, str]:
-    """SHA-256 of what is installed here, by what it is of."""
     return {
         "cases": _cases_digest(tuple(listed_ids())),
         # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
@@ -62,7 +61,6 @@ def version_digests() -> dict[str, str | int | list[str]]:
 
 @cache
 def locked_digests() -> dict[str, tuple[str, ...]]:
-    """The digests of this suite version that were seen to judge alike, the oldest first, by what they are of."""
     return {name: tuple(_stored().get(name, ())) for name in LOCKED}
 
 
@@ -96,7 +94,6 @@ def own_list(certificate: Certificate) -> Set[str] | None:
 
 @cache
 def listed_ids() -> Set[str]:
-    """The ids of the list here, in its order."""
     return dict.fromkeys(case.id for entry in CAPABILITIES.values() for case in entry.cases).keys()
 
 

@@ -23,10 +23,7 @@ class Refused(Exception):
 
 
 def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
-    """Refuse a run that could not be certified whatever it found, before anything of it is launched.
-
-    It is to judge these backends, some of which may not run here, on these listed cases, those of its shard only.
-    """
+    """Refuse a run that could not be certified whatever it found, before anything of it is launched."""
     if len(backends) != 1:
         raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
     listed = listed_ids()
@@ -45,43 +42,30 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
 
 
 def require_core(backend: BackendFacts) -> None:
-    """Refuse a backend without a role that a core profile asks: nothing that it could pass makes a certificate."""
     roles = MustPass.of_suite().core_roles
     if backend.declared.keys().isdisjoint(roles):
         own, needed = ", ".join(backend.declared), " or ".join(roles)
         raise Refused(f"{backend.name} is {own}, a certificate needs {needed}; use --record FILE")
 
 
-def require_committed(pins: Pins) -> None:
-    """Refuse a backend of which a package is a checkout with changes, which not everybody can have."""
+def committed(pins: Pins) -> Pins:
+    """The pins; a backend is refused of which a package is a checkout with changes, which not everybody can have."""
     for name, pin in pins.installed.items():
         if pin.clean is False:
             raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
-
-
-def issue(
-    run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
-) -> Certificate:
-    """The certificate of a run: its record, if no must-pass case is lacking and every claimed pair was judged."""
-    found = record(run, today, pins, libraries)
-    (backend,) = run.backends
-    for role, pairs in backend.pairs.items():
-        if pairs.not_judged:
-            raise Refused(
-                f"{len(pairs.not_judged)} pairs that it claims of {role} were not judged: {pairs.not_judged[0]}"
-            )
-    for case, why in found.lacking.items():
-        raise Refused(f"must-pass case {case} did not pass: {why}; --record FILE takes it with what it lacks")
-    return found
+    return pins
 
 
 def record(
-    run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
+    run: RunSummary,
+    today: datetime.date,
+    pins: Pins,
+    libraries: Mapping[str, str] = MappingProxyType({}),
+    certifies: bool = False,
 ) -> Certificate:
-    """The record of a run, which a kernel has that does a part of what is asked.
+    """The record of a run; refused if it is incomplete, or something failed without an expectation.
 
-    Refused if the run is incomplete, or something failed without an expectation. Of the shared libraries that its
-    processes have loaded it has the SHA-256.
+    It is a certificate if no must-pass case is lacking and every claimed pair was judged, or else refused.
     """
     (backend,) = run.backends
     for capability in backend.capabilities:
@@ -126,4 +110,9 @@ def record(
         traits=backend.traits or msgspec.UNSET,
         speed=backend.speed or msgspec.UNSET,
     )
+    for role, pairs in backend.pairs.items() if certifies else ():
+        if missing := pairs.not_judged:
+            raise Refused(f"{len(missing)} pairs that it claims of {role} were not judged: {missing[0]}")
+    for case, why in found.lacking.items() if certifies else ():
+        raise Refused(f"must-pass case {case} did not pass: {why}; --record FILE takes it with what it lacks")
     return msgspec.structs.replace(found, seal=seal(found))

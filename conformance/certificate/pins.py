@@ -1,7 +1,4 @@
-"""What a certificate is tied to beside what was seen to run, and what of it is otherwise here.
-
-Pinned are sources, packages and the harness. Otherwise here is something that was changed, or another build of it.
-"""
+"""What a certificate is tied to: sources, packages and the harness; what was changed here, or is another build."""
 
 import base64
 import csv
@@ -42,8 +39,6 @@ _CHOSEN = "triton"  # torch brings it, and kernels are written in it
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``."""
-
     # SHA-256 of the modules that the backend's classes stand in, of what they import that no wheel has, and of every
     # other module that was loaded and that no wheel has, by its place
     sources: dict[str, str] = {}
@@ -53,10 +48,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
-        """The pins of a backend as it is here, with the versions of the distributions that its adapter names.
-
-        ``loaded`` is the SHA-256 of the code that its processes have loaded, by path; what stands there has to be that.
-        """
+        """A backend as it is here; what its processes ``loaded``, SHA-256 by path, has to stand there."""
         owned, own = owned_by_wheels({path: digest for path, digest in (loaded or {}).items() if not _is_library(path)})
         # Beside what was loaded the distributions that brought the classes themselves, unless they are the harness's.
         tops = {name.partition(".")[0] for name in backend.modules() if not name.endswith(".py")} - {"mla_conformance"}
@@ -82,10 +74,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Of modules that were loaded, SHA-256 by path, the distributions whose wheels hold them; and those in no wheel.
-
-    What every process of the harness has, torch and the harness among it, is left out.
-    """
+    """Of loaded modules the distributions whose wheels hold them, and those in no wheel; without what everybody has."""
     harness = {str(path.resolve()) for path in harness_files().values()}
     owners = packages_distributions() if loaded.keys() - harness else {}
     found, own = dict[str, None](), dict[str, str]()
@@ -110,7 +99,6 @@ def _recorded(name: str) -> dict[str, str]:
 
 @cache
 def _everybodys() -> frozenset[str]:
-    """What the harness needs, and what that needs."""
     found, left = set[str](), list(_EVERYBODYS)
     while left:
         name = canonicalize_name(left.pop())
@@ -125,7 +113,6 @@ def _everybodys() -> frozenset[str]:
 
 
 def libraries(loaded: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
-    """The shared libraries among what was loaded: SHA-256 by what they are called on every machine."""
     return {place_of(Path(path), backend.file): digest for path, digest in loaded.items() if _is_library(path)}
 
 
@@ -194,7 +181,6 @@ def compare(
 
 
 def _source(name: str, backend: BackendReference) -> Path | None:
-    """The file of a module, by its name or, where it was only seen to be loaded, by its place."""
     is_module = all(map(str.isidentifier, name.split("."))) and not name.endswith((".py", ".pyc", ".zip"))
     return module_file(name) if is_module else find_place(name, backend.file)
 

@@ -1,7 +1,6 @@
 """The records of a suite as one file: first the ids of its cases, then a line for each kernel, version and device.
 
-A record as one line has statuses by runs, ids by what they share, and every text that comes twice once. Unpacked it is
-the record that was packed, which its seal shows.
+A line has statuses by runs, ids by what they share, and every text that comes twice once.
 """
 
 import fcntl
@@ -53,7 +52,6 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
-    """The line of a record; the ids are of cases, which are written once for all records."""
     cases = kept.certificate.cases
     fitted = sorted(cases.keys() - set(ids))
     plain, sanitized = msgspec.json.decode(msgspec.json.encode((kept.certificate, kept.sanitized)))
@@ -80,7 +78,6 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
 
 
 def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
-    """The record of a line; why it is none, or was changed so that it cannot be read, begins with ``source``."""
     line, known = decode(text, _Line, source), list[str]()
 
     def meant(text: str) -> str:
@@ -153,7 +150,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text of it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -162,8 +158,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line; further ids are added behind its folded ones."""
-
     schema: str = SCHEMA
     suite: str
     cases: tuple[str, ...]
@@ -199,7 +193,6 @@ def kept_records(path: Path) -> list[KeptRecord]:
 
 
 def _read(path: Path) -> tuple[str, list[str], list[RecordLine]]:
-    """The suite of a file, the ids of its cases, and its lines."""
     first, *texts = read_text(path).removesuffix("\n").split("\n")
     head = decode(first, _Head, f"{path}: line 1")
     if head.schema != SCHEMA:
@@ -231,7 +224,6 @@ def _key(certificate: Certificate) -> tuple[str, ...]:
 
 
 def require_records(path: Path) -> None:
-    """Check before a long run that its record can be written into a file."""
     if not is_records(path):
         raise InputError(f"--submission {path}: expected a file of records, such as {RECORDS}")
     require_writable(path)

@@ -20,7 +20,6 @@ def signature_of(path: Path) -> Path:
 
 
 def require_key(key: Path) -> None:
-    """Check before a long run that its outcome can be signed."""
     _require_program()
     if not key.is_file():
         raise InputError(f"--sign {key}: expected the file of an SSH key")
@@ -34,10 +33,7 @@ def sign(content: str, key: Path) -> str:
 
 
 def signer(content: str, signature: str | None, name: str, signers: Path) -> str:
-    """Who signed a content, of those whom a file of allowed signers names; SignatureError for nobody of them.
-
-    The content is a file's, or a record's seal where many records are in a file; the name is the signature's, in words.
-    """
+    """Who signed a file or a record's seal, of those whom a file names; SignatureError for nobody of them."""
     if not signers.is_file():
         raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
     if signature is None:

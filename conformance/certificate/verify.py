@@ -1,27 +1,24 @@
 """Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing.
 
-And giving its failures reasons that were found after the run, its verdicts staying as they are; and executing some of
-its cases again, on inputs that its author could not know.
+And giving its failures reasons that were found after the run, and executing some of its cases again.
 """
 
 import datetime
 import random
-import tempfile
 from collections.abc import Collection, Iterator, Set
-from pathlib import Path
 
 import msgspec
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, known_variants
+from mla_conformance.cases.case import CaseError
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits, RunError
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import passing_run
+from mla_conformance.engine.supervisor import RunError
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
@@ -55,7 +52,6 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 
 def age(certificate: Certificate) -> str:
-    """Why a certificate counts for nothing here; empty if it does."""
     if certificate.is_current or digests.own_list(certificate) is not None:
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
@@ -92,12 +88,10 @@ def _cases(certificate: Certificate) -> Iterator[str]:
 
 
 def not_yet_judged(certificate: Certificate) -> Set[str]:
-    """Ids of the cases of the list here that a record's list lacked."""
     return digests.listed_ids() - digests.judged_list(certificate)
 
 
 def fitted_of(cases: Collection[str]) -> list[str]:
-    """Ids of the cases that were fitted to a kernel: those of a record of this suite that its list lacks, sorted."""
     return sorted(set(cases).difference(digests.listed_ids()))
 
 
@@ -173,12 +167,11 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
 def rerun(
     certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
 ) -> Iterator[Remark]:
-    """Run ``number`` random ones of the cases that were judged, and say what differs from the certificate."""
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
         summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
-    except (RequestError, RunError) as error:
+    except (InputError, CaseError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
     yield from compare_loaded(certificate.traced, summary.backends[0].traced)
@@ -199,18 +192,16 @@ def rerun(
             yield Remark(Weight.REPORTED, f"{said} {gives}")
 
 
-def judged_cases(certificate: Certificate) -> list[str]:
-    """The cases that the kernel was held to, whether it passed or is known to fail."""
-    return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)
-
-
 def _run(request: RunRequest) -> RunSummary:
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-verify-") as folder:
-        with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
-            run.prepare()
-            if reasons := run.facts[0].reasons:
-                raise InputError(f"cannot run the cases again: {'; '.join(reasons)}")
-            run.begin()
-            run.judge()
-            run.finish()
-        return run.summary()
+    with passing_run(request) as run, run:
+        run.prepare()
+        if reasons := run.facts[0].reasons:
+            raise InputError("; ".join(reasons))
+        run.begin()
+        run.judge()
+        run.finish()
+    return run.summary()
+
+
+def judged_cases(certificate: Certificate) -> list[str]:
+    return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)

@@ -114,7 +114,6 @@ def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
 
 
 def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
-    """The interrupted run; what was not given again is what the journal says."""
     try:
         journal = Journal(options.resume / JOURNAL_NAME)
         plan = Plan.recorded(journal)
@@ -151,9 +150,7 @@ class Issuing:
             if self.kind == "certificate":
                 issue.require_core(run.facts[0])
             self.pins = _pins(run.facts[0])
-            issue.require_committed(self.pins)
         except issue.Refused as reason:
-            self.pins = None
             return f"no {self.kind}: {reason}"
         return ""
 
@@ -165,18 +162,13 @@ class Issuing:
         if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
             say(f"mla-conformance: no {self.kind}: the run failed or is incomplete", error=True)
             return status
-        facts, form = run.backends[0].facts, issue.issue if self.kind == "certificate" else issue.record
+        facts, today = run.backends[0].facts, datetime.date.today()
+        code = libraries(loaded, parse_reference(facts.reference))
         try:
             if _pins(facts) != self.pins:
                 raise issue.Refused("the backend, one of its packages or the harness changed during the run")
-            try:
-                pins = _pins(facts, loaded)
-                issue.require_committed(pins)
-            except InputError as error:
-                raise issue.Refused(str(error)) from error
-            backend = parse_reference(facts.reference)
-            certificate = form(run, datetime.date.today(), pins, libraries(loaded, backend))
-        except issue.Refused as reason:
+            certificate = issue.record(run, today, _pins(facts, loaded), code, self.kind == "certificate")
+        except (issue.Refused, InputError) as reason:
             say(f"mla-conformance: no {self.kind}: {reason}", error=True)
             return 1
         if self.kind == "submission":
@@ -192,4 +184,4 @@ class Issuing:
 
 
 def _pins(facts: BackendFacts, loaded: Mapping[str, str] | None = None) -> Pins:
-    return Pins.of(parse_reference(facts.reference), facts.versions, loaded)
+    return issue.committed(Pins.of(parse_reference(facts.reference), facts.versions, loaded))

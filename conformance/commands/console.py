@@ -14,8 +14,7 @@ from pathlib import Path
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import known_backends
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.journal import JournalError, Plan, Reported
-from mla_conformance.engine.request import RequestError
+from mla_conformance.engine.journal import Plan, Reported
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError, write_whole
@@ -81,7 +80,6 @@ def run_and_report(
 
 
 def _header(run: Run) -> Iterator[str]:
-    """Where the run takes place and what is judged; then in what cases that were named are like none of the suite."""
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
     drawn = f"{asked.explore} drawn for each role" if any(asked.explore) else ""
@@ -102,7 +100,6 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
-    """Have the run know its backends and begin its folder; or a message and an exit status."""
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
@@ -127,9 +124,9 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
         if said := run.environment.get("journal"):
             say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
-    except (RequestError, JournalError) as error:
+    except InputError:
         run.folder.discard()
-        raise InputError(str(error)) from error
+        raise
     except Stopped as stop:
         run.folder.discard()
         return f"ended by {stop} before anything was judged", stop.exit_status or BROKEN
@@ -140,7 +137,6 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 
 
 def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
-    """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.found.verdicts.values()
     asked = run.request
     expected = {facts.name: len(asked.judged_of(facts)) + any(asked.explore) for facts in run.available}
@@ -161,10 +157,7 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
 
 
 def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:
-    """The report, and where it stays its views: the page beside it, and the step summary of a CI job that has one.
-
-    Returns the report's SHA-256, which the journal holds as well, and what went wrong; each may be empty.
-    """
+    """The report and, where it stays, its page; the SHA-256, which the journal holds as well, and what went wrong."""
     text = to_text(report_form(summary))
     digest = hashlib.sha256(text.encode()).hexdigest()
     try:
@@ -194,10 +187,7 @@ def _say_wrapped(*texts: str) -> None:
 
 @dataclass
 class Progress:
-    """Counts what is judged; failures are told by their causes, at the end. Without a live line it has ``parts`` lines.
-
-    What comes behind the verdicts takes longer: the first failure is shown meanwhile.
-    """
+    """Counts what is judged, in ``parts`` lines where none is live; failures are told by their causes, at the end."""
 
     total: int
     done: int = 0
@@ -233,7 +223,6 @@ class Progress:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
-        """Tell what goes on from here, at a pace of its own."""
         self._phase, self._now = what, ""
         self._at_pace, self._since = 0, time.monotonic()
         if self.parts and self.tell is say:
@@ -242,7 +231,6 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
         told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(time.monotonic() - self.began)]
         seconds, judged, left = time.monotonic() - (self._since or self.began), self._at_pace, self.total - self.done
         if _SOME * judged >= left + judged and left > 0:
@@ -252,17 +240,13 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """As m:ss, from an hour on as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 @contextmanager
 def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
-    """Show a line, kept up to date and gone at the end; it gives what writes others.
-
-    A line is live on a terminal that can draw it anew, and not in the log of a CI job that has one: there nothing is.
-    """
+    """Show a line, gone at the end, on a terminal that can draw it anew, outside CI; it gives what writes others."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown") or "CI" in os.environ:
         yield say
         return

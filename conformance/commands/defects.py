@@ -1,14 +1,14 @@
 """``defects`` and ``cheats``: the judge judged, by known wrong kernels, honest ones, and kernels that cheat."""
 
 import argparse
+from importlib.resources import files
 
 import msgspec
 
-from mla_conformance.commands.parser import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.engine.machine import machine_cores
-from mla_conformance.files.whole import Section, require_writable
+from mla_conformance.files.whole import InputError, Section, require_writable
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.capabilities import Tier
@@ -31,7 +31,9 @@ def run_defects(options: argparse.Namespace) -> int:
 
 def try_cheats(options: argparse.Namespace) -> int:
     """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise."""
-    require_tests("cheats")
+    if not (files("mla_conformance") / "tests").is_dir():
+        why = "needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
+        raise InputError(f"cheats: {why}")
     if options.out:
         require_writable(options.out)
     from mla_conformance.tests.cheats import report

@@ -1,13 +1,8 @@
-"""``backends``, ``capabilities``, ``models`` and ``completion``: what there is to judge, and by what.
-
-Nothing here imports torch; what some options ask for does.
-"""
+"""``backends``, ``capabilities``, ``models`` and ``completion``, without torch unless an option asks for it."""
 
 import argparse
 import re
-import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +10,8 @@ from mla_conformance.backends.references import known_backends, unknown
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.commands.parser import commands_of
-from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest, known_names
-from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits
+from mla_conformance.engine.run import passing_run
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -46,12 +39,9 @@ def list_backends(options: argparse.Namespace) -> int:
     for name in options.names:
         if name not in names:
             raise InputError(unknown("backend", name, names, "mla-conformance backends"))
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
-        request = RunRequest.of(options.names or names, tier="smoke", device=options.device)
-        with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
-            run.prepare()
-        found = run.facts
-    found = sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0]))
+    with passing_run(RunRequest.of(options.names or names, tier="smoke", device=options.device)) as run, run:
+        run.prepare()
+    found = sorted(run.facts, key=lambda facts: names.index(facts.name.partition("[")[0]))
     if options.names:
         for facts in found:
             state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
@@ -70,7 +60,6 @@ def list_backends(options: argparse.Namespace) -> int:
 
 
 def _package(facts: BackendFacts) -> str:
-    """The first package that is missing, and a colon."""
     return next((f"{found[1]}: " for found in map(_LACKS_PACKAGE, facts.reasons) if found), "none: ")
 
 
@@ -210,30 +199,5 @@ def print_completion(options: argparse.Namespace) -> int:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
             else:
                 action.choices = known.get(action.dest, action.choices)
-    if options.shell == "fish":
-        put("\n".join(_fish_lines(options.parser)))
-    else:
-        put(shtab.complete(options.parser, options.shell))
+    put(shtab.complete(options.parser, options.shell))
     return 0
-
-
-def _fish_lines(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The script for fish, which shtab does not write: a line for each word of a command, and for each option."""
-    yield "complete -c mla-conformance -f"
-    seen: set[str] = set()
-    for name, command in commands_of(parser):
-        before, condition = "", "__fish_use_subcommand"
-        for word in name.split():
-            if f"{before} {word}" not in seen:
-                seen.add(f"{before} {word}")
-                yield f"complete -c mla-conformance -n {shlex.quote(condition)} -a {word}"
-            here = f"__fish_seen_subcommand_from {word}"
-            before, condition = f"{before} {word}", f"{condition}; and {here}" if before else here
-        for action in (each for each in command._actions if each.help != argparse.SUPPRESS):
-            flags = [f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in action.option_strings]
-            takes = "" if action.nargs == 0 else " -r -F" if getattr(action, "complete", None) else " -x"
-            values = f" -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
-            said = f" -d {shlex.quote(action.help)}" if flags and action.help else ""
-            if flags or values:
-                given = f"{' '.join(flags)}{takes}" if flags else "-f"
-                yield f"complete -c mla-conformance -n {shlex.quote(condition)} {given}{values}{said}"

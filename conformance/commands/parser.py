@@ -1,7 +1,4 @@
-"""The command line: what a command and its options are, for the table of all of them, and the parser made of it.
-
-The parser says of a word that it does not know which one was meant.
-"""
+"""The command line: what a command and its options are, for the table of all of them, and the parser made of it."""
 
 import argparse
 import re
@@ -9,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
@@ -35,10 +31,7 @@ _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
 
 
 class Option:
-    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
-
     def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
-        """``usage`` has its names, a short one first, and what stands for its value; without that it is a flag."""
         *names, last = usage.split()
         is_flag = last.startswith("-")
         self.names = (*names, last) if is_flag else tuple(names)
@@ -83,8 +76,6 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Number:
-    """What reads a number in these limits, written in ASCII digits; anything else is an InputError."""
-
     least: int
     most: int = 10**9
 
@@ -106,21 +97,12 @@ def drift(text: str) -> float:
 
 
 def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """The parsers that carry something out, with the words that lead to each."""
     rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not rooms:
         yield words, parser
     for room in rooms:
         for word, inner in room.choices.items():
             yield from commands_of(inner, f"{words} {word}".lstrip())
-
-
-def require_tests(what: str) -> None:
-    """Refuse what stands among the tests where these are not."""
-    if not (files("mla_conformance") / "tests").is_dir():
-        raise InputError(
-            f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
-        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,7 +153,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Parser:
-    """The parser of all commands, and of words that begin several; ``run`` of what it parses gives the exit status."""
     parser = Parser(NAME, description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=_say_how_to_begin, parser=parser)

@@ -2,21 +2,20 @@
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.commands.console import BROKEN, run_and_report
-from mla_conformance.engine.confirm import NothingToMinimize, minimize
-from mla_conformance.engine.folder import RUNS, RunFolder
+from mla_conformance.engine.confirm import minimize
+from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.messages import Judge, Repeat
-from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.run import Run
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import Run, passing_run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError, require_writable
@@ -57,18 +56,13 @@ def replay(options: argparse.Namespace) -> int:
     return status
 
 
-@contextmanager
-def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
+def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> AbstractContextManager[Run]:
     request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
-        yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
+    return passing_run(request, Limits(workers=1, timeout=options.timeout))
 
 
 def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str, str]:
-    """A case that is given, or the simplest failure of a cause in a report; causes are counted from 1.
-
-    With its backend's reference, the cases before it, the salt, and what the report says of confirming the failure.
-    """
+    """A case, its backend's reference, cases before it, the salt, and what a report says of confirming it."""
     path, number = options.report, options.failure
     if (options.case is None) == (path is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
@@ -83,7 +77,6 @@ def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str
 
 
 def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, title: Callable[[_T], str]) -> _T:
-    """What ``--failure`` chooses among the failures of a file, which are counted from 1."""
     if not found:
         raise InputError(f"{path}: expected a {what} with a failure, got none")
     if number > len(found):
@@ -93,10 +86,7 @@ def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, titl
 
 
 def case_id(text: str) -> str:
-    try:
-        return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
-    except CaseError as error:
-        raise InputError(str(error)) from error
+    return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
 
 
 def _prepared(run: Run) -> tuple[BackendFacts, Case]:
@@ -111,17 +101,14 @@ def minimize_case(options: argparse.Namespace) -> int:
     if options.out:
         require_writable(options.out)
     with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
-        try:
-            facts, case = _prepared(run)
+        facts, case = _prepared(run)
 
-            def judged(candidate: Case) -> Record:
-                (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
-                assert outcome.answer.record is not None
-                return outcome.answer.record
+        def judged(candidate: Case) -> Record:
+            (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
+            assert outcome.answer.record is not None
+            return outcome.answer.record
 
-            minimum = minimize(case, judged, options.tries)
-        except (NothingToMinimize, RequestError) as error:
-            raise InputError(f"minimize: {error}") from error
+        minimum = minimize(case, judged, options.tries)
     path = options.out or RUNS / f"minimized-{minimum.case.digest}.json"
     try:
         write_case(path, minimum.case)
@@ -135,24 +122,19 @@ def minimize_case(options: argparse.Namespace) -> int:
 
 
 def _repeat(run: Run, calls: int) -> int:
-    """Call the one case so often, then simpler ones that differ as well, and say what was found; the exit status."""
-
     def repeated(candidate: Case, times: int) -> Repeated | None:
         (outcome,) = run.supervisor.run(Tasks([[Repeat(facts.reference, candidate.id, times)]]))
         return outcome.answer.repeated  # None if the process died of it
 
     with run:
-        try:
-            facts, smallest = _prepared(run)
-            found = repeated(smallest, calls)
-            # Four times as long at most, step by step; a rare difference may not show in a case that has it.
-            ends_at = time.monotonic() + (4 * found.seconds if found and found.breaks else 0)
-            candidates = simpler(smallest)
-            while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
-                if (again := repeated(candidate, found.calls)) and again.breaks:
-                    smallest, candidates = candidate, simpler(candidate)
-        except RequestError as error:
-            raise InputError(str(error)) from error
+        facts, smallest = _prepared(run)
+        found = repeated(smallest, calls)
+        # Four times as long at most, step by step; a rare difference may not show in a case that has it.
+        ends_at = time.monotonic() + (4 * found.seconds if found and found.breaks else 0)
+        candidates = simpler(smallest)
+        while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
+            if (again := repeated(candidate, found.calls)) and again.breaks:
+                smallest, candidates = candidate, simpler(candidate)
     for text in _repeat_lines(found, calls):
         say_wrapped(text)
     if found is None or found.failed:

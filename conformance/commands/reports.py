@@ -1,7 +1,4 @@
-"""The commands on reports, which take no torch: show, compare and join them, and decide by them.
-
-Exit status: 0 in order, 1 regressions or blocked, 2 bad input, 3 an incomplete run.
-"""
+"""The commands on reports, which take no torch: show, compare and join them, and decide by them."""
 
 import argparse
 import json

@@ -1,7 +1,4 @@
-"""``certify --sanitize``: small cases under compute-sanitizer, which is no verdict of the suite's own.
-
-Where a record tells which kernels the backend runs, that is one case for each set of kernels.
-"""
+"""``certify --sanitize``: small cases under compute-sanitizer, one for each set of kernels that a record tells of."""
 
 import argparse
 import datetime
@@ -62,7 +59,6 @@ def _say(*texts: str) -> None:
 
 
 def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:
-    """What the tool said of a backend: each error once, with a case that shows it, and what says nothing."""
     who = f"{watch.check} {backend.name}"
     for error, case in joined((each.case, each.errors) for each in found.cases):
         place = (f", {error.place}" if error.place else "") + (f", launched at {error.launch}" if error.launch else "")
@@ -127,10 +123,7 @@ class ChosenCases:
 
 
 def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
-    """The cases for a backend: those that are named, or small ones, of capabilities if these are named.
-
-    Of a file of records, which may not be there, the newest of the backend that names kernels tells them.
-    """
+    """Cases for a backend: those that are named, one for each set of kernels of its record, or small ones."""
     if request.cases:
         cases = sorted(request.cases, key=work_of)
         left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
@@ -150,10 +143,7 @@ def choose(request: RunRequest, named: bool, records: Path | None, backend: str)
 
 
 def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
-    """The smallest case of each set of kernels; those in front add kernels that none before them runs.
-
-    It is one that passed and is fit for a tool: few operations, and no operand far behind another one in memory.
-    """
+    """The smallest case of each set of kernels that passed and is fit for a tool; in front those that add kernels."""
     smallest: dict[frozenset[str], Case] = {}
     for name, names in record.traced.kernels.items():
         passed = [case for case in cases_of(name) if record.cases.get(case.id) is Status.PASS]

@@ -30,7 +30,6 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def write_reasons(options: argparse.Namespace) -> int:
-    """Write into records what is known by now of their failures; the exit status."""
     known = Expectations.load([KNOWN_FAILURES, *options.expectations])
     for path in options.records:
         if is_records(path):
@@ -48,7 +47,6 @@ def write_reasons(options: argparse.Namespace) -> int:
 
 
 def _explained(kept: KeptRecord, known: Expectations) -> KeptRecord:
-    """The record with reasons, unsigned if there are others than before; says how many are."""
     before, after = kept.certificate, with_reasons(kept.certificate, known, datetime.date.today())
     changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
     said = f"{changed} of {len(after.findings)} failures have another reason than before"
@@ -87,16 +85,12 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
 
 
 def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], options: argparse.Namespace) -> int:
-    """Say what speaks against a record, and what else is to be told of it; the exit status.
-
-    ``signed`` is what its signature is of, the signature, and that one's name.
-    """
+    """Say what speaks against a record; ``signed`` has a content, its signature, and that one's name."""
     certificate, again = kept.certificate, options.rerun > 0
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     against, reported = list[str](), list[str]()
 
     def take(remarks: Iterator[Remark]) -> None:
-        """Sort by what is meant; with cases run again another build of what was judged is not what it is about."""
         for weight, sentence in remarks:
             if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and again):
                 against.append(sentence)

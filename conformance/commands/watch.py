@@ -1,7 +1,6 @@
 """``watch``: a backend's file, judged whenever it changes, in processes that have imported torch before."""
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from typing import NoReturn
 from mla_conformance.backends.foreign import cut
 from mla_conformance.commands.console import Progress, clock, live
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
-from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Run
+from mla_conformance.engine.run import Run, passing_run
 from mla_conformance.engine.supervisor import Limits, RunError, Stopped
 from mla_conformance.engine.tasks import FailureLimit, Tasks, call_of
 from mla_conformance.files.whole import InputError
@@ -36,17 +34,14 @@ def watch(options: argparse.Namespace) -> int:
         file = request.backends[0].file
         if file is None:
             raise InputError(f"watch: expected a class in a file, as file.py:Class, got {options.backend}")
-        with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
-            limits = Limits(timeout=options.timeout)
-            _Watch(Run(request, RunFolder.claim(Path(folder)), limits, explains=not options.no_explain), file).go_on()
+        with passing_run(request, Limits(timeout=options.timeout), explains=not options.no_explain) as run:
+            _Watch(run, file).go_on()
     except Stopped as stop:
         return stop.exit_status
 
 
 @dataclass
 class _Watch:
-    """A run that begins anew whenever a file changes, and the cases that failed last."""
-
     run: Run
     file: Path
     failed: Sequence[str] = ()
@@ -115,7 +110,6 @@ class _Watch:
                     say_wrapped(f"explained: {cases_of(cause)}: {cause.sentence}", " " * 7)
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
-        """One of each case, but of those that had no verdict when the file changed or the backend was given up."""
         tasks = Tasks([[Judge(self._backend.reference, case)] for case in cases])
         patience, records = FailureLimit(self.run.limits.give_up_after), list[Record]()
         for record in self._judged(tasks):
@@ -140,7 +134,6 @@ class _Watch:
                 supervisor.ends_at = inf
 
     def _explained(self, records: Sequence[Record]) -> list[Record]:
-        """The same, where known wrong kernels do what the example of a cause does."""
         found = {record.case: record for record in records}
         examples = [cause.example for cause in causes(records)[:MOST_EXPLAINED]]
         explained = [Judge(self._backend.reference, each.case, explain=True) for each in examples]

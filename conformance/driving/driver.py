@@ -1,7 +1,6 @@
 """The driver: carries out what is a backend's, runs a problem's calls, and observes everything that comes back.
 
-A step takes place in this process, whose state it must leave as it is, or in another for it (``remote.py``). Nor may a
-call change what it was handed, beside its bytes.
+A step may change neither this process's state nor what it was handed, beside its bytes.
 """
 
 import builtins
@@ -170,10 +169,7 @@ def why_not_plain(value: Any) -> str:
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """The objects that a call returned: those of a tuple or a list, or the only one.
-
-    Plain tensors without anything that was hung on them, such as a gradient or a method of their own.
-    """
+    """The objects that a call returned, also in a tuple or a list; plain tensors without what was hung on them."""
     kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
     parts = (value,) if kind is None else tuple(kind.__iter__(value))
     # The method of the class: the tensor's own may be anything.
@@ -183,17 +179,13 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 OutputAndLse = tuple[torch.Tensor, torch.Tensor]  # output [T, N, V] and LSE [N, T]
 
 
-@dataclass(frozen=True)
-class Returned:
+@dataclass(frozen=True, kw_only=True)
+class Returned(StepResult):
+    """What became of a call; its value is the returned object as it was after the call."""
+
     call: KernelCall
-    value: Any  # the returned object as it was after the call; None if the call raised
-    error: str = ""  # one line for an exception, and the traceback behind it
-    traceback: str = ""
     out: Guarded | None = None  # the output tensor that was handed in
-    out_of_memory: bool = False
     miswritten: str = ""  # what the call should have written otherwise, beside its result
-    disturbed: tuple[str, ...] = ()  # settings of the process that the call changed; they are restored
-    kept: Any = None  # the returned object for :func:`as_it_is_now`
 
 
 @dataclass(frozen=True)
@@ -234,8 +226,7 @@ def run_calls(
         step = partial(perform or call_once, first, backend, call, out, prepare, device)
         done = executor.call(step, reached, before)
         wrong = "" if done.error else call.wrong_writes()
-        told = (done.value, done.error, done.traceback, out, done.out_of_memory, wrong, done.disturbed, done.kept)
-        returned.append(Returned(call, *told))
+        returned.append(Returned(**vars(done), call=call, out=out, miswritten=wrong))
         if done.error:
             break
     disturbed = tuple(change for part in returned for change in part.disturbed)
@@ -262,7 +253,6 @@ def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
 def call_once(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
-    """Do what is to be done ``first``, make a call with its output tensor, if it takes one, and wait for it."""
     first()
     metadata, named = getattr(call, "metadata", None), call.owned() | ({} if out is None else {"out": out.view})
     tensors = [(name, tensor, _form(tensor), tensor.untyped_storage()) for name, tensor in named.items()]
@@ -325,10 +315,7 @@ def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:
-    """What is to be merged, in that order, of the counted rows; empty where nothing is, or not each call gave a state.
-
-    Context chunks or ranks are in order, of a prefill the new tokens are the last, as a layer merges them.
-    """
+    """What is to be merged, as a layer merges it: chunks or ranks in order, then new tokens; empty where nothing is."""
     if not problem.case.is_merged or len(returned) != len(problem.calls):
         return []
     states = [parts_of(part.value) for part in returned]

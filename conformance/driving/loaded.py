@@ -38,7 +38,6 @@ def judging_sources() -> list[Path]:
 
 
 def loaded_libraries() -> set[str]:
-    """Paths of the shared libraries that are mapped into this process; none where the system does not tell."""
     return set(filter(_is_library, _mapped()))
 
 
@@ -53,8 +52,6 @@ def _is_library(path: str) -> bool:
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Files by their paths, each with the SHA-256 of its bytes."""
-
     found: dict[str, str] = {}  # those that were there when the run began
     generated: dict[str, str] = {}  # those that came to be, or were written over, since
 
@@ -67,7 +64,6 @@ class LoadedFiles:
     began: float | None = None
 
     def watch(self, began: float) -> None:
-        """Note every module and every shared library of this process from now on."""
         self.began, self.mapped = began, _mapped()
         # The harness's packages, wherever an editable installation has them.
         packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
@@ -113,7 +109,6 @@ LOADED = LoadedFiles()  # of this process
 
 
 def newly_loaded() -> Loaded:
-    """What was not told yet."""
     if LOADED.began is None:
         return Loaded()
     mapped = _mapped()

@@ -109,7 +109,6 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        """Its GPU is lost, it answered what cannot be, or it holds much of a GPU for what is handed over."""
         pieces = self.shared.pieces["cuda"]
         if self._lost or self._broken or len(pieces) < 2:
             return self._lost or bool(self._broken)
@@ -147,7 +146,6 @@ class RemoteExecutor(Executor):
         return self._lost
 
     def use(self, device: torch.device) -> None:
-        """Tell the kernel's process where backends are judged."""
         self.shared.devices[device.type] = device
         self.shared.synchronize()
         self.shared.room(device.type, 1)
@@ -207,11 +205,7 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """What a call returned, taken out of the rooms for the answer: copies that only the judge's process can write.
-
-    A part may be a view of a storage that is ``reached``. What cannot be is a ReplyError; it is an OutOfMemoryError
-    if this process has no room for a copy, which is not the kernel's fault.
-    """
+    """Copies of what a call returned, out of the rooms for the answer; what cannot be is a ReplyError, or no memory."""
     parts: list[Any] = []
     try:
         for part in reply.parts:
@@ -289,10 +283,7 @@ def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply
 def written(
     shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[SharedRange], number: int, value: Any
 ) -> Reply:
-    """What a call returned, put into the rooms that are free for it, in the kernel's process.
-
-    A part may be a view of a storage of the caller's, in a place that is ``reached``.
-    """
+    """What a call returned, put into the rooms for it by the kernel's process, unless it is part of ``reached``."""
     parts: list[Part] = []
     needs: dict[str, int] = {}  # bytes, by type of device
     for each in parts_of(value):
@@ -329,7 +320,6 @@ def written(
 
 
 def reply_of(number: int, done: StepResult) -> Reply:
-    """The reply to a step that raised, or whose value is told in another field."""
     error, traceback, *disturbed = (
         text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
         for text in (done.error, done.traceback, *done.disturbed)
@@ -338,7 +328,6 @@ def reply_of(number: int, done: StepResult) -> Reply:
 
 
 def _span(part: Part, item: int) -> int:
-    """Bytes from the first element to the end of the last."""
     if 0 in part.shape:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))) * item

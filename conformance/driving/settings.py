@@ -1,7 +1,6 @@
 """What a call must leave as it is (SPEC 3.6): a table of settings, the functions that others call, and the streams.
 
-One more setting is one line. A library may add names and import modules; a name that hides an inherited one replaces
-it. Torch's compiler, once it is imported, wraps functions of torch.
+A library may add names and import modules; a name that hides an inherited one replaces it.
 """
 
 import contextlib
@@ -95,7 +94,6 @@ def watched() -> Iterator[list[str]]:
 
 
 def _readings() -> list[Any]:
-    """The values of all settings."""
     with contextlib.suppress(Exception):
         return [setting.read() for setting in SETTINGS]
     found: list[Any] = [setting.unreadable for setting in SETTINGS]
@@ -106,7 +104,6 @@ def _readings() -> list[Any]:
 
 
 def _changed(before: list[Any]) -> Iterator[tuple[Setting, Any, str]]:
-    """The settings that have other values now, with the old one and what is told of it."""
     present = _readings()
     with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
         if before == present:
@@ -120,8 +117,6 @@ def _changed(before: list[Any]) -> Iterator[tuple[Setting, Any, str]]:
 
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
-    """Put back what was replaced of a module or a class, and tell its names."""
-
     def is_function(value: Any) -> bool:  # a function, a class, or what is bound to an instance
         return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
 
@@ -207,7 +202,6 @@ def _set_path(old: list[str]) -> None:
 
 
 def _tell_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
-    """The filters, and how many modules were loaded: one that is imported may add some."""
     came = [entry for entry in now[0] if entry not in old[0]]
     if len(now[0]) == len(old[0]) + len(came) and now[1] > old[1]:
         return ""
@@ -239,7 +233,6 @@ def _children() -> frozenset[int]:
 
 
 def _tell_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
-    """How many were left running, after a while to end in."""
     end = time.monotonic() + _PATIENCE
     while (left := _lasting(now - before)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -254,8 +247,6 @@ def _end_left(before: frozenset[int]) -> None:
 
 
 def _lasting(processes: frozenset[int]) -> list[int]:
-    """Those that still run and are no service."""
-
     def lasts(process: int) -> bool:
         state = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
         command = _read(Path(f"/proc/{process}/cmdline"))
@@ -265,7 +256,6 @@ def _lasting(processes: frozenset[int]) -> list[int]:
 
 
 def _read(path: Path) -> str:
-    """A file of /proc; nothing of one that went."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,11 +1,7 @@
 """What two processes share: frames that they send, and memory that both map.
 
-One piece of memory is the host's, from before they parted, others are a GPU's. Those are allocations of the driver, by
-its own functions, each for the context that torch uses on the current device: torch's allocations hold other tensors as
-well. A frame is eight bytes of length, and so many bytes.
-
-Calls and problems are packed as bytes: tensors lie in that memory, the rest is pickled. What is unpacked was packed by
-a process that is trusted. What the kernel's process answers is never unpickled; see ``remote.py``.
+One piece of memory is the host's, from before they parted; others are a GPU's, allocated by the driver's own functions,
+since torch's allocations hold other tensors as well. What the kernel's process answers is never unpickled.
 """
 
 import ctypes
@@ -55,10 +51,7 @@ class _Handle(ctypes.Structure):
 
 
 class Shared:
-    """What one of two processes sees of their memory; to be made before the other one is forked.
-
-    The one that hands over also knows where what it handed over stands.
-    """
+    """What one of two processes sees of their memory; to be made before the other one is forked."""
 
     def __init__(self, host_bytes: int) -> None:
         self.map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -71,7 +64,6 @@ class Shared:
         self._ends = {HOST: 0, "cuda": 0}
 
     def add_cuda(self, size: int) -> bytes:
-        """One more piece of the GPU; what opens it in the other process."""
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
@@ -101,7 +93,6 @@ class Shared:
         return made
 
     def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        """[size] uint8, in the storage of the whole piece."""
         whole = self._wholes.get(place[:2])
         if whole is None:
             size = self.pieces[place.kind][place.piece].size
@@ -139,7 +130,6 @@ class Shared:
         return SharedRange(kind, max(0, len(pieces) - 1), at, free)
 
     def sweep(self) -> None:
-        """Free what belongs to storages that are gone, up to the last that is not."""
         self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
         ends = dict.fromkeys(self._ends, 0)
         for _, place in self._places.values():
@@ -152,7 +142,7 @@ class Shared:
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise RuntimeError(f"{name} failed with {status}; --apart needs CUDA IPC between processes of this machine")
+        raise RuntimeError(f"{name} failed with {status}: a kernel's process needs CUDA IPC with its judge's")
 
 
 class ReplyError(ValueError):
@@ -222,7 +212,6 @@ class _Packer(pickle.Pickler):
 
 
 def pack(value: Any, shared: Shared) -> bytes:
-    """A value as bytes; calls and problems in it as a backend may know them."""
     packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
     packer.shared, packer.written = shared, set()
     packer.dump(value)

@@ -1,5 +1,5 @@
 """How a run is carried out: its folder and journal, the supervisor, and the workers that it watches from outside.
 
-Imports from: files, cases, problems, driving, judging, roles, vocabulary, models, trials, traits, speed,
+Imports from: files, cases, problems, driving, judging, vocabulary, models, trials, traits, speed,
 diagnosis, report, expectations.
 """

@@ -3,22 +3,21 @@
 import contextlib
 import signal
 import socket
-import subprocess
 import sys
 from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.keeper import start_module
+from mla_conformance.backends.references import BackendReferenceError
+from mla_conformance.cases.case import CaseError
+from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import WHOLE, end_with_parent
 from mla_conformance.engine.messages import Judge, decode, read_line, tell
-from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits, RunError, Stopped
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import passing_run
+from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.engine.tasks import Tasks
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 
 _END_SECONDS = 10.0
@@ -26,29 +25,21 @@ _ANY = "lse:q=[4]"  # no other case is listed, which takes two seconds
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To the first line why each backend cannot run here, then the record of a case; or why there is neither."""
-
     reasons: dict[str, tuple[str, ...]] = {}
     record: Record | None = None
     error: str = ""
 
 
 class Judging:
-    """A run in a process beside this one, which judges what it is asked for.
-
-    It is told the backends, by reference, and where they are judged; an empty device is CUDA where there is one.
-    """
+    """A run in a process beside this one, which judges what it is asked for."""
 
     def __init__(self, backends: tuple[str, ...], device: str) -> None:
-        self._connection, remote = socket.socketpair()
-        self._process = start_module(__name__, remote.fileno())
-        remote.close()
+        self._process, self._connection = start_module(__name__)
         with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer
             tell(self._connection, (backends, device))
 
     @cached_property
     def reasons(self) -> dict[str, tuple[str, ...]]:
-        """Why each backend cannot run here, which it says once it has imported what judges; asked for first."""
         return self._answer().reasons
 
     def judge(self, reference: str, case: str) -> Record:
@@ -72,26 +63,21 @@ class Judging:
     def end(self) -> None:
         self._connection.close()
         self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_of_process(self._process, _END_SECONDS)
 
 
 def main(connection: socket.socket) -> None:
     backends, device = decode(read_line(connection), tuple[tuple[str, ...], str])
     try:
         request = RunRequest.of(backends, device=device or None, cases=[_ANY])
-        folder = TemporaryDirectory(prefix="mla-conformance-pytest-")
-        with folder, Run(request, RunFolder.claim(Path(folder.name)), Limits(workers=1)) as run:
+        with passing_run(request) as run, run:
             run.prepare()
             tell(connection, Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):
                 reference, case = decode(line, tuple[str, str])
                 for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
                     tell(connection, Answer(record=outcome.answer.record))
-    except (RequestError, RunError) as error:
+    except (InputError, BackendReferenceError, CaseError, RunError) as error:
         tell(connection, Answer(error=str(error)))
     except Stopped:
         return

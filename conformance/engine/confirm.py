@@ -1,10 +1,5 @@
 """Blame: whether a failure is its backend's own, seen by judging the case again in processes that have judged nothing.
 
-The first failure of each capability of a backend is judged again alone. If it passes then, it is judged after what the
-process that it failed in had judged of the same backend before: the last case, the last few, all. If it fails, fewer of
-these cases are tried, found by bisection. If it passes, it is judged after everything that the process had done: what
-fails only then is of what another backend left behind.
-
 What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
 is minimised: the simplest case is sought that fails as a given one does.
 """
@@ -19,6 +14,7 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
 from mla_conformance.judging.verdict import COMPARED, Status
 
@@ -40,14 +36,7 @@ Attempts = Generator[Judge, Record, Record]
 
 
 def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, unhurried: bool = False) -> Attempts:
-    """Alone, after its backend's cases, after fewer of them once it fails, or after everything.
-
-    Args:
-        failure: the record.
-        history: what the same process had done before: (backend reference, case id), without a case an import.
-        explain: whether it is to be explained, too.
-        unhurried: whether that may take as long as it takes.
-    """
+    """Judge a failure alone, after its backend's own history, after less of that once it fails, or after all."""
 
     def judged(before: History) -> Judge:
         about = failure.reference, failure.case, before
@@ -87,7 +76,6 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
 
 
 def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, Record, History]:
-    """The shortest history that was found after which a case fails as it did; a shorter one changes no explanation."""
     until, shorter = monotonic() + _SHORTENING, _shorter(failing, passed)
     with suppress(StopIteration):
         before = next(shorter)
@@ -120,7 +108,6 @@ def _shorter(failing: History, passed: int) -> Generator[History, bool, None]:
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
-    """What to run to see which failures of one backend look like those that are explained; quick ones first."""
     failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
     reported = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
     pending = [
@@ -138,7 +125,7 @@ def compared(failure: Record, again: Record) -> Record | None:
     return failure.with_fields(explanation=again.explanation)
 
 
-class NothingToMinimize(ValueError):
+class NothingToMinimize(InputError):
     """The given case does not fail."""
 
 
@@ -156,7 +143,7 @@ def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum
     """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
     record = judge(case)
     if not record.failed:
-        raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")
+        raise NothingToMinimize(f"minimize: expected a case that fails, got {record.status} of {case.id}")
     wanted, tried = (record.status, record.check), {case}
     found = case
     while step := next((c for c in simpler(found) if c not in tried), None):

@@ -1,7 +1,6 @@
 """Failures of functions compared with known ones in a process beside: comparing may end it, which ends no test run.
 
-Here a test calls the function, so that its process cannot be one that may die. What the function does on cases nearby
-is asked back there.
+What the function does on cases nearby is asked back in the process of the test.
 """
 
 import json
@@ -25,7 +24,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.likeness import Behaviour
-from mla_conformance.engine.keeper import start_module
+from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import cause_of
 from mla_conformance.engine.messages import decode, read_line, tell
 from mla_conformance.engine.place import EXPLAIN_SECONDS
@@ -47,7 +46,6 @@ class Explained:
     kinds: set[str] = field(default_factory=set)
 
     def explain(self, failure: Failure) -> str:
-        """What an earlier failure looked like if this one does, too; of the first of a kind, whoever does the same."""
         if said := self.reported.explain(failure):
             return said
         if (kind := symptom(failure.record)) in self.kinds:
@@ -60,8 +58,6 @@ class Explained:
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """A failure that is to be explained; its numbers are tensors in a file."""
-
     function: Function
     record: Record
     device: str
@@ -71,16 +67,12 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What it looks like, or the id of a case nearby whose outcome decides it."""
-
     explanation: str = ""
     nearby: str = ""
     in_numbers: bool = False  # whether the numbers there are wanted as well
 
 
 class Explainer:
-    """The process beside, which is started when something fails, and again after it ended."""
-
     def __init__(self) -> None:
         self._owner = 0
         self._ended: list[str] = []
@@ -110,12 +102,9 @@ class Explainer:
 
     def _explained(self, function: Function, failure: Failure, until: float) -> str:
         if self._owner != os.getpid():  # a test that forked has its own
-            self._owner = 0
-            self._connection, remote = socket.socketpair()
-            with remote:
-                self._log = TemporaryFile()  # noqa: SIM115 - read when the process has ended
-                self._process = start_module(__name__, remote.fileno(), stdout=subprocess.DEVNULL, stderr=self._log)
-            self._owner = os.getpid()
+            self._owner, self._log = 0, TemporaryFile()  # noqa: SIM115 - read when the process has ended
+            started = start_module(__name__, stdout=subprocess.DEVNULL, stderr=self._log)
+            (self._process, self._connection), self._owner = started, os.getpid()
         with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
 
             def asked(about: Failure | None) -> _Asked | None:
@@ -140,16 +129,11 @@ class Explainer:
                 tell(self._connection, again)
 
     def _end(self) -> str:
-        """End the process if there is one and it has not ended, and what it ended by."""
         if self._owner != os.getpid():
             return ""
         self._owner = 0
         self._connection.close()
-        try:
-            status = self._process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
+        status = end_of_process(self._process, 2.0)
         with self._log:
             self._log.seek(0)
             said = self._log.read().decode("utf-8", "replace").strip().splitlines()

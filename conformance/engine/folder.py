@@ -1,7 +1,4 @@
-"""The folder of a run, of its own, in use by one run at a time and never written over; and what the run knows.
-
-That is what its journal tells of its backends and cases, what they loaded, and what decides it.
-"""
+"""The folder of a run, in use by one run at a time and never written over; what the run knows; and what decides it."""
 
 import contextlib
 import fcntl
@@ -45,10 +42,7 @@ class RunFolder:
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
-        """Take the folder of ``--out`` or ``--resume``, or a new one among the :data:`RUNS`.
-
-        An unfinished run in it is gone on with, or kept beside as a finished one is if another is to start ``anew``.
-        """
+        """Take the folder of ``--out`` or ``--resume``, or a new one; one ``anew`` keeps an unfinished run beside."""
         path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             path = Path(os.path.realpath(path))
@@ -88,7 +82,6 @@ class RunFolder:
                 link.replace(self.path.with_name(LATEST))
 
     def discard(self) -> None:
-        """Give back a folder in which nothing was begun."""
         with contextlib.suppress(OSError):
             if self.fresh:
                 self.path.rmdir()
@@ -96,8 +89,6 @@ class RunFolder:
 
 @dataclass
 class LoadedCode:
-    """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256."""
-
     digests: dict[str, str] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)  # paths of which processes have loaded different bytes
     # that modules are looked for in; asked for when the run begins, since the current one may go
@@ -110,7 +101,6 @@ class LoadedCode:
         self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
 
     def changed(self) -> list[str]:
-        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
         return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
 
     @property
@@ -152,8 +142,6 @@ def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> d
 
 @dataclass
 class Findings:
-    """What is known of each backend, by its reference, and of each case."""
-
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
     traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run

@@ -1,6 +1,4 @@
-"""The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing.
-
-Its first event is the plan of the run: what a resumed run must agree with to be the same run.
+"""The journal: one JSON line per event, first the plan, written by the supervisor alone, so that a crash loses nothing.
 
 It is sealed, since a kernel may write into the file: each line names the digest of the one before, and a named pipe
 beside the file the digest of the last. The process of a kernel cannot make named pipes.
@@ -24,7 +22,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.files.whole import open_regular, write_whole
+from mla_conformance.files.whole import InputError, open_regular, write_whole
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
@@ -102,7 +100,7 @@ JournalEvent = (
 )  # fmt: skip
 
 
-class JournalError(ValueError):
+class JournalError(InputError):
     """A journal that no run wrote as it stands."""
 
 
@@ -144,7 +142,6 @@ class Journal:
 
     @property
     def seals(self) -> list[Path]:
-        """The pipe that names the digest of the last line; two of them where a run was ended between two steps."""
         found = []
         for path in self.path.parent.glob(f".{self.path.name}-*"):
             with contextlib.suppress(OSError):  # a kernel may make and remove files of such names
@@ -259,7 +256,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise JournalError(f"{journal.path}: malformed plan: {error}") from error
 
     def differences(self, current: "Plan") -> list[str]:
-        """What another plan does not agree in, in words."""
         found = []
         for name in Plan.__struct_fields__:
             old, new = getattr(self, name), getattr(current, name)

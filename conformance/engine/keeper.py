@@ -1,9 +1,7 @@
 """The process between supervisor and worker: it has imported everything, forks workers, and outlives each of them.
 
-A worker that dies, hangs or kills its parent costs one case; the next one is there at once. What a worker's backend has
-started, in whatever session, is ended with it. The keeper itself never touches a device. The first one of a run is
-started before the command itself is imported, since torch takes longer than all else: nothing is imported here at once
-but Python's own modules.
+A worker that dies, hangs or kills its parent costs one case, and what its backend has started is ended with it. The
+first keeper of a run starts before the command itself is imported: only Python's own modules are imported here at once.
 """
 
 import contextlib
@@ -33,28 +31,31 @@ begun: list[EarlyKeeper] = []  # for the first run that asks
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Start one if a command line is of a command that judges."""
     if not arguments or arguments[0] not in _JUDGING or not {"-h", "--help"}.isdisjoint(arguments):
         return
-    log, (connection, remote) = os.pipe(), socket.socketpair()
-    keeper = start_module(__name__, remote.fileno(), stdout=log[1], stderr=log[1])
-    begun.append(EarlyKeeper(keeper, connection, log))
-    remote.close()
+    log = os.pipe()
+    begun.append(EarlyKeeper(*start_module(__name__, stdout=log[1], stderr=log[1]), log))
 
 
-def start_module(name: str, descriptor: int, **options: Any) -> "subprocess.Popen[bytes]":
-    """A module of the engine as a process that is told a socket, and its parent; Ctrl-C is the parent's alone."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", name, str(descriptor), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[descriptor],
-        start_new_session=True,
-        **options,
-    )
+def start_module(name: str, **options: Any) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """A module of the engine as a process that is told its parent, and what leads there; Ctrl-C is the parent's."""
+    connection, remote = socket.socketpair()
+    with remote:
+        command = [sys.executable, "-P", "-m", name, str(remote.fileno()), str(os.getpid())]
+        own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [remote.fileno()], "start_new_session": True}
+        return subprocess.Popen(command, **own, **options), connection
+
+
+def end_of_process(process: "subprocess.Popen[bytes]", seconds: float) -> int:
+    """The status that a process ends with, by itself or, after so many seconds, killed."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def main(descriptor: int, supervisor: int) -> None:
-    """Keep a worker at the other end of a socket until the supervisor closes its own end."""
     from mla_conformance.engine.machine import ADOPTS_ORPHANS, DUMPABLE, THREADS, end_children, end_with_parent, prctl
     from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
     from mla_conformance.files.places import forget_current_folder, refuse_written_since

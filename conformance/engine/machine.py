@@ -1,8 +1,4 @@
-"""The machine of a run: what its processes may take and do, and its cores, memory and GPUs.
-
-No process outlives its run, or takes the machine's memory with it; Linux has all of these limits. Of GPUs it is told
-what a run and its workers see, and what a worker tells of its device to a parent without torch.
-"""
+"""The machine of a run: what its processes may take and do, and its cores, memory and GPUs; no process outlives it."""
 
 import contextlib
 import ctypes
@@ -92,7 +88,6 @@ def renounce_rights() -> None:
 
 
 def children(process: str = "self") -> set[int]:
-    """The processes whose parent this one is, or another of this user's."""
     found: set[int] = set()
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -119,7 +114,6 @@ def end_of(process: int) -> list[int]:
 
 
 def end_children(spared: set[int]) -> None:
-    """End every child but ``spared``, and whatever becomes a child by that."""
     while strangers := children() - spared:
         for process in strangers:
             with contextlib.suppress(ProcessLookupError):
@@ -129,7 +123,6 @@ def end_children(spared: set[int]) -> None:
 
 
 def allocated_memory() -> int:
-    """Bytes of this process that its limit counts."""
     return int(_STATM.read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else 0
 
 
@@ -153,7 +146,6 @@ def machine_cores() -> int:
 
 
 def end_as(process: int) -> NoReturn:
-    """End this process as a child of it has ended, or is about to."""
     end = time.monotonic() + _PATIENCE
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
         if time.monotonic() > end:
@@ -239,15 +231,10 @@ def part_of(memory: int, workers: int) -> GpuPart:
 
 
 def this_machine() -> dict[str, str]:
-    """What of a run's environment is known without torch."""
-    return {"python": sys.version.split()[0], "driver": driver_version()}
-
-
-def driver_version() -> str:
-    """Version of the GPU's driver; empty where the system does not tell."""
+    """What of a run's environment is known without torch; the driver is empty where the system does not tell."""
     reported = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
-    return found[0] if found else ""
+    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
+    return {"python": sys.version.split()[0], "driver": driver[0] if driver else ""}
 
 
 def may_have_gpu() -> bool:
@@ -256,7 +243,6 @@ def may_have_gpu() -> bool:
 
 
 def find_device(name: str) -> "Device | None":
-    """The device of this name, by default CUDA where there is one; None if it is not there."""
     import torch
 
     available = name != "cpu" and torch.cuda.is_available()
@@ -273,8 +259,7 @@ def device_facts(device: "Device") -> dict[str, str]:
     capability, versions = get_device_capability(device), dict[str, str]()
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()
-        cuda = {"cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
-        versions = {"driver": driver_version(), **cuda}
+        versions = {"driver": this_machine()["driver"], "cuda": str(torch.version.cuda), "cudnn": str(cudnn or "")}
     return {
         "device": describe_device(device),
         "compute_capability": str(capability) if capability else "",
@@ -286,7 +271,6 @@ def device_facts(device: "Device") -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use, as the environment variable names them."""
     import torch
 
     named = [name for name in os.environ.get(VISIBLE, "").split(",") if name]

@@ -47,8 +47,6 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    """Judge so many drawn cases of each role, or for so long; 0 where the other one decides."""
-
     reference: str
     draws: int
     seconds: int
@@ -57,8 +55,6 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
 
 
 class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
-    """Tell which kernels run and which libraries are loaded."""
-
     reference: str
     cases: dict[str, str]  # by capability, one that the backend passed
 

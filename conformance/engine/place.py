@@ -6,7 +6,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -62,7 +61,6 @@ class BoundedLog:
         os.close(self._pipe)
 
     def write_to(self, path: Path) -> None:
-        """Keep what was printed before, and from now on, in a file."""
         with self._lock:
             self._path, block, self._early = path, self._early, b""
             if block:
@@ -102,14 +100,11 @@ class WorkerSlot:
     _makes_room: bool = False
 
     def spawn(self) -> None:
-        """Start the keeper, or go on with the one that was started early."""
         if self.early:
             self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
         else:
-            self.connection, remote = socket.socketpair()
             own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
-            self.keeper = keeper.start_module(keeper.__name__, remote.fileno(), **own)
-            remote.close()
+            self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self.deadline = time.monotonic() + START_SECONDS
@@ -121,10 +116,7 @@ class WorkerSlot:
         return self.hello is not None and self.task is None and not self._makes_room
 
     def give(self, task: messages.Task | None, share: int | None = None) -> None:
-        """Have the worker carry out a task, a case in no more than its share of a GPU's memory.
-
-        Without one it gives back what it holds of its GPU for cases to come.
-        """
+        """Have the worker carry out a task, or give back what it holds of its GPU for cases to come."""
         if task is None:
             self._makes_room = True
         else:
@@ -221,7 +213,6 @@ class WorkerSlot:
         return self._started.with_verdict(Verdict(died, f"{DIED}: {how(status)}"), 0.0)
 
     def expire(self) -> None:
-        """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
         if not self._asked and self.task is not None:
             self._asked, self._killed = True, self._judged is None
             self._programs = programs_below(self._process)
@@ -241,14 +232,9 @@ class WorkerSlot:
         self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
 
     def end(self) -> None:
-        """Wait for the end of the keeper, which was told to end, or killed."""
         if self.ends:
             select.select(self.ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
-        try:
-            self.keeper.wait(0 if self.ends else _END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.keeper.kill()
-            self.keeper.wait()
+        keeper.end_of_process(self.keeper, 0 if self.ends else _END_SECONDS)
         self.connection.close()
         for descriptor in self.ends:
             os.close(descriptor)

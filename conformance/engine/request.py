@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mla_conformance.backends import references
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
@@ -19,19 +19,14 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, usual_capabilities
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
 DEVICES = ("cpu", "cuda")
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
 
 
-class RequestError(InputError):
-    """A request that names something that does not exist here."""
-
-
 def known_names(added: Sequence[str] = ()) -> list[str]:
-    """Names of the registered backends, of their variants, and of those that are added."""
     registered = [backend.name for backend in (*references.known_backends(), *references.known_variants())]
     return list(dict.fromkeys(registered + [parse_reference(r).name for r in added]))
 
@@ -66,50 +61,43 @@ class RunRequest:
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
     ) -> "RunRequest":
-        try:
-            chosen_backends = [parse_reference(r) for r in backends] or references.usual_backends()
-            for reference in backends:
-                references.require_class(reference)
-                location, _, name = reference.rpartition(":")
-                if location.endswith(".py") and _is_function(Path(location), name):
-                    said = "expected a class, got a function, which mla.cases judges: docs/python-api.md"
-                    raise RequestError(f"'{reference}': {said}")
-            parsed = tuple(Case.parse(text) for text in cases)
-            wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
-            for name in wanted:
-                if name not in CAPABILITIES:
-                    raise RequestError(
-                        references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities")
-                    )
-            chosen = tuple(wanted) or usual_capabilities()
-            if device is not None and device not in DEVICES:
-                raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
-            if any(explore) and find_spec("hypothesis") is None:
-                raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-            if any(explore) and not set(SPACES) & set(chosen):
-                raise RequestError(
-                    f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected"
+        chosen_backends = [parse_reference(r) for r in backends] or references.usual_backends()
+        for reference in backends:
+            references.require_class(reference)
+            location, _, name = reference.rpartition(":")
+            if location.endswith(".py") and _is_function(Path(location), name):
+                said = "expected a class, got a function, which mla.cases judges: docs/python-api.md"
+                raise InputError(f"'{reference}': {said}")
+        parsed = tuple(Case.parse(text) for text in cases)
+        wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
+        for name in wanted:
+            if name not in CAPABILITIES:
+                raise InputError(references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+        chosen = tuple(wanted) or usual_capabilities()
+        if device is not None and device not in DEVICES:
+            raise InputError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
+        if any(explore) and find_spec("hypothesis") is None:
+            raise InputError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
+        if any(explore) and not set(SPACES) & set(chosen):
+            raise InputError(f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected")
+        require_salt(salt)
+        if find_spec("torch") is None:
+            raise InputError(NO_TORCH)
+        named: dict[str, BackendReference] = {}
+        for each in chosen_backends:  # reports tell backends apart by name, so a name stands for one backend only
+            if (other := named.setdefault(each.name, each)) != each:
+                raise InputError(
+                    f"two backends named '{each.name}': {other.reference} and {each.reference}; "
+                    "judge them in two runs, or rename a class"
                 )
-            require_salt(salt)
-            if find_spec("torch") is None:
-                raise RequestError(NO_TORCH)
-            named: dict[str, BackendReference] = {}
-            for each in chosen_backends:  # reports tell backends apart by name, so a name stands for one backend only
-                if (other := named.setdefault(each.name, each)) != each:
-                    raise RequestError(
-                        f"two backends named '{each.name}': {other.reference} and {each.reference}; "
-                        "judge them in two runs, or rename a class"
-                    )
-            found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
-            return replace(
-                found,
-                is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
-                arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
-                triples=found.tier is Tier.NIGHTLY,
-                surely_cpu=device == "cpu" or not may_have_gpu(),
-            )
-        except (BackendReferenceError, CapabilityError, CaseError) as error:
-            raise RequestError(str(error)) from error
+        found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
+        return replace(
+            found,
+            is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
+            arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
+            triples=found.tier is Tier.NIGHTLY,
+            surely_cpu=device == "cpu" or not may_have_gpu(),
+        )
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         if capability not in self.capabilities:
@@ -127,7 +115,6 @@ class RunRequest:
         return self.shard.cases if self.shard else self.case_ids
 
     def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
-        """Ids of the cases that are to be judged on a backend: those, and behind them its fitted ones."""
         return (*self.judged_ids, *(self.shard.share(facts.fitted) if self.shard else facts.fitted))
 
     @property
@@ -137,7 +124,6 @@ class RunRequest:
     def tasks(
         self, backends: Sequence[BackendFacts], before: Sequence[str] = (), told: Container[RecordKey] = ()
     ) -> list[list[Judge | Explore]]:
-        """What these backends have to do and was not told, in groups that one worker takes: a case's side by side."""
         sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
         for facts in backends:
             for case in self.judged_of(facts):
@@ -154,7 +140,6 @@ class RunRequest:
 
 
 def _is_function(file: Path, name: str) -> bool:
-    """Whether a file gives this name to a plain function; nothing of the file is carried out."""
     try:
         statements = ast.parse(file.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -164,7 +149,6 @@ def _is_function(file: Path, name: str) -> bool:
 
 
 def require_salt(salt: str) -> str:
-    """The salt; refused if not every command line would carry it."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
-        raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
+        raise InputError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
     return salt

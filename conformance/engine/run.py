@@ -6,9 +6,13 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 
@@ -53,6 +57,13 @@ UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.1
 """What it says of a run whose journal a kernel could have written, seal and all."""
 
 
+@contextmanager
+def passing_run(request: RunRequest, limits: Limits | None = None, **settings: Any) -> Iterator["Run"]:
+    """A run of one worker, if no limits say otherwise, whose folder goes when it is over."""
+    with TemporaryDirectory(prefix="mla-conformance-run-") as folder:
+        yield Run(request, RunFolder.claim(Path(folder)), limits or Limits(workers=1), **settings)
+
+
 @dataclass
 class Run:
     """One run into a folder, from :meth:`prepare` to :meth:`summary`."""
@@ -93,7 +104,7 @@ class Run:
         prctl(DUMPABLE, 1)
 
     def prepare(self) -> None:
-        """Start the workers, and have them tell what the backends are; a RequestError if the device is not there."""
+        """Start the workers, and have them tell what the backends are; an InputError if the device is not there."""
         self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
@@ -149,10 +160,7 @@ class Run:
         self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is before anything of it is launched, or go on with the one that the journal tells of.
-
-        Of the journal's lines that no run wrote these are the numbers.
-        """
+        """Write what the run is, or go on with the journal's; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
@@ -174,7 +182,6 @@ class Run:
         return left_out
 
     def changed_code(self) -> list[str]:
-        """The files that the journal's run had loaded and whose bytes have changed since, by path."""
         earlier = LoadedCode()
         for event in self.folder.journal.sealed().values():
             if isinstance(event, journal.CodeLoaded):
@@ -232,7 +239,6 @@ class Run:
             )
 
     def _settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
-        """Judge failures again, explain some, and see which others of their backend look like these."""
         while pending := self._unconfirmed(outcomes):
             explained = sum(explain for explain, _ in pending)
             told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
@@ -252,14 +258,12 @@ class Run:
                 self._write(journal.Judgement(found))
 
     def _keep_explored(self, record: Record) -> None:
-        """Tell of an exploration that goes on, and keep that for the case that the run ends before it does."""
         what = f"{record.message}; not all were drawn before the run ended"
         seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
         self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
         self._on_phase(f"exploring {record.backend}: {record.message}")
 
     def _trace(self) -> None:
-        """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
         untold = [record for record in self.found.verdicts.values() if record.reference not in self.found.traced]
         passed = [record for record in untold if record.status is Status.PASS]
         untraced: dict[str, dict[str, str]] = {}
@@ -276,7 +280,6 @@ class Run:
             self._write(journal.WasTraced(name, in_order))
 
     def _take_times(self) -> None:
-        """Journal the times of each backend that is right, of one after the other, with nothing beside it."""
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
             reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
@@ -298,7 +301,6 @@ class Run:
                 self._write(journal.WasTimed(reference, outcome.answer.speed or ended))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
-        """Judge what has no verdict; the outcomes of failures."""
         for facts in self.available:  # of a role that a backend lacks no process need be asked
             missing = self._missing[facts.reference]
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
@@ -334,7 +336,6 @@ class Run:
         return failures
 
     def _left(self) -> Tasks:
-        """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
         ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
         known = self.before, self.found.verdicts
         several = [facts for facts in self.available if facts not in ahead]
@@ -352,10 +353,7 @@ class Run:
         return tasks
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[tuple[bool, Attempts]]:
-        """Of the first failure of each backend and capability that none is confirmed of; of all, if one was another's.
-
-        Each with whether it is explained: the first one of each kind, by role and what is seen.
-        """
+        """The next failure of each backend and capability without a confirmed one, and whether to explain it."""
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
@@ -382,7 +380,6 @@ class Run:
         return found
 
     def _confirmed(self, pending: list[Attempts]) -> Iterator[Record]:
-        """Make the next attempt of every confirmation, all at once, until each is settled."""
         attempts = [(next(each), each) for each in pending]
         while attempts:
             of_task = {id(attempt): confirming for attempt, confirming in attempts}
@@ -410,7 +407,6 @@ class Run:
         return f"mla-conformance certify --resume {shlex.quote(str(near(self.folder.path)))}{role}"
 
     def summary(self) -> RunSummary:
-        """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
         judged = {**self._explored_so_far, **self.found.verdicts}.values()
         for record in sorted(judged, key=lambda record: self._positions.get(record.case, inf)):

@@ -1,7 +1,4 @@
-"""The supervisor: deals tasks to places, watches them from outside, and tells what came of each.
-
-And the pool of places: how many there are, and what each is given of a machine's cores, memory and GPUs.
-"""
+"""The supervisor: deals tasks to places, watches them from outside, tells what came of each; and the pool of places."""
 
 import os
 import select
@@ -19,8 +16,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.keeper import begun
 from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES, array_of
@@ -109,7 +107,6 @@ class Supervisor:
         os.write(self._told[1], b"!")
 
     def end(self, kept: int = 0) -> None:
-        """End all places but the first so many; with the last one whatever processes of the run have left behind."""
         ended, self.places = self.places[kept:], self.places[:kept]
         for place in ended:  # all of them at once
             place.connection.close()
@@ -136,7 +133,6 @@ class Supervisor:
         place.spawn()
 
     def hello(self, of_all: bool = False) -> messages.Hello:
-        """What a worker says of itself, once one is there, or each one with all that it judges with."""
         while not (said := [place.hello for place in self.places if place.hello]) or (
             of_all and len(said) < len(self.places)
         ):
@@ -181,7 +177,6 @@ class Supervisor:
             yield from self._events()
 
     def _events(self) -> Iterator[TaskOutcome]:
-        """Wait for what comes next, or for a deadline; outcomes of tasks."""
         until = min((self.ends_at, *(place.deadline for place in self.places if not place.is_idle)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
@@ -250,15 +245,12 @@ class Supervisor:
         self._tasks.put_back(place.number, given)
 
     def _count_start(self, status: int) -> None:
-        """A process that ends although it had nothing to do, again and again, will never start."""
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
             raise RunError(f"no process can be started here ({machine.how(status)}):\n{self.log.tail}")
 
 
 class Pool:
-    """The places of a run, which the supervisor has: as many as the device is enough for, or as were asked for."""
-
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
         """Start those that there are in any case at once; the others once the first has said what there is."""
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
@@ -279,13 +271,12 @@ class Pool:
         self.examples = tuple(examples.values())
         self.hello = supervisor.hello()
         if not self.hello.device:
-            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+            raise InputError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._on_cpu:
             self._share_out(len(self.hello.gpus) or 1)
         supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
 
     def _share_out(self, gpus: int) -> None:
-        """Share so many GPUs, or a CPU without one, out among the places; those that compile ahead start as well."""
         hello, cores = self.hello, machine.machine_cores()
         of_each = max(1, min(_MOST_ON_GPU, cores // gpus, hello.memory // _WORKER_BYTES))  # with a core for itself
         workers = self.limits.workers or (min(self._most, gpus * of_each) if hello.gpus else 1)

@@ -51,7 +51,6 @@ class Tasks:
         self._large: list[tuple[int, list[Task]]] = []
 
     def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
-        """The next task of a place, with so much room on its GPU; none of what is to follow while it is alone there."""
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -117,8 +116,6 @@ class Tasks:
 
 
 def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
-    """What of groups is to have a GPU for itself, and the rest of them."""
-
     def is_undisturbed(task: Task) -> bool:
         return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
 
@@ -154,8 +151,6 @@ def judged_on_gpu(
     on_phase: Callable[[str], None],
     tasks: Tasks,
 ) -> Iterator[TaskOutcome]:
-    """What comes of cases; of those that need their GPU for themselves once the others are judged."""
-
     def count() -> str:
         return counted(sum(map(len, tasks.groups)), "case")
 
@@ -189,10 +184,7 @@ def judged_on_gpu(
 
 
 def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
-    """What to do instead of a case for which there was no memory; None if there was.
-
-    Others may have held it, or, where they have given it back, the process itself.
-    """
+    """What to do instead of a case that lacked memory, which its own process may hold; None if it did not."""
     task, record = outcome.task, outcome.answer.record
     if not isinstance(task, Judge):
         return None

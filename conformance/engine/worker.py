@@ -1,8 +1,4 @@
-"""A worker: judges what it is told, in a process that may die of it.
-
-The backends, and the operands that they are called with, are in a process beside it, which is forked before a GPU is
-used.
-"""
+"""A worker: judges in a process that may die of it; backends and operands are in one beside it, forked before."""
 
 import contextlib
 import faulthandler
@@ -18,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,7 +28,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.reach import heat_of, with_reach
 from mla_conformance.driving import remote
-from mla_conformance.driving.driver import Executor, Observation, Returned
+from mla_conformance.driving.driver import Executor
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
@@ -44,7 +39,6 @@ from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
-from mla_conformance.roles.table import judge
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
 from mla_conformance.trials import explore, role_file
@@ -58,9 +52,7 @@ Send = Callable[[messages.WorkerEvent], None]
 _STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
 _MOST_STACKS = 2**16
 _STANDARD = 2
-_AT_ONCE = 0.05  # seconds within which a process is given something that others wait for
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
-_USUAL = "lse:q=[4]"
 _TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be timed
 _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
 
@@ -98,8 +90,6 @@ def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
             send(messages.Hello(process, "", {}))
         executor.use(device := device or torch.device("cpu"))
         worker = Worker(device, setup.memory, send, executor, Context(setup.salt))
-        if not select.select([connection], [], [], _AT_ONCE)[0]:
-            worker.warm_up()  # while others tell what the backends are
         while line := messages.read_line(connection):
             try:
                 given = messages.decode(line, messages.Given)
@@ -149,7 +139,6 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> re
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
-    """Where the kernel's process is, in lines that are no message."""
     os.kill(kernel, number)
     os.kill(kernel, signal.SIGCONT)
     told, patience = b"", _STACK_SECONDS
@@ -169,22 +158,7 @@ class Worker:
     _last: str = ""
     _subjects: dict[str, Subject] = field(default_factory=dict)
 
-    def warm_up(self) -> None:
-        """Use a GPU once, before a case does: what is loaded when it is used first takes a second.
-
-        All is done that is done for each case, without a backend: the results are the golden ones.
-        """
-        if self.device.type != "cuda":
-            return
-        with contextlib.suppress(Exception):  # the first case tells what is wrong
-            problem = self.context.problem(Case.parse(_USUAL), self.device)
-            expected = self.context.expect(problem)
-            output, lse = islice(expected.tensors, 2)
-            results = output.to(problem.output_dtype), lse.float()
-            judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
-
     def _subject(self, reference: str) -> Subject:
-        """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
         if reference not in self._subjects:
             subject = self._subjects[reference] = Subject.of(reference, self.device, self.executor)
             self.executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
@@ -234,7 +208,6 @@ class Worker:
         return need <= free_memory(self.device)
 
     def _make_room(self) -> None:
-        """Give back what this process holds of its GPU for cases to come."""
         self.context.forget()
         self.executor.make_room()
         torch.cuda.empty_cache()
@@ -318,11 +291,7 @@ class Worker:
         self.send(messages.WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
-        """Whether this process must not judge further cases.
-
-        It lost its GPU, or memory that it does not get back: it or that of the backends has taken half of what it may.
-        What one case leaked must not be missing to the next. Or a backend left it other than it was.
-        """
+        """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""
         if disturbed or record.check == Check.PROCESS_STATE or self.executor.lost(self.device):
             return True
         crowded = self.executor.spent

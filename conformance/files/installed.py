@@ -35,8 +35,6 @@ _ADAPTERS = "mla_conformance.backends."
 
 
 class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A distribution as it is on a machine; all is empty of what is installed as none."""
-
     build: str = ""  # tags of its wheel, for which interpreter and platform it was built
     # SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files
     files: str = ""
@@ -47,7 +45,6 @@ class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 def installed(name: str) -> Installed | None:
-    """What is installed of a distribution; None if there is none of this name."""
     try:
         found = distribution(name)
     except (PackageNotFoundError, ValueError):  # or no name at all
@@ -74,8 +71,6 @@ def _editable(found: Distribution) -> Path | None:
 
 
 class _Told(NamedTuple):
-    """What git said of a checkout, and the digest of its tracked files at that time."""
-
     commit: str
     clean: bool | None
     tracked: Mapping[str, Path]
@@ -88,10 +83,7 @@ _told: dict[Path, _Told] | None = None
 
 @contextmanager
 def git_asked_before() -> Iterator[None]:
-    """Ask git now of all that may be asked of it, and not again: a backend is about to be imported.
-
-    Its process may write where git finds programs to run, which have rights that it gave up itself.
-    """
+    """Ask git now of all that may be asked, and not again: a kernel may write where git finds programs to run."""
     global _told
     told = {}
     for folder in {harness_folder(), *filter(None, map(_editable, distributions()))}:
@@ -110,7 +102,6 @@ def harness_folder() -> Path:
 
 
 def commit_of(folder: Path) -> tuple[str, bool | None]:
-    """The commit of the checkout that this very folder is, and whether nothing in it was changed since."""
     if _told is not None:
         said = _told.get(folder, _Told("", None, {}, ""))
         return said.commit, said.clean and files_digest(said.tracked) == said.digest
@@ -180,7 +171,6 @@ def is_followed(name: str) -> bool:
 
 
 def source_files(modules: Iterable[str], follows: Callable[[str], bool] = is_followed) -> dict[str, Path]:
-    """The Python files of these modules and of those that they import and ``follows`` holds for, by name."""
     found: dict[str, Path] = {}
     left = list(modules)
     while left:
@@ -195,12 +185,10 @@ def source_files(modules: Iterable[str], follows: Callable[[str], bool] = is_fol
 
 
 def source_name(module: str) -> str:
-    """What a module is called on every machine: its name, or that of its file."""
     return Path(module).name if module.endswith(".py") else module
 
 
 def source_digest(module: str, path: Path) -> str:
-    """SHA-256 of a module: of the harness what it says, of any other its bytes."""
     return meaning_digest([path]) if module.startswith(_HARNESS) else file_digest(path)
 
 
@@ -226,7 +214,6 @@ def module_file(name: str) -> Path | None:
 
 
 def _imported(name: str, path: Path) -> Iterator[str]:
-    """Names of the modules that a file imports, wherever the statement stands, and of what it takes from packages."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -240,10 +227,7 @@ def _imported(name: str, path: Path) -> Iterator[str]:
 
 
 def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
-    """SHA-256 of what modules and tables of numbers say, in the order of their names and folders, behind some texts.
-
-    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
-    """
+    """SHA-256 of what modules and tables of numbers say, behind some texts, whatever their comments and layout."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(repr(text).encode())
@@ -255,12 +239,10 @@ def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
 
 @cache
 def _said(text: str, suffix: str) -> str:
-    """What a source says as one line: kept by its text, since many digests are of the same sources."""
     return repr(meaning(text, suffix))
 
 
 def meaning(text: str, suffix: str = ".py") -> Any:
-    """What a module or a table of numbers says, as plain data: without comments, descriptions and layout."""
     return tomllib.loads(text) if suffix == ".toml" else _plain(ast.parse(text))
 
 

@@ -1,8 +1,7 @@
-"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in.
+"""What a file is called on every machine, and which modules a process that decides loads late.
 
-And where modules are looked for, and which of them a process that decides loads late: none that was written since its
-run began. A kernel may write where modules lie, Python's library included, and what it wrote would decide along with
-whoever imports it. Nor is bytecode read, which may be of another source.
+None that was written since its run began: a kernel may write where modules lie, Python's library included, and what it
+wrote would decide along. Nor is bytecode read, which may be of another source.
 """
 
 import codecs
@@ -31,7 +30,6 @@ def place_of(path: Path, beside: Path | None = None) -> str:
 
 
 def find_place(name: str, beside: Path | None = None) -> Path | None:
-    """The file that :func:`place_of` named, on this machine; None if there is none."""
     if name.startswith("./"):
         candidates = [beside.parent / name] if beside else []
     elif name.startswith(("/", "~/")):
@@ -80,7 +78,6 @@ def file_digest(path: Path) -> str:
 
 
 def harness_files() -> dict[str, Path]:
-    """The files that the harness ships, by the name that they have in a wheel."""
     from importlib.resources import files  # not above: this file is read while the current folder may stand before it
 
     found: dict[str, Path] = {}
@@ -121,7 +118,6 @@ def refuse_written_since(began: float) -> None:
 
 
 def load_all_again() -> None:
-    """Load any module: this process is to run a kernel, or the run is over."""
     SourceFileLoader.get_code = _get_code  # type: ignore[method-assign]
     ExtensionFileLoader.create_module = _create_module  # type: ignore[method-assign]
 

@@ -107,7 +107,6 @@ class Gate:
 
     @cached_property
     def now(self) -> RunSummary:
-        """The run that the reports are of, as the expectations see it."""
         return _joined(self.reports, self.expectations)
 
     @property
@@ -120,7 +119,6 @@ class Gate:
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
-        """Tiers and must-pass lists are of the suite that is installed here, and so are verdicts."""
         wanted = {f"the {self.tier} tier": SUITE_VERSION} if self.tier else {}
         wanted |= {f"--must-pass {self.must_pass.name}": self.must_pass.suite} if self.must_pass else {}
         for report in self.reports:
@@ -151,7 +149,6 @@ class Gate:
                     yield GateRow(GateFinding.MISSING, name, f"shard {index}/{count}", "in no report")
 
     def _incomplete(self) -> Iterator[GateRow]:
-        """Backends of whose list something has no verdict, each with how much has one; a run that judged nothing."""
         cases = [case.id for entry in CAPABILITIES.values() for case in entry.select(self.tier)] if self.tier else []
         for name, parts in self._parts.items():
             run = [(report, backend) for report, backend in parts if not backend.reasons]
@@ -200,14 +197,12 @@ def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[G
 
 
 def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
-    """How much of a list has no verdict: cases, and capabilities with such a case."""
     wanted, left = ([key for key in keys if key != EXPLORED] for keys in (wanted, left))
     capabilities, lacking = ({key.partition(":")[0] for key in keys} for keys in (wanted, left))
     return f"{len(left)} of {len(wanted)} cases, {len(lacking)} of {len(capabilities)} capabilities"
 
 
 def _traits(report: RunSummary) -> dict[str, str | None]:
-    """What reports that are compared have in common."""
     environment = {name: report.environment.get(name) for name in ("suite", "tier")}
     return {"a run of": str(report.deployment or "no one model"), **environment}
 

@@ -31,7 +31,6 @@ _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "in
 
 
 def profile_of(case: Case) -> str:
-    """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
     if CAPABILITIES[case.capability].probes_refusals:
         return case.profile or CORE
     asked = (
@@ -56,14 +55,12 @@ class MustPass:
     @staticmethod
     @cache
     def of_vocabulary() -> "MustPass":
-        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
         cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
         return MustPass.of((profile_of(case), case.id) for case in cases)
 
     @staticmethod
     @lru_cache(maxsize=8)
     def of_ids(ids: Sequence[str]) -> "MustPass":
-        """The list that cases give, by the profiles of this suite."""
         return MustPass.of((profile_of(Case.parse(id)), id) for id in ids)
 
     @staticmethod
@@ -82,10 +79,7 @@ class MustPass:
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":
-        """The list that options name: ``shipped``, a profile, or either with ``@VERSION`` of its suite; or one file.
-
-        Profiles that are named bind whatever a backend declares, and no other profile does then.
-        """
+        """The list that options name: a file, ``shipped``, or profiles, which then bind whatever a backend declares."""
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
             return replace(MustPass.read(Path(texts[0])), name=texts[0])
@@ -140,11 +134,7 @@ class MustPass:
         return list(dict.fromkeys(map(str, found)))
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
-        """Cases of the profiles that bind a backend that it did not pass, each with why.
-
-        ``waivable`` is whether what a certificate tells of with its reason counts as passed: an expected failure, and
-        of the cases that only large devices have one that does not fit this one's memory.
-        """
+        """Cases of binding profiles that were not passed, each with why; ``waivable`` lets what is explained pass."""
         # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
         binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
@@ -161,8 +151,6 @@ class MustPass:
 
 @dataclass(frozen=True)
 class Required:
-    """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes."""
-
     name: str  # what reports call it
     reference: str  # as it was asked for
     digest: str = ""  # SHA-256 of the file; empty without one

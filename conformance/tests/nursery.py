@@ -111,21 +111,22 @@ def _fork_modules(connection: socket.socket) -> None:
     started_anew, variables = keeper.start_module, _read_at_import(os.environ)
     prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
 
-    def start_module(name: str, descriptor: int, env: Mapping[str, str] | None = None, **streams: Any) -> Any:
+    def start_module(name: str, env: Mapping[str, str] | None = None, **streams: Any) -> Any:
         environment = os.environ if env is None else env
         if _read_at_import(environment) != variables:
-            return started_anew(name, descriptor, env=env, **streams)
+            return started_anew(name, env=env, **streams)
         request = {"module": name, "environment": dict(environment), "folder": str(Path.cwd()), "asks": os.getpid()}
-        with Path(os.devnull).open("w") as nowhere:
+        own, remote = socket.socketpair()
+        with Path(os.devnull).open("w") as nowhere, remote:
             given = [streams.get("stdout") or 1, streams.get("stderr") or 2]
             printed = [nowhere if each == subprocess.DEVNULL else each for each in given]
             numbers = [each if isinstance(each, int) else each.fileno() for each in printed]
             prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted))
             prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it is an orphan, of which this process becomes the parent
-            socket.send_fds(connection, [json.dumps(request).encode()], [descriptor, *numbers])
+            socket.send_fds(connection, [json.dumps(request).encode()], [remote.fileno(), *numbers])
             forked = Forked(int(connection.recv(32)))
             prctl(_PR_SET_CHILD_SUBREAPER, adopted.value)
-        return forked
+        return forked, own
 
     for module in (beside, explainer, keeper):
         vars(module)["start_module"] = start_module

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed, require_core
+from mla_conformance.certificate.issue import Refused, committed, require_certifiable, require_core
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
@@ -42,6 +42,7 @@ from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Json = dict[str, Any]
+issue = partial(record_of, certifies=True)
 TODAY = datetime.date(2026, 6, 1)
 PINS = Pins(sources={"mla_conformance.backends.torch_sdpa": "ab" * 32}, versions={"torch": "2.13.0"})
 CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
@@ -105,17 +106,6 @@ def test_what_is_issued_verifies(certificate: Json) -> None:
     assert [(entry["case"], entry["expectation"]) for entry in certificate["findings"]] == [(WAIVED, "known")]
 
 
-def test_a_record_keeps_times_and_verifies_with_them(tmp_path: Path) -> None:
-    speed = Speed(
-        (Timed("decode", "decode 64 × 8k", "decode:q=[1]", Interval(212.5, 210.0, 214.0), share=0.81),), copy=2e3
-    )
-    found, path = run(RECORDS), tmp_path / "records.jsonl"
-    made = issue(replace(found, backends=(replace(found.backends[0], speed=speed),)), TODAY, PINS)
-    assert made.speed == speed and problems(made, TODAY) == []
-    write_record(path, made)
-    assert [each.certificate for each in kept_records(path)] == [made]
-
-
 def changed(case: str, status: Status) -> list[Record]:
     return [record(case, status) if entry.case == case else entry for entry in RECORDS]
 
@@ -163,15 +153,22 @@ def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason_and_one_of_
         issue(run(records), TODAY, PINS)
 
 
-def test_a_certificate_tells_what_the_adapter_does_and_what_was_seen_to_run() -> None:
+def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_fast(tmp_path: Path) -> None:
+    interval = Interval(212.5, 210.0, 214.0)
+    speed = Speed((Timed("decode", "decode 64 × 8k", "decode:q=[1]", interval, share=0.81),), copy=2e3)
     summary = run([RECORDS[0].with_fields(used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
     facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
-    backend = replace(summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}))
+    backend = replace(
+        summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}), speed=speed
+    )
     issued = issue(replace(summary, backends=(backend,)), TODAY, PINS)
     assert (issued.deviations[0].library, issued.deviations[0].adapter) == ("LSE in base 2", "times ln 2")
     assert issued.traced.kernels == {"lse": ("flash::fwd",)} and issued.traced.libraries == {"x.so": "ab"}
     assert (issued.worst["element"].share, issued.worst["element"].case) == (0.4, RECORDS[0].case)
-    assert (issued.reference, issued.seconds) == ("TORCH_SDPA", 0.2)
+    assert (issued.reference, issued.seconds, issued.speed) == ("TORCH_SDPA", 0.2, speed)
+    assert problems(issued, TODAY) == []
+    write_record(tmp_path / "records.jsonl", issued)
+    assert [each.certificate for each in kept_records(tmp_path / "records.jsonl")] == [issued]
 
 
 def set_to(*path: str, to: Any) -> Callable[[Json], None]:
@@ -353,9 +350,10 @@ def test_a_kernel_that_lacks_must_pass_cases_gets_a_record_and_no_certificate(
 
 
 def test_a_package_that_no_commit_names_is_refused() -> None:
-    require_committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=True)}))
+    clean = msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=True)})
+    assert committed(clean) == clean
     with pytest.raises(Refused, match="package mine is a checkout with changes"):
-        require_committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=False)}))
+        committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=False)}))
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")

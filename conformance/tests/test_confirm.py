@@ -10,7 +10,8 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import compared, comparisons, confirmation
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.json_report import load_report
@@ -243,7 +244,7 @@ def test_every_role_draws_by_the_salt(case: str) -> None:
 
 @pytest.mark.parametrize("salt", ["two words", "ä", "x" * 65, "a/b", "\n"])
 def test_a_salt_that_no_command_line_would_carry_is_refused(salt: str) -> None:
-    with pytest.raises(RequestError, match="expected a salt of up to 64 letters"):
+    with pytest.raises(InputError, match="expected a salt of up to 64 letters"):
         RunRequest.of(salt=salt)
 
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,11 +18,17 @@ import torch
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import reads, writes
-from mla_conformance.diagnosis.explain import candidates
+from mla_conformance.diagnosis.explain import Failure, candidates
+from mla_conformance.engine import explainer
+from mla_conformance.engine.explainer import Explainer
+from mla_conformance.engine.messages import tell
 from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import backend_lines
+from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.case_files import write_case
 
 
@@ -146,44 +155,36 @@ class Wrong(EagerPrefillBackend):
         output, lse = super()._finish(state)
         return output, lse + 0.25
 """
-TESTS = f"""
-from concurrent.futures import ThreadPoolExecutor
-import mla_conformance as mla
-
-def conforms():
-    case = mla.case("{CASE}")
-    q, v = (case.inputs("cpu")[name] for name in ("q", "v"))
-    mla.assert_conforms(case, q.new_ones(*q.shape[:2], v.shape[-1]), q[..., 0].float().mT)
-
-def test_threads():
-    with ThreadPoolExecutor(2) as pool:
-        failures = [each.exception() for each in [pool.submit(conforms) for _ in range(2)]]
-    print(*failures)
-    assert all(each is None for each in failures)
-"""
 ENDED = "explanation ended by signal 11 (Segmentation fault)"
 
 
-def printed(folder: Path, *command: str) -> str:
-    """What a command prints where the process ends that compares a failure."""
-    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": TESTS}.items():
-        (folder / name).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    return " ".join(done.stdout.split())
-
-
 def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
-    command = "mla_conformance certify --capability lse --tier smoke --out out -n 1 --backend wrong.py:Wrong"
-    assert ENDED in printed(tmp_path, *command.split(), "--device=cpu", "--timeout=60")
+    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL}.items():
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    line = (
+        "-m mla_conformance certify --capability lse --tier smoke --out out -n1 --backend wrong.py:Wrong --device cpu"
+    )
+    command = [sys.executable, *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and ENDED in " ".join(done.stdout.split()), done.stdout + done.stderr
 
 
-def test_in_a_test_run_threads_take_turns(tmp_path: Path) -> None:
-    said = printed(tmp_path, "pytest", "-s", "-p", "no:cacheprovider", "test_mine.py")
-    assert said.count(ENDED) == 2
+def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.py").write_text(KERNEL)
+    subject = Subject.of(f"{tmp_path / 'wrong.py'}:Wrong", torch.device("cpu"))
+    trial, record = judged_trial(subject, Case.parse(CASE), Context())
+    failure, beside = Failure.of(trial, record), Explainer()
+
+    def tell_and_kill(connection: socket.socket, asked: object) -> None:
+        tell(connection, asked)
+        beside._process.send_signal(signal.SIGSEGV)
+
+    monkeypatch.setattr(explainer, "tell", tell_and_kill)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(beside.explain, [("test", "Wrong")] * 2, [failure] * 2)] == [ENDED] * 2
 
 
 @pytest.mark.parametrize("touch", [reads, writes])

@@ -32,7 +32,7 @@ def built(text: str) -> tuple[Problem, Any, torch.Tensor]:
 
 
 def verdict(problem: Problem, value: Any, declaration: Declaration | None = None) -> Verdict:
-    observation = Observation((Returned(problem.calls[0], value),), None, ())
+    observation = Observation((Returned(value, call=problem.calls[0]),), None, ())
     return judge(problem, golden_of(problem), observation, declaration or Declaration())
 
 

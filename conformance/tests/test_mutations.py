@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.issue import issue
+from mla_conformance.certificate.issue import record
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
@@ -75,7 +75,7 @@ def certificate(folder: Path) -> str:
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
     backend = BackendSummary(BackendFacts(name, name), summarise(records, cases), traced=traced)
     pins = Pins.of(parse_reference(name), {"msgspec": version("msgspec")})
-    return to_text(issue(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins).to_json())
+    return to_text(record(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins).to_json())
 
 
 def journal(folder: Path) -> str:

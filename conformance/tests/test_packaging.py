@@ -93,6 +93,7 @@ PHRASES = (
     "it raised | what the libraries did | which is none | who is to mend | whom a verdict | without a way back"
 )
 """Each has a plainer form: say who does what, by the field's term, without a double negation."""
+JOINED = re.compile(r"""["']\s+f?["']""")
 
 
 def reading(path: Path) -> Iterator[str]:
@@ -109,10 +110,15 @@ def reading(path: Path) -> Iterator[str]:
 
 
 def test_no_page_and_no_message_holds_one_of_these_phrases() -> None:
-    texts = {path: " ".join(" ".join(reading(path)).lower().split()) for path in (*READ, *SOURCES)}
-    assert [
-        (path.name, phrase) for path, text in texts.items() for phrase in PHRASES.split(" | ") if phrase in text
-    ] == []
+    phrases = re.compile("|".join(map(re.escape, PHRASES.split(" | "))))
+    # Only what holds a phrase anywhere, literals joined, is parsed, which takes ten times as long.
+    held = [
+        path
+        for path in (*READ, *SOURCES)
+        if phrases.search(" ".join(JOINED.sub("", path.read_text("utf-8")).lower().split()))
+    ]
+    texts = {path: " ".join(" ".join(reading(path)).lower().split()) for path in held}
+    assert [(path.name, found[0]) for path, text in texts.items() if (found := phrases.search(text))] == []
 
 
 def test_the_pages_have_few_words() -> None:

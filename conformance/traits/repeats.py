@@ -107,7 +107,8 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     each, problem = len(other) // len(trial.problem.calls), trial.problem
     groups = [other[start : start + each] for start in range(0, len(other), each)]
     values = [group[0] if each == 1 else tuple(group) for group in groups]
-    observed = Observation(tuple(map(Returned, problem.calls, values)), None, ())
+    returned = [Returned(value, call=call) for call, value in zip(problem.calls, values, strict=True)]
+    observed = Observation(tuple(returned), None, ())
     verdict = judge(problem, trial.context.expect(problem), observed, trial.declaration)
     wrong = "" if verdict.status is Status.PASS else verdict.message
     return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)

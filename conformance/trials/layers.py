@@ -111,7 +111,7 @@ def loads_packed(trial: Trial) -> None:
 def _judge(trial: Trial, problem: Problem, expectation: Golden, value: Any, step: str) -> None:
     """What a replay returned, and what it left in the caches of the batch's own call."""
     (call,) = problem.calls
-    returned = Returned(call, value.clone(), miswritten=call.wrong_writes())
+    returned = Returned(value.clone(), call=call, miswritten=call.wrong_writes())
     trial.judged(problem, expectation, Observation((returned,), None, ()), step)
 
 

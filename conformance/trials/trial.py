@@ -276,4 +276,4 @@ def cut(value: Any, rows: slice) -> Any:
 
 
 def observed(problem: Problem, value: Any) -> Observation:
-    return Observation((Returned(problem.calls[0], value),), None, ())
+    return Observation((Returned(value, call=problem.calls[0]),), None, ())

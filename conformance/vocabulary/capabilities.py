@@ -19,6 +19,7 @@ from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
+from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _FIRST = 2
@@ -50,7 +51,7 @@ def killing() -> frozenset[str]:
     return frozenset(json.loads(text)["killing_cases"].values())
 
 
-class CapabilityError(ValueError):
+class CapabilityError(InputError):
     """An unknown capability or tier, or an entry that is wrong."""
 
 
