@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs, mixed
+from mla_conformance.cases.covering import Pairs, Triples, mixed
 from mla_conformance.cases.space import ClassOf, Row, Space, held
-from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""

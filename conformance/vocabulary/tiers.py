@@ -4,10 +4,9 @@ import textwrap
 from collections.abc import Iterator
 from itertools import chain
 
-from mla_conformance.cases.covering import Pair, Pairs
+from mla_conformance.cases.covering import Pair, Pairs, Triples
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import ClassOf
-from mla_conformance.cases.triples import Triples
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed

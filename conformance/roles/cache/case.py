@@ -22,7 +22,19 @@ from mla_conformance.cases.dimensions import (
     storage,
 )
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import (
+    NOTHING,
+    Only,
+    Row,
+    Rule,
+    Space,
+    counted,
+    exactly,
+    measured,
+    never,
+    plain,
+    values,
+)
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -111,7 +123,12 @@ _GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised wh
 _TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED_FORMATS[name].scales == "float32")
 _NO_SMALL = tuple(name for name in LATENT_CACHES if name in SMALL_DIFFER)
 _RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
-_LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+_LENGTHS = Numbers(
+    {
+        label: batches.LONGEST.parts[label]
+        for label in ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+    }
+)
 _RUNS = ("1", "page", "part of a page")
 _SHARES = ("all", "one", "half", "none")
 """Tokens of the longest request that are asked for; those before them are there already, or are left out."""
@@ -124,24 +141,16 @@ def _share(case: CacheCase) -> str:
     return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
 
 
-def _longest(case: CacheCase) -> str | None:
-    label = batches.LONGEST.class_of(max(batches.totals(case)))
-    return label if label in _LENGTHS else None
-
-
 def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
-def _members(row: Row, draw: Draw) -> Iterator[tuple[int, int]]:
-    """Pages and lengths of the longest request."""
-    for page in draw.some(batches.PAGES, row["page"]):
-        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw):
-            yield page, longest
-
-
 def _fields(row: Row, draw: Draw) -> Fields:
-    page, longest = first(_members(row, draw))
+    page, longest = first(
+        (page, longest)
+        for page in draw.some(batches.PAGES, row["page"])
+        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw)
+    )
     requests, asked = draw.of(batches.REQUESTS, row["requests"]), _asked(row["share"], longest)
     equal = row["others"] == "equal"
     whole = [longest] * requests if equal else batches.contexts_of(row["others"], requests, longest - 1, draw)
@@ -151,10 +160,6 @@ def _fields(row: Row, draw: Draw) -> Fields:
     run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
     listed = {"topk": draw.of(COLUMNS, row["columns"])} if row["columns"] != NOTHING else {}
     return {"q": q, "kv": kv, "page": page, "interleave": run, **listed, **spare_blocks(row, page, draw)}
-
-
-def _others(case: CacheCase) -> str:
-    return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
 
 
 CACHE = Space(
@@ -175,8 +180,8 @@ CACHE = Space(
         replace(DTYPE, only=_ENTRIES),
         values("latents", "latents", *LATENTS, only=_ENTRIES),
         batches.NUMBER,
-        measured("others", ("shorter", "alone", "equal"), _others),
-        measured("longest", _LENGTHS, _longest),
+        measured("others", ("shorter", "alone", "equal"), lambda case: batches.alike(batches.totals(case))),
+        counted("longest", _LENGTHS, lambda case: max(batches.totals(case))),
         batches.TOTALS[1],
         *batches.pages(),
         measured("share", _SHARES, _share),
@@ -189,7 +194,7 @@ CACHE = Space(
         ),
         numbers("ratio", "ratio", _RATIOS, _COMPRESSED),
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
-        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS),
+        counted("columns", COLUMNS, lambda case: case.topk, _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
         replace(ROW_LAYOUT, only=_WRITTEN),
         *storage(most=15),

@@ -13,7 +13,7 @@ from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Row, Rule, Space, counted, exactly, measured, never, plain, values
 from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
 
 LATENTS = (
@@ -128,9 +128,9 @@ def _new(case: LayerCase) -> list[tuple[int, int]]:
     return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
 
 
-def _chunks(case: LayerCase) -> str | None:
+def _chunks(case: LayerCase) -> int:
     contexts = [kv for _, kv in _new(case)]
-    return CHUNKS.class_of(len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page)))
+    return len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page))
 
 
 @dataclass(frozen=True)
@@ -269,16 +269,13 @@ LAYER = Space(
         *dimensions.ranks(),
         batches.NUMBER,
         measured(
-            "queries",
-            batches.DECODE_QUERIES,
-            lambda case: batches.query_class(case.decode_queries),
-            WITH_DECODES,
+            "queries", batches.DECODE_QUERIES, lambda case: batches.query_class(case.decode_queries), WITH_DECODES
         ),
-        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), WITH_PREFILLS),
+        counted("tokens", TOKENS, lambda case: max(new for new, _ in _new(case)), WITH_PREFILLS),
         measured("others", batches.OTHERS, batches.others_class),
         *batches.TOTALS,
         *batches.pages(),
-        measured("chunks", CHUNKS, _chunks, WITH_PREFILLS),
+        counted("chunks", CHUNKS, _chunks, WITH_PREFILLS),
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),

@@ -9,9 +9,21 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, by_length, numbers
+from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import (
+    NOTHING,
+    Only,
+    Row,
+    Rule,
+    Space,
+    by_length,
+    counted,
+    measured,
+    never,
+    plain,
+    values,
+)
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -120,9 +132,7 @@ _QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
 
 
 def _others(lengths: Lengths) -> str:
-    if len(lengths) == 1:
-        return "alone"
-    return "empty" if 0 in lengths else "equal" if len(set(lengths)) == 1 else "shorter"
+    return "empty" if 0 in lengths and len(lengths) > 1 else batches.alike(lengths)
 
 
 _BESIDE = ("shorter", "equal", "empty")
@@ -209,25 +219,20 @@ PREFILL = Space(
         batches.MEASURED_HEADS,
         batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
-        by_length("tokens", TOKENS, TOKENS.class_of, lambda case: case.q),
-        by_length("tile", batches.TILE_CLASSES, batches.tile_class, lambda case: case.q),
+        by_length("tokens", TOKENS, lambda case: case.q),
+        by_length("tile", batches.TILE, lambda case: case.q),
         measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
-        by_length("context", batches.LONGEST, batches.LONGEST.class_of, lambda case: case.kv, _CONTEXT),
+        by_length("context", batches.LONGEST, lambda case: case.kv, _CONTEXT),
         measured(
             "context tile",
-            batches.TILE_CLASSES,
+            batches.TILE.labels,
             lambda case: batches.tile_class(max(case.kv)),
             _CONTEXT,
             lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,
         ),
         values("planner", "planner", *PLANNERS, only=_CHUNKED),
         batches.pages(_CHUNKED)[0],
-        measured(
-            "chunks",
-            CHUNKS,
-            lambda case: CHUNKS.class_of(_count(case.planner, case.kv, case.workspace, case.page)),
-            _CHUNKED,
-        ),
+        counted("chunks", CHUNKS, lambda case: _count(case.planner, case.kv, case.workspace, case.page), _CHUNKED),
         values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
         plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
         values("quant", "quant", "none", "fp8", only=_NEW),

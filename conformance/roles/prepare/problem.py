@@ -119,7 +119,7 @@ def golden_prepared(problem: Problem) -> GoldenPrepared:
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
-    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.norm_eps)
+    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.eps / 1e6)
     factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
     return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
 
@@ -268,7 +268,7 @@ PREPARE = RoleDefinition(
             hadamard=case.hadamard,
             scale_format=case.scales,
             fold_scales=case.fold,
-            eps=case.norm_eps,
+            eps=case.eps / 1e6,
         )
     },
     golden=golden_prepared,

@@ -12,7 +12,7 @@ from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, ROOM, SCALE, numbers
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
@@ -213,9 +213,9 @@ SPARSE_LAYER = Space(
         values("dtype", "dtype", "bf16", "fp16"),
         numbers("heads", "heads", _HEADS),
         numbers("ranks", "tp", _RANKS),
-        measured("requests", _REQUESTS, lambda case: _REQUESTS.class_of(len(case.q))),
-        measured("queries", _QUERIES, lambda case: _QUERIES.class_of(max(case.q[: case.decodes])), WITH_DECODES),
-        measured("tokens", _TOKENS, lambda case: _TOKENS.class_of(max(case.q[case.decodes :])), WITH_PREFILLS),
+        counted("requests", _REQUESTS, lambda case: len(case.q)),
+        counted("queries", _QUERIES, lambda case: max(case.q[: case.decodes]), WITH_DECODES),
+        counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), WITH_PREFILLS),
         measured("selected", _SELECTED.values(), lambda case: _SELECTED.get((case.index_heads, case.topk))),
         measured("keys", _KEYS, _keys),
         numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),
