@@ -1,7 +1,6 @@
-"""The case: a frozen value of small numbers and names whose id is also its query and its replay key.
+"""The case: a frozen value of small numbers and names whose id is also its query and its replay key. No torch.
 
-Here stands what all roles have in common; ``prefill``, ``decode`` and ``layer`` hold the fields and rules of each.
-No tensor and no torch: a case is written into journals, file names and bug reports.
+Here stands what all roles have in common; the ``case.py`` of each holds its fields and rules.
 """
 
 import hashlib
@@ -74,9 +73,9 @@ FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k
 
 
 def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool = False) -> Any:
-    """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it.
+    """A field with one of the ``allowed`` values, or with several ``joined`` by +, which requests have in turn.
 
-    It may have several ``joined`` by +, which requests have in turn.
+    ``means`` is what docs/case-ids.md says of it.
     """
     law = {"joined": True} if joined else {}
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
@@ -174,15 +173,14 @@ class Case(ABC):
 
     def __post_init__(self) -> None:
         if not self.call:
-            object.__setattr__(self, "call", self.capability if self.capability in CLASSES else Call.NEW_TOKENS)
+            object.__setattr__(self, "call", _usual_call(self.capability))
         if self.call not in self.calls:
             raise CaseError(f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}")
         for part in _fields(type(self)):
             _require_value(part.name, getattr(self, part.name), part.metadata)
         dimensions_of(self.dims)
-        if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
-            lengths = f"q={list(self.q)} kv={list(self.kv)}"
-            raise CaseError(f"expected one non-negative length per request, got {lengths}")
+        if not self.q or min(self.q + self.kv) < 0:
+            raise CaseError(f"expected one non-negative length per request, got q={list(self.q)} kv={list(self.kv)}")
         if self.call != Call.NEW_TOKENS and len(self.kv) != len(self.q):
             lengths = f"q={list(self.q)} kv={list(self.kv)}"
             raise CaseError(f"{self.call} expects one context length per request, got {lengths}")
@@ -198,14 +196,11 @@ class Case(ABC):
 
     @staticmethod
     def of(*, capability: str, call: str = "", **values: Any) -> "Case":
-        """The case with these fields, of the role that its call belongs to.
+        """The case with these fields, of the role that its call belongs to, else CaseError.
 
         A field that only other roles have may be given at its default, and is dropped.
-
-        Raises:
-            CaseError: an unknown call or field, a field of another role, or a value that does not fit.
         """
-        call = call or (capability if capability in CLASSES else Call.NEW_TOKENS)
+        call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
         if not values.keys() <= FIELDS.keys():
@@ -225,11 +220,7 @@ class Case(ABC):
     @staticmethod
     @lru_cache(maxsize=2**14)  # the same ids are read again from lists, journals and reports
     def parse(text: str) -> "Case":
-        """The case with this id.
-
-        Raises:
-            CaseError: malformed text, an unknown field, or a value that does not fit.
-        """
+        """The case with this id; CaseError if it is malformed or a value does not fit."""
         capability, separator, rest = text.strip().partition(":")
         if not separator:
             raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…'")
@@ -237,11 +228,7 @@ class Case(ABC):
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Case":
-        """The case that :meth:`to_json` wrote.
-
-        Raises:
-            CaseError: another format, an unknown field, or a value that does not fit.
-        """
+        """The case that :meth:`to_json` wrote, else CaseError."""
         values = dict(data)
         if values.pop("format", None) != CASE_FORMAT:
             raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
@@ -269,11 +256,15 @@ class Case(ABC):
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
-        call = self.capability if self.capability in CLASSES else Call.NEW_TOKENS
-        usual = {**self.defaults(), "call": call, "capability": self.capability, "q": (), "kv": ()}
-        reported = (
-            f"{name}={format_value(getattr(self, name))}" for name in usual if getattr(self, name) != usual[name]
-        )
+        usual = {
+            **self.defaults(),
+            "call": _usual_call(self.capability),
+            "capability": self.capability,
+            "q": (),
+            "kv": (),
+        }
+        told = ((name, getattr(self, name)) for name in usual)
+        reported = (f"{name}={format_value(value)}" for name, value in told if value != usual[name])
         return f"{self.capability}:{';'.join(reported)}"
 
     @property
@@ -364,10 +355,9 @@ class Case(ABC):
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""
-        lengths: dict[str, Any] = {
-            name: tuple(n + more for n in reversed(getattr(self, name))) for name, more in self.longer.items()
-        }
-        return replace(self, **lengths, seed=self.seed + 1)
+        longer = {name: tuple(n + more for n in getattr(self, name)[::-1]) for name, more in self.longer.items()}
+        changes: dict[str, Any] = {**longer, "seed": self.seed + 1}
+        return replace(self, **changes)
 
     def without(self, requests: range) -> dict[str, Any]:
         """The fields that differ without these requests."""
@@ -379,16 +369,16 @@ _fields = cache(fields)
 FIELDS |= {part.name: part.type for part in _fields(Case)}
 
 
+def _usual_call(capability: str) -> str:
+    return capability if capability in CLASSES else Call.NEW_TOKENS
+
+
 def digest_of_id(id: str) -> str:
     return hashlib.sha256(f"{CASE_FORMAT}|{id}".encode()).hexdigest()[:12]
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """The fields written as in an id, ``field=value;…``.
-
-    Raises:
-        CaseError: an unknown field, an empty one, one that stands twice, or a value of another type.
-    """
+    """The fields written as in an id, ``field=value;…``, else CaseError."""
     pairs = [pair.partition("=") for pair in text.split(";")] if text else []
     if not all(name for name, _, _ in pairs):
         raise CaseError(f"malformed case fields {text!r}: expected 'field=value' between semicolons")

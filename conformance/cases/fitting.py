@@ -23,36 +23,23 @@ MOST_TRIPLES, _MOST_TRIES = 500, 1500
 
 @dataclass(frozen=True)
 class HeldTriples:
-    """Triples of classes of a region, numbers of them.
+    """Numbers of triples of classes of a region."""
 
-    Attributes:
-        claimed: whose classes are supported two by two, as far as the device is asked for them.
-        before: that are held by rows for pairs.
-        held: that rows for triples hold as well.
-        vain: that were tried, and no row was found that is supported and of the device's size.
-    """
-
-    claimed: int
-    before: int
-    held: int
-    vain: int
+    claimed: int  # whose classes are supported two by two, as far as the device is asked for them
+    before: int  # that are held by rows for pairs
+    held: int  # that rows for triples hold as well
+    vain: int  # that were tried, and no row was found that is supported and of the device's size
 
 
 @dataclass
 class Region:
-    """What a kernel declares of a space.
-
-    Attributes:
-        space: the space.
-        rows: rows of cases that it supports, and those of their other requests.
-        cases: for those of them that hold pairs which no listed case holds, and for triples behind them.
-        triples: what is held of them, if they were asked for.
-    """
+    """What a kernel declares of a space."""
 
     space: Space
-    rows: list[Row]
+    rows: list[Row]  # of cases that it supports, and those of their other requests
+    # those that hold pairs which no listed case holds, and for triples behind them
     cases: list[Case] = field(default_factory=list)
-    triples: HeldTriples | None = None
+    triples: HeldTriples | None = None  # what is held of them, if they were asked for
 
     @property
     def classes(self) -> Mapping[str, list[str]]:
@@ -73,19 +60,12 @@ def fit(
     triples: bool = False,
     salt: str = "",
 ) -> Region:
-    """The region of a kernel, found by asking.
+    """The region of a kernel, found by asking what it ``supports`` beside the cases that everybody is asked.
 
-    Args:
-        space: of the kernel's role.
-        listed: cases that everybody is asked.
-        supports: what it says of cases.
-        reachable: the pairs that rows of the device's size hold.
-        light: which cases are of the device's size; others are taken where a pair needs them.
-        triples: whether they are fitted as well.
-        salt: what the members of rows are drawn with beside the row.
+    Its pairs are those that rows of the device's size can hold; cases that are not ``light`` are taken where a pair
+    needs them. The members of rows are drawn with the salt.
     """
-    asked = supports(listed)
-    cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
+    cases = list(compress(listed, supports(listed)))
     if not cases:
         return Region(space, [])
     fitting = _Fitting(space, cases, supports, reachable, light, salt)
@@ -95,8 +75,6 @@ def fit(
 
 
 class _Fitting:
-    """Finding further rows; what is refused once is not asked again."""
-
     def __init__(
         self,
         space: Space,
@@ -126,7 +104,6 @@ class _Fitting:
             self._find_pairs(left)
 
     def _add(self, case: Case) -> list[Row]:
-        """Take the rows of a supported case."""
         first, *further = rows = list(self.region.space.rows((case,)))
         self.region.rows += rows
         known = set(held(first))
@@ -176,7 +153,6 @@ class _Fitting:
         self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
 
     def _without_held(self, pairs: Pairs) -> Triples:
-        """The triples of pairs that no row holds."""
         found = Triples(pairs)
         for row in self.region.rows:
             found.drop(row)

@@ -32,11 +32,7 @@ class Shard:
 
     @staticmethod
     def of(text: str, cases: Sequence[str], seconds: Mapping[str, float] | None = None) -> "Shard":
-        """The part ``i/n`` of a list, balanced by measured ``seconds`` by case id, or by the number of cases.
-
-        Raises:
-            InputError: malformed, or more parts than cases.
-        """
+        """The part ``i/n`` of a list, balanced by measured ``seconds`` by case id, or by the number of cases."""
         numbers = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         index, count = map(int, numbers.groups()) if numbers else (0, 0)
         if not 1 <= index <= count:
@@ -72,11 +68,7 @@ class Extent(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Extent":
-        """The extent that is written as ``2000``, ``90s``, ``10m`` or ``1h``.
-
-        Raises:
-            InputError: something else, or more than anybody waits for.
-        """
+        """The extent that is written as ``2000``, ``90s``, ``10m`` or ``1h``."""
         found = re.fullmatch("([0-9]{1,9})([smh]?)", text)
         number, unit = (int(found[1]), found[2]) if found else (-1, "")
         extent = Extent(seconds=number * _UNITS[unit]) if unit else Extent(draws=number)

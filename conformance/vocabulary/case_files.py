@@ -41,13 +41,7 @@ def read_cases(folder: Path) -> tuple[Case, ...]:
 
 
 def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None) -> None:
-    """Write a case into a file of its own, with its folder.
-
-    Args:
-        path: the file.
-        case: the case.
-        observed: what else is known of the call that it stands for; for people, not read back.
-    """
+    """Write a case into a file of its own, with its folder; what else is ``observed`` is for people, not read back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"id": case.id, "case": case.to_json(), **({"observed": observed} if observed else {})}
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
