@@ -4,16 +4,16 @@ Lengths are total ones, new tokens included, since those are what tiles, pages a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import cycle, islice
+from typing import NamedTuple
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.classes import PLAIN, SOME, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import (
     ALWAYS,
-    NOTHING,
     Dimension,
     Only,
     Row,
@@ -219,14 +219,13 @@ BEYOND = {"alone": 0, "no context": 1, "equal": 1, "shorter": 2}
 """Tokens of the longest request beyond its new ones that it has at least beside others of a class."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Heads, query tokens, page and longest request of a batch."""
+class Shape(NamedTuple):
+    """Of a batch."""
 
     heads: int
     queries: Lengths
     page: int
-    longest: int
+    longest: int  # tokens of its longest request
 
 
 def shapes(
@@ -241,7 +240,6 @@ def shapes(
     *,
     draw: Draw = PLAIN,
 ) -> Iterator[Shape]:
-    """Those of these classes; ``page`` and ``last`` as for a batch whose keys lie in no pages."""
     for tokens, number in rows_and_heads(queries, heads, product, draw):
         for size in draw.some(PAGES, page):
             for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last, draw):
@@ -254,6 +252,11 @@ PAGED_SHAPE = (*SHAPE, "page", "last page")
 
 def _exists(*classes: str) -> bool:
     return next(shapes(*classes), None) is not None
+
+
+def most_queries(queries: str) -> int:
+    """Of a request, in the case that stands for a class."""
+    return max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries)
 
 
 def _long_enough(queries: str, others: str, longest: str, tile: str) -> bool:
@@ -325,8 +328,7 @@ LONE_PADDING = never(
 
 
 def shapes_of(row: Row, draw: Draw) -> Iterator[Shape]:
-    names = SHAPE if row.get("page", NOTHING) == NOTHING else PAGED_SHAPE
-    return shapes(*(row[name] for name in names), draw=draw)
+    return shapes(*(row[name] for name in (PAGED_SHAPE if row.get("page") else SHAPE)), draw=draw)
 
 
 def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
@@ -340,8 +342,8 @@ def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
         most = shape.longest - max(shape.queries) - 1
         kv = contexts_of(row["others"], requests, most, draw)
         kv[longest] = shape.longest - q[longest]
-    paged = row.get("page", NOTHING) != NOTHING
-    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if paged else {})}
+    paged = {"page": shape.page} if row.get("page") else {}
+    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **paged}
 
 
 def decodes_of(row: Row, requests: int, draw: Draw) -> int:

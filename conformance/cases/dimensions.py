@@ -6,7 +6,7 @@ from typing import Any
 from mla_conformance.cases import batches, space
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
-from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers
+from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
@@ -163,9 +163,14 @@ def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, i
             yield shape, columns
 
 
+def paged_batch(call: str, row: Row, draw: Draw) -> Fields:
+    """The fields of a row whose shape follows from its lengths and pages alone."""
+    shape = first(batches.shapes_of(row, draw))
+    return {"call": call, **batches.batch_fields(row, shape, draw), **spare_blocks(row, shape.page, draw)}
+
+
 def _rows(requests: str, queries: str) -> int:
-    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries)
-    return batches.REQUESTS.first(requests) * most
+    return batches.REQUESTS.first(requests) * batches.most_queries(queries)
 
 
 SCORES_RULE = Rule(

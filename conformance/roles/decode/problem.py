@@ -83,8 +83,6 @@ class DecodeCall(AttentionCall):
 
 
 class DecodeBatch(CachedBatch[DecodeCase]):
-    """The batch of a decode case, before and after its tokens are dealt out to ranks."""
-
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""

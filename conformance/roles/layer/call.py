@@ -1,7 +1,7 @@
 """A call of a layer, and its weights as a model holds them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -44,8 +44,7 @@ class PackedLinear:
 class LayerCall(CallOfARank):
     """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
 
-    Attributes:
-        rank: its heads are that rank's, and its requests and cache what that rank holds.
+    Its heads are those of its rank, and its requests and cache what that rank holds.
     """
 
     query: torch.Tensor  # [T, N·(P + R)], as handed over
@@ -57,6 +56,8 @@ class LayerCall(CallOfARank):
     padding: int  # rows of padding behind it; -1 where no graph is used
     padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
+    written: Mapping[str, CacheImage]
+    case: LayerCase
 
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
 
@@ -67,15 +68,7 @@ class LayerCall(CallOfARank):
     @property
     def image(self) -> CacheImage:
         """The cache before the call, and what it must hold after it."""
-        image = self.written["kv_cache"]
-        assert isinstance(image, CacheImage)
-        return image
-
-    @property
-    def case(self) -> LayerCase:
-        case = self.image.case
-        assert isinstance(case, LayerCase)
-        return case
+        return self.written["kv_cache"]
 
     @property
     def returns_lse(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice, product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
@@ -87,7 +87,7 @@ class LayerCase(CachedCase):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.decodes > len(self.q):
-            yield (f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}")
+            yield f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}"
         longest, prefills = max(self.decode_queries, default=1), self.q[self.decodes :]
         if self.order == Order.DECODES_FIRST and min(prefills, default=longest + 1) <= longest:
             yield (
@@ -124,7 +124,6 @@ _SHORT = 17
 
 
 def _new(case: LayerCase) -> list[tuple[int, int]]:
-    """New tokens and context of the requests that prefill."""
     return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
 
 
@@ -133,8 +132,7 @@ def _chunks(case: LayerCase) -> int:
     return len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page))
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """What the shape of a batch follows from."""
 
     queries: Lengths  # query tokens of its decodes, over and over; none without decodes
@@ -148,7 +146,6 @@ _SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "
 
 
 def _batches(*classes: str, draw: Draw = PLAIN) -> Iterator[_Batch]:
-    """Of these classes of `_SHAPE`."""
     order, queries, tokens, others, chunks, longest, tile, page, last = classes
     patterns = batches.query_tokens(queries, draw) if queries else ((),)
     for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
@@ -176,12 +173,7 @@ def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
     return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
 
 
-def _exists(*classes: str) -> bool:
-    return next(_batches(*classes), None) is not None
-
-
 def _heads(heads: str, ranks: str, draw: Draw = PLAIN) -> list[int]:
-    """Heads that so many ranks have equal shares of."""
     shares = draw.of(dimensions.RANKS, ranks, "ranks")
     return [number for number in draw.some(batches.HEADS, heads) if number % shares == 0]
 
@@ -196,8 +188,7 @@ def _longer(order: str, queries: str, tokens: str) -> bool:
     """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
         return True
-    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries or "1")
-    return TOKENS.first(tokens) > most
+    return TOKENS.first(tokens) > batches.most_queries(queries or "1")
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
@@ -324,7 +315,7 @@ LAYER = Space(
         ),
         batches.IN_BOTH,
         *batches.END_RULES,
-        Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
+        Rule("no batch has such lengths and chunks", _SHAPE, lambda *classes: any(_batches(*classes)), always=True),
     ),
     shape=_fields,
     small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64",)},

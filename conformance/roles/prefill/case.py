@@ -166,7 +166,6 @@ def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Len
 
 
 def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
-    """Workspaces in which so many chunks are planned."""
     with_context, whole = sum(map(bool, contexts)), sum(contexts)
     for number in draw.some(CHUNKS, chunks):
         share = -(-max(contexts) // number)
@@ -191,13 +190,12 @@ def _fields(row: Row, draw: Draw) -> Fields:
     contexts = _spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
     if row["chunks"] == NOTHING:
         return {**fields, "kv": contexts}
-    return {**fields, "kv": contexts, **first(_plans(row, contexts, draw))}
-
-
-def _plans(row: Row, contexts: Lengths, draw: Draw) -> Iterator[Fields]:
-    for page in draw.some(batches.PAGES, row["page"]):
-        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw):
-            yield {"page": page, "workspace": room}
+    plans = (
+        {"page": page, "workspace": room}
+        for page in draw.some(batches.PAGES, row["page"])
+        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw)
+    )
+    return {**fields, "kv": contexts, **first(plans)}
 
 
 _BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}

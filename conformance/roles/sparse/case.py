@@ -73,7 +73,6 @@ class SparseCase(CachedCase):
 
     @property
     def holds_codes(self) -> bool:
-        """Whether either cache stores codes."""
         return super().holds_codes or self.extra not in ("none", "auto")
 
     @property
