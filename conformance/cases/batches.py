@@ -134,7 +134,6 @@ TOTALS = (by_length("longest", LONGEST, totals), by_length("tile", TILE, totals)
 
 
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
-    """Heads, these first, query tokens of these classes, requests and lengths."""
     return (
         replace(MEASURED_HEADS, classes={label: {} for label in (usual_heads, *HEADS.parts)}),
         measured("queries", queries, lambda case: query_class(case.q)),
@@ -159,7 +158,6 @@ _SCANNED = 1024
 
 
 def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Tokens of a page, and how full the longest request leaves its last one."""
     return (
         counted("page", PAGES, lambda case: case.page, only),
         by_length("last page", LAST_PAGE, lambda case: [(total, case.page) for total in totals(case)], only),
@@ -168,7 +166,6 @@ def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 @cache
 def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Sequence[int]:
-    """The first few of these lengths that leave so much of a tile and of a page."""
     found = (n for n in numbers[:_SCANNED] if tile_class(n) == tile and last_page(n, page) == last)
     return tuple(islice(found, SOME))
 
@@ -191,7 +188,6 @@ def drawn_in_tile(
 
 
 def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -> Sequence[tuple[Lengths, int]]:
-    """Query tokens, over and over, and heads of these classes."""
     if draw:
         tokens: Sequence[Lengths] = query_tokens(queries, draw)
         pairs = ((q, number) for number in draw.some(HEADS, heads) for q in tokens)
@@ -201,7 +197,6 @@ def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -
 
 
 def query_tokens(queries: str, draw: Draw) -> Sequence[Lengths]:
-    """Query tokens of requests, over and over, of a class."""
     if queries != MIXED:
         return [(number,) for number in draw.some(QUERIES, queries)]
     drawn = (tuple(draw.near(1, 16, "mixed", n, k) for k in range(2 + draw.below(4, n))) for n in range(SOME))
@@ -220,8 +215,6 @@ BEYOND = {"alone": 0, "no context": 1, "equal": 1, "shorter": 2}
 
 
 class Shape(NamedTuple):
-    """Of a batch."""
-
     heads: int
     queries: Lengths
     page: int
@@ -332,7 +325,6 @@ def shapes_of(row: Row, draw: Draw) -> Iterator[Shape]:
 
 
 def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
-    """Heads, page, new tokens and context of a row in a shape."""
     requests = draw.of(REQUESTS, row["requests"])
     q = tuple(islice(cycle(shape.queries), requests))
     longest = place_of_longest(q, draw)

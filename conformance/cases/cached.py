@@ -14,8 +14,6 @@ _USUAL_PAGE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCase(Case):
-    """A question over a paged cache."""
-
     cache: str = one_of(CACHES, "auto", "layout of the latent cache")
     kscale: int = at_least(1, 13000, "scale of an fp8 cache in millionths; handed over with every layout")
     scales: str = one_of(

@@ -29,8 +29,6 @@ CASE_FORMAT = 1
 
 
 class Call(StrEnum):
-    """Which entry of the interface a case drives."""
-
     NEW_TOKENS = "new_tokens"
     CONTEXT_CHUNK = "context_chunk"
     CHUNKED_CONTEXT = "chunked_context"
@@ -54,8 +52,6 @@ class Call(StrEnum):
 
 
 class Layout(StrEnum):
-    """Memory layout of the operands."""
-
     KV_B_PROJ = "kv_b_proj"
     """v is the second half of a kv_b_proj output, as in a model."""
     PACKED = "packed"
@@ -239,7 +235,6 @@ class Case(ABC):
         return Case.of(**{name: from_plain(name, FIELDS[name], value) for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """All fields of the role, tuples as lists, with the format's version."""
         values = {name: getattr(self, name) for name in self.defaults()}
         return {"format": CASE_FORMAT, **values, "q": list(self.q), "kv": list(self.kv)}
 
@@ -360,7 +355,6 @@ class Case(ABC):
         return replace(self, **changes)
 
     def without(self, requests: range) -> dict[str, Any]:
-        """The fields that differ without these requests."""
         kept = [index for index in range(len(self.q)) if index not in requests]
         return {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
 

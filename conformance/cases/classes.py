@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers in classes."""
-
     # by the name of a class, its members, a range or a tuple each; the first class that holds a number counts
     parts: Mapping[str, Sequence[Sequence[int]]]
     most: int = 2**31  # the largest that is drawn
@@ -48,7 +46,6 @@ class Numbers:
 
     @cached_property
     def some(self) -> Mapping[str, Sequence[int]]:
-        """The first members of each class, which are tried where something else decides as well."""
         return {label: tuple(islice(self.members(label), SOME)) for label in self.parts}
 
     @cached_property
@@ -63,7 +60,6 @@ class Numbers:
         return found
 
     def first(self, label: str) -> int:
-        """The member that stands for a class."""
         return self.some[label][0]
 
     def least(self, label: str) -> int:
@@ -83,8 +79,6 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """How members of classes are chosen."""
-
     key: str = ""  # a hash of it decides; without one it is always the first, which stands for its class
 
     def __bool__(self) -> bool:
@@ -121,7 +115,6 @@ class Draw:
         return self.pick(classes.favoured[label], label, *of)
 
     def some(self, classes: Numbers, label: str, *of: object) -> Sequence[int]:
-        """A few members of a class."""
         if not self.key:
             return classes.some[label]
         return tuple(dict.fromkeys(self.of(classes, label, each, *of) for each in range(SOME)))

@@ -66,7 +66,6 @@ class Pairs(Missing):
 
     @staticmethod
     def every(space: Space) -> "Pairs":
-        """All classes of every two dimensions."""
         found = Pairs(space)
         for number, (name, _) in enumerate(found.values):
             found.partners[number] = sum(1 << n for n, (other, _) in enumerate(found.values) if other != name)

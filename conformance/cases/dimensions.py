@@ -13,7 +13,6 @@ from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are numbers of one field."""
     labels: dict[str, Fields] = {label: {} for label in classes.parts}
     return Dimension(name, labels, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
 
@@ -134,7 +133,6 @@ NAMED = Labels(("whole tiles", "between", "one more", "one fewer"), lambda of: n
 
 
 def column_counts(longest: int, columns: str, length: str, whole: str, *, draw: Draw = PLAIN) -> Sequence[int]:
-    """Columns of these classes beside so long a request."""
     tried = (longest,) if length == "as many" else draw.some(COLUMNS, columns, longest)
     wanted = (columns, length, whole)
     return [n for n in tried if (COLUMNS.class_of(n), against(longest, n), named(longest, n)) == wanted]
@@ -227,8 +225,6 @@ def residues() -> Iterator[Dimension]:
         return measured(name, map(str, range(size)), lambda case: str(of(case) % size))
 
     def grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        """Nothing, one, all but one, or up to half of a group and more."""
-
         def rest_of(case: Case) -> str:
             rest = of(case) % size
             near = {0: "0", 1: "1", size - 1: "-1"}

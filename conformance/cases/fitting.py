@@ -23,8 +23,6 @@ MOST_TRIPLES, _MOST_TRIES = 500, 1500
 
 @dataclass(frozen=True)
 class HeldTriples:
-    """Numbers of triples of classes of a region."""
-
     claimed: int  # whose classes are supported two by two, as far as the device is asked for them
     before: int  # that are held by rows for pairs
     held: int  # that rows for triples hold as well
@@ -43,7 +41,6 @@ class Region:
 
     @property
     def classes(self) -> Mapping[str, list[str]]:
-        """Of each dimension, the classes that some supported row has, in the order of the dimension."""
         found = {value for row in self.rows for value in held(row)}
         return {
             each.name: [label for label in each.classes if (each.name, label) in found]

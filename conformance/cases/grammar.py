@@ -12,8 +12,6 @@ from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 
 class Data(StrEnum):
-    """What the values of a case's inputs are like."""
-
     NORMAL = "normal"
     NEEDLE = "needle"
     HOT_TAIL = "hot_tail"

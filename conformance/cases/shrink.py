@@ -33,7 +33,6 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _fewer_requests(case: Case) -> Iterator[dict[str, Any]]:
-    """Without half of the requests, a quarter, and so on down to one."""
     size = len(case.q) // 2
     while size:
         yield from (case.without(range(start, start + size)) for start in range(0, len(case.q), size))
@@ -48,7 +47,6 @@ def _shorter(case: Case, name: str, least: int) -> Iterator[dict[str, Any]]:
 
 
 def _smaller(value: int, least: int) -> Iterator[int]:
-    """The least value, then half of the way back to ``value``, a quarter, and so on to one less."""
     distance = value - least
     while distance > 0:
         yield value - distance

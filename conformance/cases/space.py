@@ -45,8 +45,6 @@ ALWAYS = Only()
 
 @dataclass(frozen=True)
 class Dimension:
-    """What varies."""
-
     name: str
     # the fields that each class stands for by itself, the plainest first; none where the batch's shape decides
     classes: Mapping[str, Fields]
@@ -68,8 +66,6 @@ class Dimension:
 
 
 def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are fields."""
-
     def class_of(case: Case) -> str | None:
         for label, fields in classes.items():
             if all(getattr(case, name) == value for name, value in fields.items()):
@@ -120,8 +116,6 @@ def by_length(
 
 @dataclass(frozen=True)
 class Rule:
-    """What excludes a row."""
-
     why: str  # in a sentence
     over: tuple[str, ...]  # dimensions
     holds: Callable[..., bool]  # whether classes of these go together
@@ -132,7 +126,6 @@ class Rule:
         return cache(self.holds)
 
     def allows(self, row: Row) -> bool:
-        """Whether a row that may still lack dimensions can go on."""
         classes = [row.get(name) for name in self.over]
         return None in classes or (NOTHING in classes and not self.always) or self._known(*classes)
 
@@ -142,15 +135,12 @@ def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:
 
 
 def never(why: str, together: Mapping[str, Sequence[str]]) -> Rule:
-    """The rule that no row has one of these classes of each of these dimensions."""
     classes = tuple(together.values())
     return Rule(why, tuple(together), lambda *labels: not all(map(contains, classes, labels)))
 
 
 @dataclass(frozen=True)
 class Space:
-    """The dimensions of a role's cases."""
-
     role: Role
     capability: str  # the one whose cases the covering arrays are
     dimensions: tuple[Dimension, ...]  # what varies; one that depends on another stands behind it

@@ -46,7 +46,6 @@ def work_of(case: Case) -> float:
 
 
 def _key_width(case: Case) -> int:
-    """Elements of a key; what a decode reads is shared by its heads."""
     return sum(case.latent_dims) if isinstance(case, CachedCase) and case.role in _DECODES else case.sizes.key
 
 

@@ -60,8 +60,6 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleDefinition:
-    """A role; by default one that asks for attention."""
-
     role: Role  # its name
     # makes the calls of a case, given the case, a device and a salt that is drawn with beside the case
     batch: Callable[[Any, torch.device, str], Any]
@@ -94,7 +92,6 @@ class RoleDefinition:
                     raise TypeError(f"{call.interface.__name__}: expected a method {missing[0]}, got none")
 
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
-        """What a case asks of a class; some of it otherwise."""
         told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
         if missing := [name for name in self.config._fields if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
@@ -132,7 +129,6 @@ class RoleDefinition:
 
 
 def _require_operands(call: KernelCall) -> None:
-    """Refuse an entry that has no operand for what is handed over, or no form of it."""
     where = f"{call.interface.__name__}.{call.entry}"
     entry = getattr(call.interface, call.entry, None)
     if entry is None:

@@ -54,7 +54,6 @@ def digest_of(fitted: Iterable[str], listed: Iterable[str] | None = None) -> str
 
 
 def could_be_fitted(id: str) -> bool:
-    """Whether a case is of a covering array's capability and of classes alone."""
     try:
         case = Case.parse(id)
     except CaseError:

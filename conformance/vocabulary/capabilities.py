@@ -55,8 +55,6 @@ class CapabilityError(ValueError):
 
 
 class Tier(StrEnum):
-    """How many of the cases are run."""
-
     SMOKE = "smoke"
     """The first cases of each capability, those that killed known defects, and every value of what is combined."""
     FULL = "full"
@@ -71,8 +69,6 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True)
 class Capability:
-    """One entry of the vocabulary."""
-
     name: str  # as in ids, markers and reports
     clause: str  # clause of SPEC.md that the definition rests on
     definition: str  # one sentence
@@ -173,7 +169,6 @@ def counted(space: Space, tier: Tier) -> Iterator[Case]:
 
 
 def counts(capability: str) -> bool:
-    """Whether cases of a capability are judged by one right call anywhere."""
     entry = find_capability(capability)
     return entry.procedure == CONFORMS and not (entry.needs_cuda or entry.large)
 

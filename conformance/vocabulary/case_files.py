@@ -18,7 +18,6 @@ class _CaseFile(msgspec.Struct):
 
 
 def read_case(path: Path) -> Case:
-    """The case of a file that :func:`write_case` wrote."""
     file = decode(read_text(path), _CaseFile, str(path))
     try:
         case = Case.from_json(file.case)

@@ -121,7 +121,6 @@ def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict
 
 
 def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, Any]:
-    """The fields that give a case these lengths."""
     decodes: dict[str, Any] = {}
     if hasattr(case, "decodes"):
         many = len(q) if case.decodes == len(case.q) else 0 if not case.decodes else draw.below(len(q), "decodes")
@@ -155,7 +154,6 @@ def grid_cases(space: Space, classes: Mapping[str, Sequence[str]]) -> list[Case]
 
 
 def _in_cell(space: Space, classes: Mapping[str, Sequence[str]], heads: int, cell: dict[str, str]) -> Iterator[Case]:
-    """Cases with so many heads in the classes of a cell."""
     wanted = {**cell, **({"heads": str(batches.HEADS.class_of(heads))} if heads else {})}
     if any(label not in classes[name] for name, label in wanted.items()):
         return

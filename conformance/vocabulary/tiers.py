@@ -54,6 +54,5 @@ def excluded_lines() -> Iterator[str]:
 
 
 def wrapped(text: str, indent: int) -> list[str]:
-    """Lines of a text, as wide as a terminal."""
     first, further = " " * indent, " " * (indent + 2)
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)

@@ -74,7 +74,6 @@ class CacheCase(CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond plain entries in pages of 64, one by one, on one rank."""
         return (
             f"page_{self.page}" if self.page != _USUAL_PAGE else "",
             self.cache if self.call not in COMPUTES and self.cache != "auto" else "",

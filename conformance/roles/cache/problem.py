@@ -100,7 +100,6 @@ class CacheBatch(LatentBatch[CacheCase]):
         return write_pages(self, form, self.entries[rows], (*lengths, *(0,) * self.case.pad))
 
     def _write(self, rank: int) -> Arguments:
-        """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
@@ -117,7 +116,6 @@ class CacheBatch(LatentBatch[CacheCase]):
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
 
     def _gather(self, rank: int) -> Arguments:
-        """Of entries from a token on; rows of padding are requests without any."""
         case, starts = self.case, start_loc(self.totals)
         pages = self._pages(torch.arange(starts[-1]), self.totals)
         firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]

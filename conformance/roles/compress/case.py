@@ -51,7 +51,6 @@ class CompressCase(CacheOperation):
 
     @property
     def columns(self) -> int:
-        """C · D, columns of a token's key state and of its scores."""
         return self.head_dim * (2 if self.overlap else 1)
 
     def steps(self) -> Iterator[dict[int, range]]:
@@ -73,7 +72,6 @@ class CompressCase(CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond normalised entries of 4 tokens in pages of 64, each group by itself."""
         return (
             self.dtype if self.dtype != "bf16" else "",
             f"inputs_{self.inputs}" if self.inputs != "float32" else "",
@@ -130,7 +128,6 @@ def _chunks(case: CompressCase) -> str:
 
 
 def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
-    """New tokens of the first request, and those before them."""
     size = draw.of(_RATIOS, ratio, "ratio")
     groups = (*(draw.near(1, _MOST_BEFORE // size, n) for n in range(2)),) if draw else _GROUPS
     starts = [0] if before == "nothing" else [n * size + rest for n in groups for rest in range(size)]

@@ -68,8 +68,6 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
 
 @dataclass(frozen=True)
 class CompressStep:
-    """One of a compressor's calls."""
-
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
     metadata: CompressMetadata  # of its batch
@@ -98,7 +96,6 @@ class CompressCall(CacheCall):
 
 
 def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
-    """Of key states and scores."""
     return dtype if case.inputs == "model" else torch.float32
 
 
@@ -121,7 +118,6 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """[P, R] float32, cosines and sines of every position that there is."""
         rotation = Rotation.plain(self.case.rope_dim, interleaved=True)
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
@@ -162,7 +158,6 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def _pages(self) -> Pages:
-        """Of entries, in whose place is poison."""
         empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
         form = PageForm("auto", self.case.page, _GUARDS)
         return write_pages(self, form, empty, (*self._entries, *(0,) * self.case.pad))
@@ -190,7 +185,6 @@ class CompressBatch(Draw[CompressCase]):
         return entry.values - error, entry.values + error
 
     def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> CompressStep:
-        """The call of these tokens of these requests, and of padding behind them."""
         case, starts, requests = self.case, start_loc(self.case.totals), list(step)
         rows = torch.cat([torch.arange(tokens.start, tokens.stop) + starts[each] for each, tokens in step.items()])
         positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])

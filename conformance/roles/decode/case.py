@@ -13,8 +13,6 @@ from mla_conformance.cases.space import Rule, Space, values
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase(CachedCase):
-    """A question to a decode backend."""
-
     role: ClassVar[Role] = Role.DECODE
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
     # Rows and keys count by the head dims before absorption: results outweigh queries and keys, which heads share.

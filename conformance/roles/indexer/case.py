@@ -49,7 +49,6 @@ class IndexerCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond 64 heads, codes in pages of 64 tokens, one query token a request and whole tiles of positions."""
         several = "uniform" if len(set(self.q)) == 1 else "nonuniform"
         selects = self.call == Call.INDEX_TOPK
         return (

@@ -165,7 +165,6 @@ class IndexJudge(SelectionSteps):
     def _called(
         self, observation: Observation
     ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
-        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
         allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
@@ -173,7 +172,6 @@ class IndexJudge(SelectionSteps):
             yield _call(returned), self.rows.pick(returned.value), golden, budget
 
     def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
-        """Every score below a row's bound against its budget."""
         error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
         share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
         self.used = replace(self.used, element=max(self.used.element, worst_of(share)))

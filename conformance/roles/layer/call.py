@@ -67,7 +67,6 @@ class LayerCall(CallOfARank):
 
     @property
     def image(self) -> CacheImage:
-        """The cache before the call, and what it must hold after it."""
         return self.written["kv_cache"]
 
     @property
@@ -143,7 +142,6 @@ class LayerCall(CallOfARank):
         return whole
 
     def _ends(self, planner: Callable[..., tuple[ContextChunk, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Where the chunks of each request's context end, if it prefills."""
         prefills = [number for number, request in enumerate(self.requests) if request.is_prompt]
         contexts = [self.requests[number].context_len for number in prefills]
         chunks = planner(contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page)
@@ -168,7 +166,6 @@ class RankedCall(CallOnRanks[LayerCall]):
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """[T, N, V] of all heads; what a rank returned, if that is not its heads."""
         expected = (*self.parts[0].q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)

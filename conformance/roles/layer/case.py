@@ -25,8 +25,6 @@ a millionth of the others, or zeros."""
 
 
 class Order(StrEnum):
-    """Which requests of a layer's batch come first."""
-
     PREFILLS_FIRST = "prefills_first"
     """As the earlier builder lays out a batch of requests."""
     DECODES_FIRST = "decodes_first"
@@ -35,8 +33,6 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase(CachedCase):
-    """A question to a layer."""
-
     role: ClassVar[Role] = Role.LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
     merges_ranks: ClassVar[bool] = False  # ranks of a layer merge their states themselves
@@ -133,8 +129,6 @@ def _chunks(case: LayerCase) -> int:
 
 
 class _Batch(NamedTuple):
-    """What the shape of a batch follows from."""
-
     queries: Lengths  # query tokens of its decodes, over and over; none without decodes
     tokens: int  # new tokens of its longest prefill; 0 without prefills
     page: int  # tokens of a page
@@ -219,7 +213,6 @@ def _roomy(workspace: int, contexts: int, page: int) -> int:
 
 
 def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
-    """New tokens and context of each prefill, the longest first."""
     if row["chunks"] == "0" or not requests:
         return [(batch.tokens, 0)] * requests
     requests = min(requests, MAX_WORKSPACE_TOKENS // batch.page)  # each context has a page of the workspace

@@ -97,7 +97,6 @@ def selection(latents: int, heads: int, width: int, generator: torch.Generator) 
 
 
 def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """[latents, heads, width], normal with a variance near 1/latents."""
     unit = 2.0 ** -round(math.log2(_GRID * latents**0.5))
     normal = torch.randn(latents, heads, width, generator=generator, dtype=torch.float64)
     return (normal * _GRID).round().clamp(-127, 127) * unit
@@ -155,7 +154,6 @@ class LayerBatch(LatentBatch[LayerCase]):
         return self._projected(*(x.cpu() for x in self.seen))
 
     def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [S, N, P + R] and v [S, N, V] float64."""
         nope = self.case.dimensions.qk_nope_head_dim
         k_nope, v = up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
         return expand_key(k_nope, k_pe), v

@@ -110,7 +110,6 @@ class Layer:
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: LayerCall) -> None:
-        """Build the metadata of a batch by the route that the case names."""
         case = self._case
         if case.order == Order.PREFILLS_FIRST:
             self.metadata = self.builder.build_from_requests(call.requests, call.padding)
@@ -127,7 +126,6 @@ class Layer:
         self.metadata = self.builder.build(0, common)
 
     def forward(self, call: LayerCall, output: torch.Tensor | None) -> Any:
-        """The layer's result [T, N·V]; in ``output``, if there is one."""
         given = {} if output is None else {"output": output}
         operands = (call.query, call.kv_c, call.k_pe, call.image.cache)
         return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
@@ -159,7 +157,6 @@ class LayersOnRanks:
             part.prepare(layer)
 
     def forward(self, parts: Sequence[Any]) -> list[Any]:
-        """What every rank returns, on memory as it was before."""
         for part in parts:
             part.reset()
         steps = [partial(part.on_rank, layer) for layer, part in zip(self._layers, parts, strict=True)]

@@ -32,8 +32,6 @@ MOST_SLICES = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCase(Case):
-    """A question to a prefill backend."""
-
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}

@@ -41,8 +41,6 @@ ContextKeys = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LatentContext:
-    """What a layer has before it calls the backend."""
-
     chunks: tuple[ContextChunk, ...]  # the plan of the context
     chunk_keys: tuple[ContextKeys, ...]  # keys and values of each chunk
     new_tokens: ContextKeys  # keys and values of the new tokens
@@ -66,7 +64,6 @@ class PrefillCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """Of a context chunk always."""
         return self.lse or self.chunk_idx is not None
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -104,7 +101,6 @@ class PrefillCall(AttentionCall):
         return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
     def prepare(self, backend: MLAPrefillBackend) -> None:
-        """Once for all calls of a problem."""
         if self.prepares:
             backend.prepare_metadata(self.metadata)
 
@@ -136,7 +132,6 @@ def assemble_metadata(
     device: torch.device,
     context: LatentContext | None = None,
 ) -> MLACommonPrefillMetadata:
-    """Metadata of a batch; its maxima are inflated as the case says."""
     width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     largest = max((chunk.num_tokens for chunk in chunks), default=0)
     room = (max(1, largest), width)
@@ -156,7 +151,6 @@ _COUNTED_ELEMENTS = 2**24
 
 class PrefillBatch(Draw[PrefillCase]):
     def calls(self) -> tuple[PrefillCall, ...]:
-        """New tokens or a chunk of context; or new tokens, then every chunk."""
         case, device, context, chunks = self.case, self.device, None, tuple[ContextChunk, ...]()
         if case.call == Call.CHUNKED_CONTEXT:
             # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
@@ -272,7 +266,6 @@ class PrefillBatch(Draw[PrefillCase]):
 
 class _Prefill(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """What configurations do not say is asked of the class by itself."""
         reasons = super().reasons(kernel, case, dtype, capability)
         if (case.lse or case.call != Call.NEW_TOKENS) and not getattr(kernel, "returns_lse", True):
             reasons.append(NO_LSE)

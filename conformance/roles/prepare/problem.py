@@ -132,8 +132,6 @@ def _turned(x: Prepared, turns: torch.Tensor, case: PrepareCase) -> Prepared:
 
 @dataclass(frozen=True)
 class _Part:
-    """Codes with their scales, and what they stand for."""
-
     name: str  # how messages call it
     codes: torch.Tensor  # [n, H, D] e4m3
     scales: torch.Tensor  # [n, H, C] float64
@@ -141,7 +139,6 @@ class _Part:
     error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, H, C, columns] of [n, H, D]."""
         return x.unflatten(-1, (self.scales.shape[-1], -1))
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,7 +147,6 @@ class _Part:
         return low, golden, high
 
     def _places(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, H, D] places of the codes of values under the scales."""
         scaled = self.blocks(values) / self.scales.unsqueeze(-1)
         return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
 
@@ -172,7 +168,6 @@ class PrepareJudge(Steps):
             yield Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
 
     def _expected_form(self, returned: Returned) -> Form:
-        """Codes of q and k, scales of k, and weights or scales of q."""
         case, q, code = self.case, returned.call.q, torch.float8_e4m3fn
         tokens, heads, width = q.shape
         blocks = -(-width // BLOCK)
@@ -211,12 +206,10 @@ class PrepareJudge(Steps):
                 yield part
 
     def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, H, C] least and greatest scale of each block."""
         largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
         return scale_bounds(largest, error, self.case.scales == "pow2")
 
     def _scales(self, part: _Part) -> Verdict | None:
-        """Positive, within their bounds, and powers of two where they have to be."""
         low, high = self._bounds(part)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
         if self.case.scales == "pow2":
@@ -230,7 +223,6 @@ class PrepareJudge(Steps):
         return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
 
     def _codes(self, part: _Part) -> Verdict | None:
-        """Numbers, each between the codes of both ends of what is allowed."""
         not_a_number = part.codes.double().isnan()
         if bool(not_a_number.any()):
             index = tuple(not_a_number.nonzero()[0].tolist())

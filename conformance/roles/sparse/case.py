@@ -22,8 +22,6 @@ _TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase(CachedCase):
-    """A question to a sparse backend."""
-
     role: ClassVar[Role] = Role.SPARSE
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
     causal: ClassVar[bool] = False  # the lists alone say what is seen
@@ -89,7 +87,6 @@ class SparseCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond 64 heads or more, lists of slots in whole tiles, which -1 pads, a plain cache and no LSE."""
         return (
             *super().asks,
             f"heads_{self.heads}" if self.heads % _TILE else "",

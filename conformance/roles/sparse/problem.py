@@ -54,7 +54,6 @@ class SparseCall(AttentionCall):
         return longest_lists(self.selected, self.query_start_loc)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The keys stay all, since lists name them by number."""
         return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
 
     def invoke(self, backend: MLASparseBackend, out: Guarded | None) -> Any:
@@ -84,8 +83,6 @@ _COUNTED_ELEMENTS = 2**28
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys and the lists over them."""
-
     lengths: Sequence[int]  # keys of each request
     entries: torch.Tensor  # [S, width] on the CPU; what no list names is poison if the case says so
     keys: torch.Tensor  # [S, 1, D] float64 on the device, what they mean
@@ -233,7 +230,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 
     def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, Any]:
-        """Lists as they are handed over, and their lengths if the case has them."""
         handed = lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
         length = lists.length.int().to(self.device) if self.case.length else None
         return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}

@@ -14,8 +14,6 @@ _ROUND = 7
 
 @dataclass(frozen=True)
 class Lists:
-    """What each row of a batch names."""
-
     keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
     length: torch.Tensor  # [T] int64, columns up to the last key that is named
 

@@ -30,7 +30,6 @@ class SelectedLists(Written):
     expected: ClassVar = ("lists", "free")
 
     def with_only(self, rows: torch.Tensor, starts: Sequence[int]) -> "SelectedLists":
-        """The buffer of a batch of these rows alone."""
         self.reset()
         cache = self.cache.clone()
         cache[: len(rows)] = self.cache[rows.to(self.cache.device)]
@@ -49,7 +48,6 @@ class SelectedLists(Written):
         return "" if self.kept else self._wrong()
 
     def _wrong(self) -> str:
-        """Which row names other tokens than it must."""
         got, expected = (x.sort(dim=1).values for x in (self.cache[: len(self.lists)], self.lists))
         wrong = (got != expected).any(dim=1) & ~self.free
         if not bool(wrong.any()):
@@ -139,11 +137,9 @@ class SparseLayerCall(CallOfARank):
         return self.run(backend)
 
     def run(self, backend: MLASparseLayerBackend) -> Any:
-        """The call on memory as it is; its result by heads and values."""
         return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
     def on_rank(self, backend: MLASparseLayerBackend) -> Any:
-        """What the layer returns, on memory as it is."""
         caches: dict[str, Any] = {"index_kv_cache": None}
         caches |= {name: image.cache for name, image in self.written.items()}
         return backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
@@ -189,7 +185,6 @@ class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
         return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts))
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """The sum, by heads; what a rank returned, if that cannot be added."""
         one = self.parts[0]
         wrong = [result for result in results if not one.fits(result)]
         o_proj = torch.cat([part.weights.o_proj for part in self.parts], dim=1)

@@ -90,7 +90,6 @@ class SparseLayerCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond a plain cache of pages of 64 tokens."""
         return (
             *super().asks,
             f"index_{self.index_cache}" if self.index_cache != CODES else "",

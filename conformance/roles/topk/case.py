@@ -71,7 +71,6 @@ class TopKCase(Case):
 
     @property
     def places(self) -> int:
-        """Numbers that are returned for a row."""
         return self.topk + (self.pool - 1 if self.tail else 0)
 
     @property
@@ -101,7 +100,6 @@ def _last_tokens(case: TopKCase) -> list[int]:
 
 
 def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
-    """Columns of the longest row, and columns that are selected."""
     least = max(batches.query_tokens(row["queries"], draw)[0]) + 2
     for longest in batches.lengths(row["longest"], row["tile"], least, draw=draw):
         for topk in (longest,) if row["keys"] == "as many" else draw.some(COLUMNS, row["columns"], longest):

@@ -18,8 +18,6 @@ _MOST_TOKENS = 2**12
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCase(DecodeCase):
-    """A question to a tree backend."""
-
     role: ClassVar[Role] = Role.TREE
     calls: ClassVar[tuple[Call, ...]] = (Call.TREE_DECODE,)
 
