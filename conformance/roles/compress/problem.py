@@ -6,12 +6,8 @@ from functools import cached_property, partial
 
 import torch
 
-from mla_conformance.backends.compress import (
-    Compression,
-    CompressMetadata,
-    MLACompressBackend,
-    MLACompressSelectorConfig,
-)
+from mla_conformance.backends import compress as interface
+from mla_conformance.backends.compress import CompressMetadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poisoned_pages, tails_of, write_pages
@@ -27,7 +23,6 @@ from mla_conformance.roles.definition import RoleDefinition
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
-
 
 Columns = Mapping[int, int]
 """The page of each column of a request's table that has one."""
@@ -86,7 +81,7 @@ class CompressCall(CacheCall):
             named |= {f"{name} of call {number}": x for name, x in tensors.items()}
         return named
 
-    def invoke(self, backend: MLACompressBackend, out: Guarded | None) -> None:
+    def invoke(self, backend: interface.MLACompressBackend, out: Guarded | None) -> None:
         """Every call, on memory as the one before has left it."""
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
@@ -122,8 +117,8 @@ class CompressBatch(Draw[CompressCase]):
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        case, counted, both = self.case, start_loc(self.case.q), zip(self.case.steps(), self._tables[0], strict=True)
-        steps = tuple(self._step(step, columns) for step, columns in both)
+        case, counted = self.case, start_loc(self.case.q)
+        steps = tuple(map(self._step, case.steps(), self._tables[0]))
         ape, norm_weight = self.weights
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
@@ -235,10 +230,10 @@ all others, exponentials beyond float32, no more variance than the norm adds, no
 COMPRESS = RoleDefinition(
     role=Role.COMPRESS,
     batch=CompressBatch,
-    config=MLACompressSelectorConfig,
+    config=interface.MLACompressSelectorConfig,
     constructed=("compression",),
     facts=lambda case, dtype: {
-        "compression": Compression(
+        "compression": interface.Compression(
             head_dim=case.head_dim,
             rope_dim=case.rope_dim,
             ratio=case.ratio,
