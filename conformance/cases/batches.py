@@ -12,18 +12,7 @@ from typing import NamedTuple
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.classes import PLAIN, SOME, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import (
-    ALWAYS,
-    Dimension,
-    Only,
-    Row,
-    Rule,
-    by_length,
-    counted,
-    exactly,
-    measured,
-    never,
-)
+from mla_conformance.cases.space import ALWAYS, Dimension, Only, Row, Rule, by_length, counted, exactly, measured, never
 
 HEADS = Numbers(
     {

@@ -44,9 +44,7 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         "lse": case.lse,
         "kv_lora_rank": case.kv_lora_rank,
         "mla_dimensions": dims,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "v_head_dim": dims.v_head_dim,
+        **{name: getattr(dims, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     }
     if isinstance(case, CachedCase):
         found |= {
@@ -82,7 +80,7 @@ class RoleDefinition:
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)
-        told = facts_of(case, dtype) | self.facts(case, dtype)
+        told = self.told(case, dtype)
         if unknown := [name for name in self.constructed if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for the constructor's {unknown[0]}, got none")
         for call in self.batch(case, torch.device("cpu"), "").calls():
@@ -91,14 +89,17 @@ class RoleDefinition:
                 if missing := [name for name in self.role.required if not hasattr(call.interface, name)]:
                     raise TypeError(f"{call.interface.__name__}: expected a method {missing[0]}, got none")
 
+    def told(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        return facts_of(case, dtype) | self.facts(case, dtype)
+
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
-        told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
+        told = self.told(case, dtype) | otherwise
         if missing := [name for name in self.config._fields if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
         return self.config(**{name: told[name] for name in self.config._fields})
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        told = facts_of(case, dtype) | self.facts(case, dtype)
+        told = self.told(case, dtype)
         given = {name: told[name] for name in self.constructed if told[name] is not None}
         return kernel(**given, vllm_config=None)
 

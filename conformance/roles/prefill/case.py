@@ -11,19 +11,7 @@ from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import (
-    NOTHING,
-    Only,
-    Row,
-    Rule,
-    Space,
-    by_length,
-    counted,
-    measured,
-    never,
-    plain,
-    values,
-)
+from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -182,11 +170,11 @@ def _fields(row: Row, draw: Draw) -> Fields:
     tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
     fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
-    if row["context"] == NOTHING:
+    if not row["context"]:
         return fields
     longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))
     contexts = _spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
-    if row["chunks"] == NOTHING:
+    if not row["chunks"]:
         return {**fields, "kv": contexts}
     plans = (
         {"page": page, "workspace": room}
