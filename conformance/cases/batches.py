@@ -352,8 +352,8 @@ def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
     """
     if not draw:
         empty = max(0, requests - 1) if others == "no context" else 0
-        pool = _SHORTER if requests < _MANY else _SHORTER[:1]
-        return [0] * empty + [max(1, min(pool[n % len(pool)], most)) for n in range(empty, requests)]
+        given = _SHORTER if requests < _MANY else _SHORTER[:1]
+        return [0] * empty + [max(1, min(given[n % len(given)], most)) for n in range(empty, requests)]
     run = draw.pick((1, 1, 1, 33, 40), "run") if requests >= _RUNS_FROM else 1
     if draw.below(2, "magnitudes"):
         step = draw.pick((1, 2), "step")

@@ -232,8 +232,12 @@ def residues() -> Iterator[Dimension]:
 
         return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
 
-    for size in (64, 128, 512):  # tiles that the longest request fills or begins
-        yield modulo(f"tiles of {size} mod 4", 4, lambda case, size=size: -(-max(batches.totals(case)) // size))
+    def tiles(size: int) -> Callable[[Case], int]:
+        """Those that the longest request fills or begins."""
+        return lambda case: -(-max(batches.totals(case)) // size)
+
+    for size in (64, 128, 512):
+        yield modulo(f"tiles of {size} mod 4", 4, tiles(size))
     yield grouped("requests mod 32", 32, lambda case: len(case.q))
     yield grouped("rows mod 64", 64, lambda case: sum(case.q))
     yield modulo("heads mod 4", 4, lambda case: case.heads)

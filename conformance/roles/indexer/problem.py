@@ -115,7 +115,7 @@ def golden_scores(problem: Problem) -> GoldenScores:
     return GoldenScores(rows, index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
 
 
-def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+def positions_of(call: KernelCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
     if call.case.space == IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, NOTHING)

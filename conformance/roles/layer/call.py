@@ -59,19 +59,12 @@ class LayerCall(CallOfARank):
     written: Mapping[str, CacheImage]
     case: LayerCase
 
+    name, returns_lse = "layer", False
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
-
-    @property
-    def name(self) -> str:
-        return "layer"
 
     @property
     def image(self) -> CacheImage:
         return self.written["kv_cache"]
-
-    @property
-    def returns_lse(self) -> bool:
-        return False
 
     def owned(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
@@ -162,7 +155,7 @@ class RankedCall(CallOnRanks[LayerCall]):
         return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch. Raises ProblemError: always."""
+        """Not here: which entries a rank writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def joined(self, results: Sequence[Any]) -> Any:

@@ -38,8 +38,8 @@ class SelectedLists(Written):
         return replace(self, cache=cache, before=before, lists=lists, free=free, padding=0, starts=tuple(starts))
 
     def difference(self) -> str:
-        row, start = self.cache.shape[1] * self.cache.element_size(), self.cache.data_ptr()
-        start -= self.cache.untyped_storage().data_ptr()
+        size = self.cache.element_size()
+        row, start = self.cache.shape[1] * size, self.cache.storage_offset() * size
         changed = storage_bytes(self.cache) != self.before
         writable = 0 if self.kept else len(self.lists) + self.padding
         changed[start : start + writable * row] = False
@@ -80,15 +80,8 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
+    name, returns_lse = "sparse layer", False
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "selected": "T"}
-
-    @property
-    def name(self) -> str:
-        return "sparse layer"
-
-    @property
-    def returns_lse(self) -> bool:
-        return False
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -164,13 +157,9 @@ class SparseLayerCall(CallOfARank):
     def operands(self) -> AttentionOperands:
         """Attention to what is selected; values are picked latents, times 1 at most."""
         starts = self.query_start_loc, self.key_start_loc
-        return AttentionOperands(
-            *(self.q, self.k, self.v, *starts),
-            causal=False,
-            dequantised=self.case.holds_codes,
-            value_weights=torch.ones_like(self.v[0]),
-            selected=self.selected,
-        )
+        means: dict[str, Any] = {"dequantised": self.case.holds_codes, "selected": self.selected}
+        means["value_weights"] = torch.ones_like(self.v[0])
+        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,8 @@ class TreeCall(DecodeCall):
 
     metadata: MLATreeMetadata
 
-    entry = "run_tree_decode"
+    name, entry = "tree decode", "run_tree_decode"
     interface: ClassVar[Any] = MLATreeBackend
-
-    @property
-    def name(self) -> str:
-        return "tree decode"
 
     @property
     def masks(self) -> list[torch.Tensor]:
