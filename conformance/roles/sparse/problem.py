@@ -40,6 +40,12 @@ class SparseCall(AttentionCall):
         return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
 
     @property
+    def stored(self) -> torch.Tensor:
+        """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
+        found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
+        return found
+
+    @property
     def name(self) -> str:
         if self.metadata.dcp_world_size > 1:
             return f"rank {self.metadata.dcp_rank}"
