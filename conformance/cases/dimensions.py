@@ -220,25 +220,23 @@ def residues() -> Iterator[Dimension]:
 
     No row asks for one; among the members that are drawn for a row those with new pairs of residues are taken.
     """
-
-    def modulo(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        return measured(name, map(str, range(size)), lambda case: str(of(case) % size))
-
-    def grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        def rest_of(case: Case) -> str:
-            rest = of(case) % size
-            near = {0: "0", 1: "1", size - 1: "-1"}
-            return near.get(rest) or ("few" if rest <= size // 2 else "more")
-
-        return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
+    fourths = Labels(("0", "1", "2", "3"), lambda number: str(number % 4))
 
     def tiles(size: int) -> Callable[[Case], int]:
         """Those that the longest request fills or begins."""
         return lambda case: -(-max(batches.totals(case)) // size)
 
+    def groups(size: int) -> Labels:
+        """Nothing of a group is left, one, all but one, or up to half of it and more."""
+        near = {0: "0", 1: "1", size - 1: "-1"}
+        return Labels(
+            (*near.values(), "few", "more"),
+            lambda n: near.get(n % size) or ("few" if n % size <= size // 2 else "more"),
+        )
+
     for size in (64, 128, 512):
-        yield modulo(f"tiles of {size} mod 4", 4, tiles(size))
-    yield grouped("requests mod 32", 32, lambda case: len(case.q))
-    yield grouped("rows mod 64", 64, lambda case: sum(case.q))
-    yield modulo("heads mod 4", 4, lambda case: case.heads)
-    yield grouped("heads mod 16", 16, lambda case: case.heads)
+        yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
+    yield counted("requests mod 32", groups(32), lambda case: len(case.q))
+    yield counted("rows mod 64", groups(64), lambda case: sum(case.q))
+    yield counted("heads mod 4", fourths, lambda case: case.heads)
+    yield counted("heads mod 16", groups(16), lambda case: case.heads)

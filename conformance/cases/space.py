@@ -266,24 +266,19 @@ class Space:
     def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
         """Other dimensions; first those that share a rule with what stands before, so that less is tried in vain."""
         if wanted not in self._orders:
-            every, found = [each.name for each in self.dimensions], list[str]()
-            names = [name for name in every if name in wanted]
-            for name in chain(names, every):  # grows while it is gone through
+            named, found = {each.name: each for each in self.dimensions}, list[str]()
+            names = [name for name in named if name in wanted]
+            for name in chain(names, named):  # grows while it is gone through
                 names += [
                     other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names
                 ]
-            for name in dict.fromkeys((*names, *every)):
-                found += [other for other in self._depends(name) if other not in (*wanted, *found)]
-            self._orders[wanted] = tuple(self._named[name] for name in found)
+            for name in dict.fromkeys((*names, *named)):
+                behind = [name]  # that on which it depends, and so on
+                while before := named[behind[0]].only.name:
+                    behind.insert(0, before)
+                found += [other for other in behind if other not in (*wanted, *found)]
+            self._orders[wanted] = tuple(named[name] for name in found)
         return self._orders[wanted]
-
-    def _depends(self, name: str) -> list[str]:
-        before = self._named[name].only.name
-        return [*(self._depends(before) if before else ()), name]
-
-    @cached_property
-    def _named(self) -> Mapping[str, Dimension]:
-        return {each.name: each for each in self.dimensions}
 
     def reason(self, pair: Iterable[ClassOf]) -> str:
         """Why no row holds both: where their dimensions have a say, or else the first rule that excludes them."""

@@ -8,9 +8,9 @@ from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Numbers, first
+from mla_conformance.cases.classes import Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, never, plain, values
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
@@ -119,10 +119,9 @@ class SparseCase(CachedCase):
 
 PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
 _SECOND = Only("extra", EXTRA_CACHES[1:], "there is no second cache")
-
-
-def _second_columns(case: SparseCase) -> str:
-    return "as long" if case.extra_topk == case.topk else "longer" if case.extra_topk > case.topk else "shorter"
+_SECOND_COLUMNS = Labels(
+    ("as long", "longer", "shorter"), lambda n: "longer" if n > 0 else "shorter" if n else "as long"
+)
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
@@ -145,7 +144,7 @@ SPARSE = Space(
         values("call", "call", *SparseCase.calls),
         *dimensions.cache(*MAIN_CACHES, only=PAGED),
         values("extra", "extra", *EXTRA_CACHES, only=PAGED),
-        measured("second list", ("as long", "longer", "shorter"), _second_columns, _SECOND),
+        counted("second list", _SECOND_COLUMNS, lambda case: case.extra_topk - case.topk, _SECOND),
         dimensions.numbers(
             "second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
         ),
