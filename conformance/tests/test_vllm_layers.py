@@ -14,7 +14,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.tests import fake_vllm as fake
 from mla_conformance.tests.drawn import judged as judged_on
 from mla_conformance.tests.drawn import subject_of
-from mla_conformance.tests.test_layer import SOURCE as LAYERS
 from mla_conformance.trials.subject import describe
 
 BACKENDS = "vllm.v1.attention.backends.mla.fake"
@@ -144,8 +143,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path, python: Path) -> None:
-    (tmp_path / "wrong.py").write_text(LAYERS)
-    given = (str(tmp_path / "rendezvous"), "EAGER", f"{tmp_path / 'wrong.py'}:SilentSecond")
+    given = (str(tmp_path / "rendezvous"), "EAGER", "mla_conformance.tests.test_layer:SilentSecond")
     ranks = [
         subprocess.Popen([str(python), "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
