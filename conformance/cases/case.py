@@ -28,27 +28,13 @@ CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
 
 
-class Call(StrEnum):
-    NEW_TOKENS = "new_tokens"
-    CONTEXT_CHUNK = "context_chunk"
-    CHUNKED_CONTEXT = "chunked_context"
-    DECODE = "decode"
-    LAYER = "layer"
-    SPARSE_DECODE = "sparse_decode"
-    SPARSE_PREFILL = "sparse_prefill"
-    INDEX_LOGITS = "index_logits"
-    INDEX_TOPK = "index_topk"
-    SELECT = "select"
-    PREPARE_INDEX = "prepare_index"
-    WRITE_LATENT = "write_latent"
-    WRITE_INDEX = "write_index"
-    GATHER_LATENT = "gather_latent"
-    GATHER_INDEX = "gather_index"
-    SLOT_MAPPING = "slot_mapping"
-    GLOBAL_SLOTS = "global_slots"
-    SPARSE_LAYER = "sparse_layer"
-    COMPRESS = "compress"
-    TREE_DECODE = "tree_decode"
+Call = StrEnum(
+    "Call",
+    "NEW_TOKENS CONTEXT_CHUNK CHUNKED_CONTEXT DECODE LAYER SPARSE_DECODE SPARSE_PREFILL INDEX_LOGITS INDEX_TOPK SELECT "
+    "PREPARE_INDEX WRITE_LATENT WRITE_INDEX GATHER_LATENT GATHER_INDEX SLOT_MAPPING GLOBAL_SLOTS SPARSE_LAYER COMPRESS "
+    "TREE_DECODE",
+)
+"""Which entry of the interface a case drives."""
 
 
 class Layout(StrEnum):

@@ -95,7 +95,9 @@ class _Fitting:
             refused = self._find_classes()
             left.leave(refused)
             self._decides = {name for name, _ in refused}
-            self._find_dense(left)
+            while dense := left.densest():  # of the classes that lack most; what these decide against is left for later
+                if not self._try(dense[0], [self._with[value][-1] for value in dense[0]]):
+                    left.drop(dict(dense[0]))
             left = self._left = reachable - Pairs(space, self.region.rows)
             left.leave(refused)
             self._find_pairs(left)
@@ -113,17 +115,11 @@ class _Fitting:
 
     def _find_classes(self) -> set[ClassOf]:
         """Try each class that no supported row has; those that are refused."""
-        refused: set[ClassOf] = set()
-        for value in self.region.space.values:
-            if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
-                refused.add(value)
-        return refused
-
-    def _find_dense(self, left: Pairs) -> None:
-        """Rows for pairs of the classes that lack most; what these decide against is left for later."""
-        while dense := left.densest():
-            if not self._try(dense[0], [self._with[value][-1] for value in dense[0]]):
-                left.drop(dict(dense[0]))
+        return {
+            value
+            for value in self.region.space.values
+            if value not in self._with and not self._try((value,), self.region.rows[:_BASES])
+        }
 
     def _find_pairs(self, left: Pairs) -> None:
         while pair := next(iter(left), None):

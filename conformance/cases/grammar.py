@@ -10,27 +10,12 @@ import msgspec
 
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
-
-class Data(StrEnum):
-    NORMAL = "normal"
-    NEEDLE = "needle"
-    HOT_TAIL = "hot_tail"
-    HOT_ONES = "hot_ones"
-    LARGE_LOGITS = "large_logits"
-    HUGE_LOGITS = "huge_logits"
-    EXTREME_LOGITS = "extreme_logits"
-    NEGATIVE = "negative"
-    SHIFTED = "shifted"
-    RISING = "rising"
-    RISING_ONES = "rising_ones"
-    ONES = "ones"
-    INTEGERS = "integers"
-    OUTLIERS = "outliers"
-    LOW_RANK = "low_rank"
-    TINY_VALUES = "tiny_values"
-    ZERO_KEYS = "zero_keys"
-
-
+Data = StrEnum(
+    "Data",
+    "NORMAL NEEDLE HOT_TAIL HOT_ONES LARGE_LOGITS HUGE_LOGITS EXTREME_LOGITS NEGATIVE SHIFTED RISING RISING_ONES ONES "
+    "INTEGERS OUTLIERS LOW_RANK TINY_VALUES ZERO_KEYS",
+)
+"""What the values of a case's inputs are like."""
 MOST_REQUESTS = 2**16
 """Requests of a case; the longest list of the suite has 16,500."""
 LARGEST = 2**31

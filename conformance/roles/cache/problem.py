@@ -55,10 +55,6 @@ class CacheCall(KernelCall):
     def entry(self) -> str:
         return f"run_{self.case.call}"
 
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return tuple(self.q.shape)
-
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")

@@ -41,10 +41,6 @@ class PrepareCall(KernelCall):
     interface: ClassVar = interface.MLAPrepareBackend
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return tuple(self.q.shape)
-
 
 class PrepareBatch(Draw[PrepareCase]):
     def calls(self) -> tuple[PrepareCall]:
