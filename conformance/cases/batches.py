@@ -5,7 +5,7 @@ Lengths are total ones, new tokens included, since those are what tiles, pages a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -159,21 +159,17 @@ def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Seq
     return tuple(islice(found, SOME))
 
 
-def lengths(
-    longest: str, tile: str, least: int, page: int = 1, last: str = "full", draw: Draw = PLAIN
-) -> Sequence[int]:
-    """A few lengths of these classes, the shortest first; where they are drawn, from any of the class on."""
-    (whole,) = LONGEST.parts[longest]
-    assert isinstance(whole, range)
-    return drawn_in_tile(LONGEST, longest, range(max(least, whole.start), whole.stop), tile, page, last, draw)
-
-
 def drawn_in_tile(
-    classes: Numbers, label: str, numbers: range, tile: str, page: int = 1, last: str = "full", draw: Draw = PLAIN
+    classes: Numbers, label: str, tile: str, least: int = 1, page: int = 1, last: str = "full", draw: Draw = PLAIN
 ) -> Sequence[int]:
-    """The first few of these lengths that leave so much, from a drawn member of their class on, or else of all."""
+    """The first few lengths of a class that leave so much, from a drawn member on, or else of all from the least on."""
+    *_, whole = classes.parts[label]
+    numbers = range(max(least, whole[0]), whole[-1] + 1)
     start = max(draw.of(classes, label, "length"), numbers.start) if draw else numbers.start
     return in_tile(range(start, numbers.stop), tile, page, last) or in_tile(numbers, tile, page, last)
+
+
+lengths = partial(drawn_in_tile, LONGEST)
 
 
 def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -> Sequence[tuple[Lengths, int]]:
@@ -237,7 +233,6 @@ def _exists(*classes: str) -> bool:
 
 
 def most_queries(queries: str) -> int:
-    """Of a request, in the case that stands for a class."""
     return max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries)
 
 

@@ -250,7 +250,6 @@ class Case(ABC):
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that stand for this case in histories."""
         return digest_of_id(self.id)
 
     @property

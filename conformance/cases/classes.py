@@ -69,12 +69,8 @@ class Numbers:
 class Labels(NamedTuple):
     """Classes of whatever a function tells them of."""
 
-    labels: Sequence[str]
+    parts: Sequence[str]  # their names
     class_of: Callable[[Any], str | None]
-
-    @property
-    def parts(self) -> Sequence[str]:
-        return self.labels
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,6 @@ class Pairs(Missing):
             self.partners[number] &= ~mask
 
     def leave(self, values: Iterable[ClassOf]) -> None:
-        """Without all pairs of these classes."""
         gone = {self._numbers[value] for value in values}
         mask = sum(1 << number for number in gone)
         self.partners = [0 if number in gone else own & ~mask for number, own in enumerate(self.partners)]

@@ -206,8 +206,6 @@ LIST_RULES = (
 
 
 def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Columns, the keys that there are, and those that a full list names."""
-
     def beside(case: Any) -> list[tuple[int, int]]:
         return [(total, case.topk) for total in batches.totals(case)]
 

@@ -114,7 +114,6 @@ class _Fitting:
         return rows
 
     def _find_classes(self) -> set[ClassOf]:
-        """Try each class that no supported row has; those that are refused."""
         return {
             value
             for value in self.region.space.values

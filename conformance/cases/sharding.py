@@ -25,7 +25,6 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def share(self, cases: Sequence[str]) -> tuple[str, ...]:
-        """The part of other cases that goes with this one, in turn."""
         return tuple(cases[self.index - 1 :: self.count])
 
     @staticmethod

@@ -76,7 +76,6 @@ class RoleDefinition:
     capabilities: str = ""
 
     def require_whole(self, case: Case) -> None:
-        """Hold a role against one of its cases; a TypeError says what it lacks."""
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)

@@ -45,7 +45,6 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
 
 @cache
 def killing() -> frozenset[str]:
-    """The ids of the cases that kill a known defect each, as the stored run of all says."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
     return frozenset(json.loads(text)["killing_cases"].values())
 
@@ -82,7 +81,6 @@ class Capability:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """The cases that decide it, the most telling first."""
         if self.name in SPACES:
             return array_of(self.name)
         found = []
@@ -96,7 +94,6 @@ class Capability:
 
     @cached_property
     def smoke(self) -> tuple[Case, ...]:
-        """Those of them that the smoke tier takes."""
         before = counted(SPACES[self.name], Tier.SMOKE) if self.name in SPACES else ()
         return smoke_of(self.name, self.cases, before)
 

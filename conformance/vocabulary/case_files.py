@@ -30,7 +30,6 @@ def read_case(path: Path) -> Case:
 
 
 def read_cases(folder: Path) -> tuple[Case, ...]:
-    """The distinct cases of all ``*.json`` files of a folder, by file name."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     cases = {case.id: case for case in map(read_case, sorted(folder.glob("*.json")))}
@@ -47,5 +46,4 @@ def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None
 
 
 def place_of(case: Case, folder: Path) -> Path:
-    """The file of a case in a folder of many, named by capability and digest."""
     return folder / f"{case.capability}-{case.digest}.json"

@@ -149,7 +149,6 @@ class CacheBatch(LatentBatch[CacheCase]):
         return block_table_of(case, torch.tensor(counts + [0] * case.pad), order)
 
     def _mapping(self, rank: int) -> Arguments:
-        """The slots of tokens in order, and -1 behind them."""
         case, slots, held = self.case, [], self.held(rank)[0]
         table = self._table(held)
         for q, kv, own, blocks in zip(case.q, case.kv, held, table.long(), strict=False):

@@ -95,8 +95,6 @@ def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
 
 
 class CompressBatch(Draw[CompressCase]):
-    """What is drawn is on the CPU."""
-
     @cached_property
     def projected(self) -> torch.Tensor:
         """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""

@@ -61,7 +61,6 @@ class DecodeCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """A rank's always, which is merged by it."""
         return self.lse or self.metadata.dcp_world_size > 1
 
     def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:

@@ -144,8 +144,7 @@ def _batches(*classes: str, draw: Draw = PLAIN) -> Iterator[_Batch]:
     patterns = batches.query_tokens(queries, draw) if queries else ((),)
     for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
-            *_, whole = TOKENS.parts[tokens]
-            same = batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, size, last, draw)
+            same = batches.drawn_in_tile(TOKENS, tokens, tile, 1, size, last, draw)
             yield from (
                 _Batch(pattern, n, size, n, size) for n in same if n > 1 and batches.LONGEST.class_of(n) == longest
             )
@@ -228,7 +227,6 @@ def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[
 
 
 def _decodes(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
-    """Query tokens and context of each decode; one of them is the longest where no prefill has a context."""
     q = tuple(islice(cycle(batch.queries), requests))
     if row["others"] == "equal":
         return [(new, batch.longest - new) for new in q]

@@ -103,8 +103,6 @@ def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> 
 
 
 class LatentBatch(CachedBatch[AnyCached]):
-    """A batch whose latents are of a kind in ``LATENTS``."""
-
     @cached_property
     def latents(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""

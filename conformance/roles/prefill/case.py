@@ -107,6 +107,7 @@ OUTPUT_SCALES = Numbers(
     },
     sizes=False,
 )
+_tokens = partial(batches.drawn_in_tile, TOKENS)
 _SHORT = 17
 _MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
 """Rows and keys times heads, of a batch in the covering arrays."""
@@ -128,11 +129,6 @@ _OTHERS = ("shorter", "alone", "equal", "empty")
 @cache
 def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
-
-
-def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
-    (whole,) = TOKENS.parts[tokens]
-    return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
 
 
 def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Lengths:
@@ -167,7 +163,7 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
-    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
+    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw=draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
     fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
     if not row["context"]:
@@ -209,7 +205,7 @@ PREFILL = Space(
         by_length("context", batches.LONGEST, lambda case: case.kv, _CONTEXT),
         measured(
             "context tile",
-            batches.TILE.labels,
+            batches.TILE.parts,
             lambda case: batches.tile_class(max(case.kv)),
             _CONTEXT,
             lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,

@@ -109,7 +109,6 @@ class PrefillCall(AttentionCall):
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
-    """The plan whose only chunk holds every request's whole context."""
     return (ContextChunk((0,) * len(lengths), tuple(lengths)),)
 
 

@@ -68,12 +68,10 @@ class PrepareCase(Case):
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
-        """As many products for each column as there are columns."""
         return (self.head_dim,) * len(self.q)
 
     @property
     def sizes(self) -> Sizes:
-        """A key is a row of the table of rotations."""
         columns = self.head_dim
         return super().sizes._replace(columns=columns, row=self.heads * columns, key=self.rope_dim)
 

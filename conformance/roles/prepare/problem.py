@@ -222,7 +222,6 @@ class PrepareJudge(Steps):
         return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
 
     def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
-        """A sentence about an element [row, head, ...] of the rows and heads [n, H] that are wrong."""
         place = Position.of(self.rows, list(index))
         text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
         return failed(Check.PREPARED, text, place.to_json())

@@ -66,7 +66,6 @@ class SparseCase(CachedCase):
 
     @property
     def extra_lens(self) -> tuple[int, ...]:
-        """Entries of each request in the second cache."""
         return tuple(-(-total // _EXTRA_RATIO) for total in self.totals)
 
     @property

@@ -18,7 +18,6 @@ class Lists:
     length: torch.Tensor  # [T] int64, columns up to the last key that is named
 
     def named(self, keys: int) -> torch.Tensor:
-        """[keys] bool, which keys some list names."""
         found = torch.zeros(keys, dtype=torch.bool)
         found[self.keys[self.keys != NO_KEY]] = True
         return found

@@ -147,7 +147,6 @@ class SparseLayerCall(CallOfARank):
         return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.v.shape[-1]))
 
     def wrong_writes(self) -> str:
-        """The first thing that the last call wrote otherwise than it must; empty if there is none."""
         wrong = ((name, image.difference()) for name, image in self.written.items())
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 

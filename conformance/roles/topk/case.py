@@ -66,7 +66,6 @@ class TopKCase(Case):
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Columns that the last row of each request sees."""
         return tuple((kv + max(0, q - 1)) // self.pool for q, kv in zip(self.q, self.kv, strict=True))
 
     @property
