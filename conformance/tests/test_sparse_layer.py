@@ -17,7 +17,6 @@ from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.problem import LayerBatch
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch
 from mla_conformance.roles.table import build_problem, golden_of
@@ -40,16 +39,6 @@ def case_of(text: str) -> SparseLayerCase:
     case = Case.parse(text)
     assert isinstance(case, SparseLayerCase)
     return case
-
-
-def output_of(text: str) -> torch.Tensor:
-    """What EAGER returns by heads."""
-    call = called(text)
-    kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, call.case, torch.bfloat16, CPU)
-    call.prepare(kernel)
-    output = call.invoke(kernel, None)
-    assert isinstance(output, torch.Tensor)
-    return output
 
 
 @pytest.mark.parametrize(
@@ -83,16 +72,15 @@ def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: 
     torch.testing.assert_close(output, own, rtol=0, atol=2e-3 * float(own.abs().max()))
 
 
-def called(text: str) -> SparseLayerCall:
-    """A call that EAGER has made."""
+def called(text: str) -> tuple[Any, Any]:
+    """A call that EAGER has made, on all its ranks, and what it returned by heads."""
     problem = build_problem(Case.parse(text), CPU)
     (call,) = problem.calls
-    assert isinstance(call, SparseLayerCall)
     kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
     call.prepare(kernel)
-    call.invoke(kernel, None)
+    output = call.invoke(kernel, None)
     assert not call.wrong_writes()
-    return call
+    return call, output
 
 
 WRITES: dict[str, tuple[str, str, Callable[[torch.Tensor], Any], str]] = {
@@ -107,24 +95,13 @@ WRITES: dict[str, tuple[str, str, Callable[[torch.Tensor], Any], str]] = {
 
 @pytest.mark.parametrize(("text", "name", "change", "said"), WRITES.values(), ids=WRITES)
 def test_what_is_written_otherwise_is_told(text: str, name: str, change: Callable[..., Any], said: str) -> None:
-    call = called(text)
+    call, _ = called(text)
     change(call.written[name].cache)
     assert said in call.wrong_writes()
 
 
-def on_ranks(text: str) -> tuple[SparseLayerOnRanks, Any]:
-    """A call that EAGER's ranks have made, and their sum by heads."""
-    problem = build_problem(Case.parse(text), CPU)
-    (call,) = problem.calls
-    assert isinstance(call, SparseLayerOnRanks)
-    layers = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
-    call.prepare(layers)
-    return call, call.invoke(layers, None)
-
-
 def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() -> None:
-    call, together = on_ranks(f"{MIXED};tp=2")
-    alone = output_of(MIXED)
+    (call, together), (_, alone) = called(f"{MIXED};tp=2"), called(MIXED)
     torch.testing.assert_close(together.float(), alone.float(), rtol=0.02, atol=0.02)
     results = [torch.zeros(11, part.weights.o_proj.shape[0], dtype=torch.bfloat16) for part in call.parts]
     assert call.joined(results).shape == alone.shape and not call.joined(results).any()
@@ -135,7 +112,7 @@ def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() 
 
 
 def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
-    call = called("sparse_layer:q=[1,5];kv=[3,3];decodes=1;pad=2")
+    call, _ = called("sparse_layer:q=[1,5];kv=[3,3];decodes=1;pad=2")
     buffer = call.written["topk_indices_buffer"].cache
     buffer[1:8] = 77
     assert not call.wrong_writes()
