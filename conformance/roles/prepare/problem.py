@@ -136,11 +136,7 @@ class _Part:
 
 class PrepareJudge(Steps):
     expectation: GoldenPrepared
-
-    @property
-    def case(self) -> PrepareCase:
-        assert isinstance(self.problem.case, PrepareCase)
-        return self.problem.case
+    case: PrepareCase
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Scales, then codes under them as far as they are positive; of an observation whose form is right."""

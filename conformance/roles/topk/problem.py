@@ -173,11 +173,11 @@ class PoolTokens:
 
 class TopKJudge(SelectionSteps):
     expectation: GoldenWindows
+    case: TopKCase
 
-    def __init__(self, problem: Problem, *others: Any) -> None:
-        super().__init__(problem, *others)
-        assert isinstance(problem.case, TopKCase)
-        self.case, self.declared = problem.case, self.declaration.selection
+    def __init__(self, *judged: Any) -> None:
+        super().__init__(*judged)
+        self.declared = self.declaration.selection
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """How often each column was selected; of an observation whose form is right."""
