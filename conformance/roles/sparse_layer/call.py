@@ -127,6 +127,10 @@ class SparseLayerCall(CallOfARank):
 
     def invoke(self, backend: MLASparseLayerBackend, out: Guarded | None) -> Any:
         self.reset()
+        return self.run(backend)
+
+    def run(self, backend: MLASparseLayerBackend) -> Any:
+        """The call on memory as it is; its result by heads and values."""
         return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
     def on_rank(self, backend: MLASparseLayerBackend) -> Any:
