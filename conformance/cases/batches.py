@@ -4,14 +4,15 @@ Lengths are total ones, new tokens included, since those are what tiles, pages a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import cycle, islice, repeat
+from dataclasses import replace
+from functools import cache, partial
+from itertools import cycle, islice
+from typing import NamedTuple
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.classes import PLAIN, SOME, Draw, Numbers
+from mla_conformance.cases.classes import PLAIN, SOME, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, exactly, measured, never
+from mla_conformance.cases.space import ALWAYS, Dimension, Only, Row, Rule, by_length, counted, exactly, measured, never
 
 HEADS = Numbers(
     {
@@ -54,8 +55,6 @@ LONGEST = Numbers(
     }
 )
 TILES = (128, 64, 16)
-TILE_CLASSES = ("between", *(f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1)))
-LAST_PAGES = ("between", "full", "one token", "all but one")
 MIXED_QUERIES = ((3, 1, 2), (2, 1), (9, 4, 1, 1), (1, 16, 5))
 _SHORTER = (17, 5, 1, 64, 33)
 _MANY = 8
@@ -76,17 +75,19 @@ def tile_class(length: int) -> str:
     return _RESTS[length % len(_RESTS)]
 
 
+TILE = Labels(("between", *(f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1))), tile_class)
+
+
 def last_page(length: int, page: int) -> str:
-    """How full the last page of a request is."""
     return {page - 1: "all but one", 1: "one token", 0: "full"}.get(length % page, "between")
+
+
+LAST_PAGE = Labels(("between", "full", "one token", "all but one"), lambda of: last_page(*of))
+"""Of lengths, each with the tokens of a page."""
 
 
 def totals(case: Case) -> list[int]:
     return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
-
-
-def total(case: Case, request: int) -> int:
-    return case.q[request] + (case.kv[request] if case.kv else 0)
 
 
 def query_class(q: Lengths) -> str | None:
@@ -94,18 +95,17 @@ def query_class(q: Lengths) -> str | None:
     return MIXED if len(set(q)) > 1 else QUERIES.class_of(q[0])
 
 
-def others_class(case: Case) -> str:
-    if len(case.q) == 1:
-        return "alone"
-    if 0 in case.kv:
-        return "no context"
-    return "equal" if len(set(totals(case))) == 1 else "shorter"
+def alike(lengths: Sequence[int]) -> str:
+    return "alone" if len(lengths) == 1 else "equal" if len(set(lengths)) == 1 else "shorter"
+
+
+def others_class(case: Case, lengths: Sequence[int] | None = None) -> str:
+    return "no context" if 0 in case.kv and len(case.q) > 1 else alike(lengths or totals(case))
 
 
 OTHERS = ("shorter", "alone", "equal", "no context")
 OTHERS_BESIDE = tuple(label for label in OTHERS if label != "alone")
 SEVERAL = tuple(label for label in REQUESTS.parts if label != "1")
-ROWS_AND_HEADS = ("17 to 63", "up to 16", "multiple of 64", "beyond 64")
 
 
 def _product_class(product: int) -> str:
@@ -115,36 +115,18 @@ def _product_class(product: int) -> str:
     return "up to 16" if product <= 16 else "17 to 63" if product < 64 else "beyond 64"
 
 
-MEASURED_HEADS = measured("heads", HEADS, lambda case: HEADS.class_of(case.heads))
-NUMBER = measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
-TOTALS = (
-    measured(
-        "longest",
-        LONGEST,
-        lambda case: LONGEST.class_of(max(totals(case))),
-        of_request=lambda case, request: LONGEST.class_of(total(case, request)),
-    ),
-    measured(
-        "tile",
-        TILE_CLASSES,
-        lambda case: tile_class(max(totals(case))),
-        of_request=lambda case, request: tile_class(total(case, request)),
-    ),
-)
+PRODUCT = Labels(("17 to 63", "up to 16", "multiple of 64", "beyond 64"), _product_class)
+MEASURED_HEADS = counted("heads", HEADS, lambda case: case.heads)
+NUMBER = counted("requests", REQUESTS, lambda case: len(case.q))
+TOTALS = (by_length("longest", LONGEST, totals), by_length("tile", TILE, totals))
 """Dimensions of every batch: how long its longest request is, and each other one."""
 
 
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
-    """Heads, these first, query tokens of these classes, requests and lengths."""
     return (
-        measured("heads", dict.fromkeys((usual_heads, *HEADS.parts)), lambda case: HEADS.class_of(case.heads)),
+        replace(MEASURED_HEADS, classes={label: {} for label in (usual_heads, *HEADS.parts)}),
         measured("queries", queries, lambda case: query_class(case.q)),
-        measured(
-            "rows x heads",
-            ROWS_AND_HEADS,
-            lambda case: _product_class(max(case.q) * case.heads),
-            of_request=lambda case, request: _product_class(case.q[request] * case.heads),
-        ),
+        by_length("rows x heads", PRODUCT, lambda case: [new * case.heads for new in case.q]),
         NUMBER,
         measured("others", OTHERS, others_class),
         *TOTALS,
@@ -165,45 +147,32 @@ _SCANNED = 1024
 
 
 def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Tokens of a page, and how full the longest request leaves its last one."""
     return (
-        measured("page", PAGES, lambda case: PAGES.class_of(case.page), only),
-        measured(
-            "last page",
-            LAST_PAGES,
-            lambda case: last_page(max(totals(case)), case.page),
-            only,
-            lambda case, request: last_page(total(case, request), case.page),
-        ),
+        counted("page", PAGES, lambda case: case.page, only),
+        by_length("last page", LAST_PAGE, lambda case: [(total, case.page) for total in totals(case)], only),
     )
 
 
 @cache
 def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Sequence[int]:
-    """The first few of these lengths that leave so much of a tile and of a page."""
     found = (n for n in numbers[:_SCANNED] if tile_class(n) == tile and last_page(n, page) == last)
     return tuple(islice(found, SOME))
 
 
-def lengths(
-    longest: str, tile: str, least: int, page: int = 1, last: str = "full", draw: Draw = PLAIN
-) -> Sequence[int]:
-    """A few lengths of these classes, the shortest first; where they are drawn, from any of the class on."""
-    (whole,) = LONGEST.parts[longest]
-    assert isinstance(whole, range)
-    return drawn_in_tile(LONGEST, longest, range(max(least, whole.start), whole.stop), tile, page, last, draw)
-
-
 def drawn_in_tile(
-    classes: Numbers, label: str, numbers: range, tile: str, page: int = 1, last: str = "full", draw: Draw = PLAIN
+    classes: Numbers, label: str, tile: str, least: int = 1, page: int = 1, last: str = "full", draw: Draw = PLAIN
 ) -> Sequence[int]:
-    """The first few of these lengths that leave so much, from a drawn member of their class on, or else of all."""
+    """The first few lengths of a class that leave so much, from a drawn member on, or else of all from the least on."""
+    *_, whole = classes.parts[label]
+    numbers = range(max(least, whole[0]), whole[-1] + 1)
     start = max(draw.of(classes, label, "length"), numbers.start) if draw else numbers.start
     return in_tile(range(start, numbers.stop), tile, page, last) or in_tile(numbers, tile, page, last)
 
 
+lengths = partial(drawn_in_tile, LONGEST)
+
+
 def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -> Sequence[tuple[Lengths, int]]:
-    """Query tokens, over and over, and heads of these classes."""
     if draw:
         tokens: Sequence[Lengths] = query_tokens(queries, draw)
         pairs = ((q, number) for number in draw.some(HEADS, heads) for q in tokens)
@@ -213,7 +182,6 @@ def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -
 
 
 def query_tokens(queries: str, draw: Draw) -> Sequence[Lengths]:
-    """Query tokens of requests, over and over, of a class."""
     if queries != MIXED:
         return [(number,) for number in draw.some(QUERIES, queries)]
     drawn = (tuple(draw.near(1, 16, "mixed", n, k) for k in range(2 + draw.below(4, n))) for n in range(SOME))
@@ -222,27 +190,20 @@ def query_tokens(queries: str, draw: Draw) -> Sequence[Lengths]:
 
 @cache
 def _rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Lengths, int]]:
-    tokens: Sequence[Lengths] = (
-        MIXED_QUERIES if queries == MIXED else [(number,) for number in QUERIES.members(queries)]
-    )
-    found = (
-        (q, number) for number in HEADS.members(heads) for q in tokens if _product_class(max(q) * number) == product
-    )
-    return tuple(islice(found, SOME))
+    tokens: Sequence[Lengths] = MIXED_QUERIES if queries == MIXED else [(n,) for n in QUERIES.members(queries)]
+    pairs = ((q, number) for number in HEADS.members(heads) for q in tokens)
+    return tuple(islice(((q, n) for q, n in pairs if _product_class(max(q) * n) == product), SOME))
 
 
 BEYOND = {"alone": 0, "no context": 1, "equal": 1, "shorter": 2}
 """Tokens of the longest request beyond its new ones that it has at least beside others of a class."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Heads, query tokens, page and longest request of a batch."""
-
+class Shape(NamedTuple):
     heads: int
     queries: Lengths
     page: int
-    longest: int
+    longest: int  # tokens of its longest request
 
 
 def shapes(
@@ -257,7 +218,6 @@ def shapes(
     *,
     draw: Draw = PLAIN,
 ) -> Iterator[Shape]:
-    """Those of these classes; ``page`` and ``last`` as for a batch whose keys lie in no pages."""
     for tokens, number in rows_and_heads(queries, heads, product, draw):
         for size in draw.some(PAGES, page):
             for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last, draw):
@@ -272,19 +232,17 @@ def _exists(*classes: str) -> bool:
     return next(shapes(*classes), None) is not None
 
 
+def most_queries(queries: str) -> int:
+    return max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries)
+
+
 def _long_enough(queries: str, others: str, longest: str, tile: str) -> bool:
     fewest = min(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.least(queries)
     return bool(lengths(longest, tile, fewest + BEYOND[others]))
 
 
-def ends(longest: str, tile: str, page: str, last: str) -> bool:
-    """Whether a length of these classes leaves so much of a tile and of a page."""
+def _ends(longest: str, tile: str, page: str, last: str) -> bool:
     return any(lengths(longest, tile, 1, size, last) for size in PAGES.some[page])
-
-
-def fills(page: str, last: str) -> bool:
-    """Whether the last page of this size can be so full."""
-    return any(last in map(last_page, range(size, 2 * size), repeat(size)) for size in PAGES.some[page])
 
 
 FEW_REQUESTS = ("2 to 7", "1", "8 to 63")
@@ -325,13 +283,17 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
 )
 END_RULES: tuple[Rule, ...] = (
-    Rule("no page of this size is filled so far", ("page", "last page"), fills),
+    Rule(
+        "no page of this size is filled so far",
+        ("page", "last page"),
+        lambda page, last: any(last == last_page(n, size) for size in PAGES.some[page] for n in range(size)),
+    ),
     Rule(
         "no length leaves so much of a tile and of a page",
         ("tile", "page", "last page"),
-        lambda tile, page, last: ends("257 to 1,024", tile, page, last),
+        lambda tile, page, last: _ends("257 to 1,024", tile, page, last),
     ),
-    Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+    Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), _ends),
 )
 PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists))
 
@@ -343,13 +305,10 @@ LONE_PADDING = never(
 
 
 def shapes_of(row: Row, draw: Draw) -> Iterator[Shape]:
-    """Those of a row."""
-    names = SHAPE if row.get("page", NOTHING) == NOTHING else PAGED_SHAPE
-    return shapes(*(row[name] for name in names), draw=draw)
+    return shapes(*(row[name] for name in (PAGED_SHAPE if row.get("page") else SHAPE)), draw=draw)
 
 
 def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
-    """Heads, page, new tokens and context of a row in a shape."""
     requests = draw.of(REQUESTS, row["requests"])
     q = tuple(islice(cycle(shape.queries), requests))
     longest = place_of_longest(q, draw)
@@ -359,12 +318,11 @@ def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
         most = shape.longest - max(shape.queries) - 1
         kv = contexts_of(row["others"], requests, most, draw)
         kv[longest] = shape.longest - q[longest]
-    paged = row.get("page", NOTHING) != NOTHING
-    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if paged else {})}
+    paged = {"page": shape.page} if row.get("page") else {}
+    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **paged}
 
 
 def decodes_of(row: Row, requests: int, draw: Draw) -> int:
-    """How many requests of a layer's batch decode."""
     some = 1 + draw.below(requests - 1, "decodes") if draw and requests > 1 else -(-requests // 2)
     return {"decodes": requests, "prefills": 0, "both": some}[row[KIND.name]]
 
@@ -388,9 +346,9 @@ def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
     them as long as can be, or of every magnitude below.
     """
     if not draw:
-        short = [_SHORTER[number % len(_SHORTER) if requests < _MANY else 0] for number in range(requests)]
-        empty = requests - 1 if others == "no context" else 0
-        return [0] * empty + [max(1, min(each, most)) for each in short[empty:]]
+        empty = max(0, requests - 1) if others == "no context" else 0
+        given = _SHORTER if requests < _MANY else _SHORTER[:1]
+        return [0] * empty + [max(1, min(given[n % len(given)], most)) for n in range(empty, requests)]
     run = draw.pick((1, 1, 1, 33, 40), "run") if requests >= _RUNS_FROM else 1
     if draw.below(2, "magnitudes"):
         step = draw.pick((1, 2), "step")

@@ -14,8 +14,6 @@ _USUAL_PAGE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCase(Case):
-    """A question over a paged cache."""
-
     cache: str = one_of(CACHES, "auto", "layout of the latent cache")
     kscale: int = at_least(1, 13000, "scale of an fp8 cache in millionths; handed over with every layout")
     scales: str = one_of(
@@ -37,12 +35,10 @@ class CachedCase(Case):
 
     # Query lengths stay as they are in varied cases, since several tokens a request are another configuration.
     longer: ClassVar[Mapping[str, int]] = {"kv": 3}
-    least_new: ClassVar[int] = 1
-    """New tokens that each request has at least."""
+    least_new: ClassVar[int] = 1  # new tokens that each request has at least
+    # whether the results of several ranks are merged, not judged one by one or merged by what is judged
     merges_ranks: ClassVar[bool] = True
-    """Whether the results of several ranks are merged, not judged one by one or merged by what is judged."""
-    layouts: ClassVar[tuple[str, ...]] = ("cache",)
-    """Fields that name the layout of a cache."""
+    layouts: ClassVar[tuple[str, ...]] = ("cache",)  # fields that name the layout of a cache
 
     @property
     def holds_codes(self) -> bool:
@@ -84,11 +80,9 @@ class CachedCase(Case):
         return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
 
     def varied(self) -> Self:
-        """With another scale of the cache as well."""
         return replace(super().varied(), kscale=3 * self.kscale)
 
     def contradictions(self) -> Iterator[str]:
-        """Each request has query tokens, and the layouts fit the model."""
         if min(self.q) < self.least_new:
             yield f"{self.call} expects at least one query token a request, got q={list(self.q)}"
         form = TILED_FORMATS.get(self.cache)

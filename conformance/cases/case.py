@@ -1,7 +1,6 @@
-"""The case: a frozen value of small numbers and names whose id is also its query and its replay key.
+"""The case: a frozen value of small numbers and names whose id is also its query and its replay key. No torch.
 
-Here stands what all roles have in common; ``prefill``, ``decode`` and ``layer`` hold the fields and rules of each.
-No tensor and no torch: a case is written into journals, file names and bug reports.
+Here stands what all roles have in common; the ``case.py`` of each holds its fields and rules.
 """
 
 import hashlib
@@ -29,34 +28,16 @@ CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
 
 
-class Call(StrEnum):
-    """Which entry of the interface a case drives."""
-
-    NEW_TOKENS = "new_tokens"
-    CONTEXT_CHUNK = "context_chunk"
-    CHUNKED_CONTEXT = "chunked_context"
-    DECODE = "decode"
-    LAYER = "layer"
-    SPARSE_DECODE = "sparse_decode"
-    SPARSE_PREFILL = "sparse_prefill"
-    INDEX_LOGITS = "index_logits"
-    INDEX_TOPK = "index_topk"
-    SELECT = "select"
-    PREPARE_INDEX = "prepare_index"
-    WRITE_LATENT = "write_latent"
-    WRITE_INDEX = "write_index"
-    GATHER_LATENT = "gather_latent"
-    GATHER_INDEX = "gather_index"
-    SLOT_MAPPING = "slot_mapping"
-    GLOBAL_SLOTS = "global_slots"
-    SPARSE_LAYER = "sparse_layer"
-    COMPRESS = "compress"
-    TREE_DECODE = "tree_decode"
+Call = StrEnum(
+    "Call",
+    "NEW_TOKENS CONTEXT_CHUNK CHUNKED_CONTEXT DECODE LAYER SPARSE_DECODE SPARSE_PREFILL INDEX_LOGITS INDEX_TOPK SELECT "
+    "PREPARE_INDEX WRITE_LATENT WRITE_INDEX GATHER_LATENT GATHER_INDEX SLOT_MAPPING GLOBAL_SLOTS SPARSE_LAYER COMPRESS "
+    "TREE_DECODE",
+)
+"""Which entry of the interface a case drives."""
 
 
 class Layout(StrEnum):
-    """Memory layout of the operands."""
-
     KV_B_PROJ = "kv_b_proj"
     """v is the second half of a kv_b_proj output, as in a model."""
     PACKED = "packed"
@@ -74,9 +55,9 @@ FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k
 
 
 def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool = False) -> Any:
-    """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it.
+    """A field with one of the ``allowed`` values, or with several ``joined`` by +, which requests have in turn.
 
-    It may have several ``joined`` by +, which requests have in turn.
+    ``means`` is what docs/case-ids.md says of it.
     """
     law = {"joined": True} if joined else {}
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
@@ -174,15 +155,14 @@ class Case(ABC):
 
     def __post_init__(self) -> None:
         if not self.call:
-            object.__setattr__(self, "call", self.capability if self.capability in CLASSES else Call.NEW_TOKENS)
+            object.__setattr__(self, "call", _usual_call(self.capability))
         if self.call not in self.calls:
             raise CaseError(f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}")
         for part in _fields(type(self)):
             _require_value(part.name, getattr(self, part.name), part.metadata)
         dimensions_of(self.dims)
-        if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
-            lengths = f"q={list(self.q)} kv={list(self.kv)}"
-            raise CaseError(f"expected one non-negative length per request, got {lengths}")
+        if not self.q or min(self.q + self.kv) < 0:
+            raise CaseError(f"expected one non-negative length per request, got q={list(self.q)} kv={list(self.kv)}")
         if self.call != Call.NEW_TOKENS and len(self.kv) != len(self.q):
             lengths = f"q={list(self.q)} kv={list(self.kv)}"
             raise CaseError(f"{self.call} expects one context length per request, got {lengths}")
@@ -198,14 +178,11 @@ class Case(ABC):
 
     @staticmethod
     def of(*, capability: str, call: str = "", **values: Any) -> "Case":
-        """The case with these fields, of the role that its call belongs to.
+        """The case with these fields, of the role that its call belongs to, else CaseError.
 
         A field that only other roles have may be given at its default, and is dropped.
-
-        Raises:
-            CaseError: an unknown call or field, a field of another role, or a value that does not fit.
         """
-        call = call or (capability if capability in CLASSES else Call.NEW_TOKENS)
+        call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
         if not values.keys() <= FIELDS.keys():
@@ -225,11 +202,7 @@ class Case(ABC):
     @staticmethod
     @lru_cache(maxsize=2**14)  # the same ids are read again from lists, journals and reports
     def parse(text: str) -> "Case":
-        """The case with this id.
-
-        Raises:
-            CaseError: malformed text, an unknown field, or a value that does not fit.
-        """
+        """The case with this id; CaseError if it is malformed or a value does not fit."""
         capability, separator, rest = text.strip().partition(":")
         if not separator:
             raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…'")
@@ -237,11 +210,7 @@ class Case(ABC):
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Case":
-        """The case that :meth:`to_json` wrote.
-
-        Raises:
-            CaseError: another format, an unknown field, or a value that does not fit.
-        """
+        """The case that :meth:`to_json` wrote, else CaseError."""
         values = dict(data)
         if values.pop("format", None) != CASE_FORMAT:
             raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
@@ -252,7 +221,6 @@ class Case(ABC):
         return Case.of(**{name: from_plain(name, FIELDS[name], value) for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """All fields of the role, tuples as lists, with the format's version."""
         values = {name: getattr(self, name) for name in self.defaults()}
         return {"format": CASE_FORMAT, **values, "q": list(self.q), "kv": list(self.kv)}
 
@@ -269,16 +237,19 @@ class Case(ABC):
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
-        call = self.capability if self.capability in CLASSES else Call.NEW_TOKENS
-        usual = {**self.defaults(), "call": call, "capability": self.capability, "q": (), "kv": ()}
-        reported = (
-            f"{name}={format_value(getattr(self, name))}" for name in usual if getattr(self, name) != usual[name]
-        )
+        usual = {
+            **self.defaults(),
+            "call": _usual_call(self.capability),
+            "capability": self.capability,
+            "q": (),
+            "kv": (),
+        }
+        told = ((name, getattr(self, name)) for name in usual)
+        reported = (f"{name}={format_value(value)}" for name, value in told if value != usual[name])
         return f"{self.capability}:{';'.join(reported)}"
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that stand for this case in histories."""
         return digest_of_id(self.id)
 
     @property
@@ -364,13 +335,11 @@ class Case(ABC):
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""
-        lengths: dict[str, Any] = {
-            name: tuple(n + more for n in reversed(getattr(self, name))) for name, more in self.longer.items()
-        }
-        return replace(self, **lengths, seed=self.seed + 1)
+        longer = {name: tuple(n + more for n in getattr(self, name)[::-1]) for name, more in self.longer.items()}
+        changes: dict[str, Any] = {**longer, "seed": self.seed + 1}
+        return replace(self, **changes)
 
     def without(self, requests: range) -> dict[str, Any]:
-        """The fields that differ without these requests."""
         kept = [index for index in range(len(self.q)) if index not in requests]
         return {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
 
@@ -379,16 +348,16 @@ _fields = cache(fields)
 FIELDS |= {part.name: part.type for part in _fields(Case)}
 
 
+def _usual_call(capability: str) -> str:
+    return capability if capability in CLASSES else Call.NEW_TOKENS
+
+
 def digest_of_id(id: str) -> str:
     return hashlib.sha256(f"{CASE_FORMAT}|{id}".encode()).hexdigest()[:12]
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """The fields written as in an id, ``field=value;…``.
-
-    Raises:
-        CaseError: an unknown field, an empty one, one that stands twice, or a value of another type.
-    """
+    """The fields written as in an id, ``field=value;…``, else CaseError."""
     pairs = [pair.partition("=") for pair in text.split(";")] if text else []
     if not all(name for name, _, _ in pairs):
         raise CaseError(f"malformed case fields {text!r}: expected 'field=value' between semicolons")

@@ -4,12 +4,12 @@ What stands for a class comes first, whatever else belongs to it behind. Rules a
 a row have members that are drawn from whole classes, so that no class is judged by its smallest one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mla_conformance.cases.grammar import CaseError
 
@@ -28,21 +28,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers in classes.
-
-    Attributes:
-        parts: by the name of a class, its members, a range or a tuple each; the first class that holds a number counts.
-        most: the largest that is drawn.
-        sizes: whether they are sizes or counts, of which engines favour some.
-    """
-
+    # by the name of a class, its members, a range or a tuple each; the first class that holds a number counts
     parts: Mapping[str, Sequence[Sequence[int]]]
-    most: int = 2**31
-    sizes: bool = True
+    most: int = 2**31  # the largest that is drawn
+    sizes: bool = True  # whether they are sizes or counts, of which engines favour some
     _found: dict[int, str | None] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
 
     def class_of(self, number: int) -> str | None:
         if number not in self._found:
@@ -56,7 +46,6 @@ class Numbers:
 
     @cached_property
     def some(self) -> Mapping[str, Sequence[int]]:
-        """The first members of each class, which are tried where something else decides as well."""
         return {label: tuple(islice(self.members(label), SOME)) for label in self.parts}
 
     @cached_property
@@ -71,22 +60,22 @@ class Numbers:
         return found
 
     def first(self, label: str) -> int:
-        """The member that stands for a class."""
         return self.some[label][0]
 
     def least(self, label: str) -> int:
         return min(map(min, self.parts[label]))
 
 
+class Labels(NamedTuple):
+    """Classes of whatever a function tells them of."""
+
+    parts: Sequence[str]  # their names
+    class_of: Callable[[Any], str | None]
+
+
 @dataclass(frozen=True)
 class Draw:
-    """How members of classes are chosen.
-
-    Attributes:
-        key: a hash of it decides; without one it is always the first, which stands for its class.
-    """
-
-    key: str = ""
+    key: str = ""  # a hash of it decides; without one it is always the first, which stands for its class
 
     def __bool__(self) -> bool:
         return bool(self.key)
@@ -122,7 +111,6 @@ class Draw:
         return self.pick(classes.favoured[label], label, *of)
 
     def some(self, classes: Numbers, label: str, *of: object) -> Sequence[int]:
-        """A few members of a class, which are tried where something else decides as well."""
         if not self.key:
             return classes.some[label]
         return tuple(dict.fromkeys(self.of(classes, label, each, *of) for each in range(SOME)))
@@ -133,11 +121,7 @@ PLAIN = Draw()
 
 
 def first(found: Iterable[_T]) -> _T:
-    """The first of what is found.
-
-    Raises:
-        CaseError: nothing is.
-    """
+    """The first of what is found; CaseError if nothing is."""
     for each in found:
         return each
     raise CaseError("no members of the classes go together")

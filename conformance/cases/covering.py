@@ -1,10 +1,11 @@
-"""Covering arrays: few rows that together hold every pair of classes that a row can hold. No torch."""
+"""Covering arrays: few rows that together hold every pair, or many triples, of the classes of a space. No torch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
@@ -16,113 +17,146 @@ _COMPARED = 4
 """Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
+Triple = tuple[ClassOf, ClassOf, ClassOf]
 
 
-class Pairs:
-    """A set of pairs of classes: for each class a mask of those that it is paired with.
+class Missing(ABC):
+    """Pairs or triples that are to be held; classes are numbered, and sets of them are masks."""
 
-    Args:
-        space: whose classes they are.
-        rows: the pairs that these hold; a class that the space does not have is in none.
-    """
+    def __init__(self, space: Space) -> None:
+        self.space, self.values = space, space.values
+        self._numbers = {value: number for number, value in enumerate(space.values)}
+
+    def _of(self, row: Row) -> tuple[list[int], int]:
+        """The classes of a row, as numbers and as a mask; one that the space does not have is in neither."""
+        numbers = [self._numbers[value] for value in held(row) if value in self._numbers]
+        return numbers, sum(1 << number for number in numbers)
+
+    @abstractmethod
+    def drop(self, row: Row) -> None: ...
+
+    @abstractmethod
+    def new_in(self, rows: Iterable[Row]) -> int:
+        """A number that grows with what rows hold together."""
+
+    @abstractmethod
+    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
+        """Those of a class with others."""
+
+    def held_by(self, row: Row) -> int:
+        """A number that grows with those that a row holds."""
+        numbers, mask = self._of(row)
+        return sum(self._gain(number, numbers, mask) for number in numbers)
+
+    def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
+        """Classes of a dimension behind a row, those with most first; of small batches before all others."""
+        others, usual = self._of(row), self.space.small.get(name, labels) if small else labels
+        gains = {label: self._gain(self._numbers[name, label], *others) for label in labels}
+        return sorted(labels, key=lambda label: (label in usual, gains[label]), reverse=True)
+
+
+class Pairs(Missing):
+    """A set of pairs of classes: for each class a mask of those that it is paired with; at first those of rows."""
 
     def __init__(self, space: Space, rows: Iterable[Row] = ()) -> None:
-        self.space = space
-        self._bits = {value: 1 << number for number, value in enumerate(space.values)}
-        self._partners = dict.fromkeys(self._bits, 0)
+        super().__init__(space)
+        self.partners = [0] * len(self.values)
         for row in rows:
             self.add(row)
 
     @staticmethod
     def every(space: Space) -> "Pairs":
-        """All classes of every two dimensions."""
         found = Pairs(space)
-        for each in space.dimensions:
-            own = [(each.name, label) for label in each.classes]
-            others = sum(bit for value, bit in found._bits.items() if value not in own)
-            found._partners.update(dict.fromkeys(own, others))
+        for number, (name, _) in enumerate(found.values):
+            found.partners[number] = sum(1 << n for n, (other, _) in enumerate(found.values) if other != name)
         return found
 
     def add(self, row: Row) -> None:
-        """And those of a row."""
-        bits = {value: self._bits[value] for value in held(row) if value in self._bits}
-        mask = sum(bits.values())
-        for value, bit in bits.items():
-            self._partners[value] |= mask & ~bit
+        numbers, mask = self._of(row)
+        for number in numbers:
+            self.partners[number] |= mask & ~(1 << number)
 
     def drop(self, row: Row) -> None:
-        """Without those of a row."""
-        mask = self.mask(row)
-        for value in held(row):
-            if value in self._bits:
-                self._partners[value] &= ~mask
+        numbers, mask = self._of(row)
+        for number in numbers:
+            self.partners[number] &= ~mask
 
     def leave(self, values: Iterable[ClassOf]) -> None:
-        """Without all pairs of these classes."""
-        mask = sum(self._bits[value] for value in values)
-        for value, bit in self._bits.items():
-            self._partners[value] &= 0 if bit & mask else ~mask
-
-    def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
-        """Classes of a dimension behind a row, those with most pairs first; of small batches before all others."""
-        mask, usual = self.mask(row), self.space.small.get(name, labels) if small else labels
-        return sorted(labels, key=lambda label: (label in usual, self.gain((name, label), mask)), reverse=True)
-
-    def mask(self, row: Row) -> int:
-        """A row's classes."""
-        return sum(self._bits.get(value, 0) for value in held(row))
-
-    def partners(self, value: ClassOf) -> int:
-        """The classes that one is paired with, as a mask."""
-        return self._partners[value]
+        gone = {self._numbers[value] for value in values}
+        mask = sum(1 << number for number in gone)
+        self.partners = [0 if number in gone else own & ~mask for number, own in enumerate(self.partners)]
 
     def densest(self, most: int = 1) -> list[Pair]:
         """Of so many classes that are in most pairs, each with that partner which is in most others."""
-
-        def count(value: ClassOf) -> int:
-            return self._partners[value].bit_count()
-
-        found = []
-        for first in sorted(filter(count, self._partners), key=count, reverse=True)[:most]:
-            second = max((value for value, bit in self._bits.items() if bit & self._partners[first]), key=count)
-            found.append((first, second) if self._bits[first] < self._bits[second] else (second, first))
+        counts, found = [own.bit_count() for own in self.partners], list[Any]()
+        for first in sorted(range(len(counts)), key=counts.__getitem__, reverse=True)[:most]:
+            if own := self.partners[first]:
+                second = max((number for number in range(len(counts)) if own >> number & 1), key=counts.__getitem__)
+                found.append(tuple(self.values[number] for number in sorted((first, second))))
         return list(dict.fromkeys(found))
 
-    def held_by(self, row: Row) -> int:
-        """How many of the pairs a row holds, each counted twice."""
-        mask = self.mask(row)
-        return sum(self.gain(value, mask) for value in held(row) if value in self._bits)
-
     def new_in(self, rows: Iterable[Row]) -> int:
-        """How many of the pairs rows hold together."""
         return len(self) - len(self - Pairs(self.space, rows))
 
-    def gain(self, value: ClassOf, mask: int) -> int:
-        """Pairs of a class with those of a mask."""
-        return (self._partners[value] & mask).bit_count()
-
-    def _with(self, partners: dict[ClassOf, int]) -> "Pairs":
-        found = Pairs(self.space)
-        found._partners = partners
-        return found
+    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
+        return (self.partners[number] & mask).bit_count()
 
     def __sub__(self, other: "Pairs") -> "Pairs":
-        return self._with({value: mask & ~other._partners[value] for value, mask in self._partners.items()})
-
-    def __or__(self, other: "Pairs") -> "Pairs":
-        return self._with({value: mask | other._partners[value] for value, mask in self._partners.items()})
+        found = Pairs(self.space)
+        found.partners = [own & ~others for own, others in zip(self.partners, other.partners, strict=True)]
+        return found
 
     def __len__(self) -> int:
-        return sum(mask.bit_count() for mask in self._partners.values()) // 2
+        return sum(own.bit_count() for own in self.partners) // 2
 
     def __iter__(self) -> Iterator[Pair]:
-        values = list(self._bits)
-        for number, (value, mask) in enumerate(self._partners.items()):
-            later = mask >> number + 1
+        for number, own in enumerate(self.partners):
+            later = own >> number + 1
             while later:
-                lowest = (later & -later).bit_length()
-                yield value, values[number + lowest]
+                yield self.values[number], self.values[number + (later & -later).bit_length()]
                 later &= later - 1
+
+
+class Triples(Missing):
+    """All triples of classes that are pairs two by two: for each two classes a mask of those that make triples."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        super().__init__(pairs.space)
+        self._thirds = [
+            [own & other if own >> number & 1 else 0 for number, other in enumerate(pairs.partners)]
+            for own in pairs.partners
+        ]
+        self._most: dict[int, tuple[int, int]] = {}
+
+    def drop(self, row: Row) -> None:
+        numbers, mask = self._of(row)
+        for first in numbers:
+            self._most.pop(first, None)
+            for second in numbers:
+                self._thirds[first][second] &= ~mask
+
+    def new_in(self, rows: Iterable[Row]) -> int:
+        return sum(map(self.held_by, rows))
+
+    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
+        return sum((self._thirds[number][other] & mask).bit_count() for other in numbers)
+
+    def densest(self) -> Triple | None:
+        """A triple of the two classes that are in most; None if there is none left."""
+        for first in range(len(self.values)):
+            if first not in self._most:
+                counts = [mask.bit_count() for mask in self._thirds[first]]
+                self._most[first] = max(counts), -counts.index(max(counts))
+        first = max(range(len(self.values)), key=self._most.__getitem__)
+        second = -self._most[first][1]
+        third = self._thirds[first][second]
+        if not third:
+            return None
+        one, two, three = sorted((first, second, (third & -third).bit_length() - 1))
+        return self.values[one], self.values[two], self.values[three]
+
+    def __len__(self) -> int:
+        return sum(mask.bit_count() for thirds in self._thirds for mask in thirds) // 6
 
 
 def cover(
@@ -134,17 +168,10 @@ def cover(
 ) -> tuple[list[_T], Pairs]:
     """Cases of rows that hold all pairs which are missing and which such a row holds; and the other pairs.
 
-    Args:
-        space: what they are of.
-        missing: pairs.
-        made: the case of a row once it is found, and of what is still missing; None refuses it, and one with smaller
-            batches is tried then.
-        rows_of: what a case holds.
-        small: only rows with batches as small as can be.
+    ``made`` gives the case of a row by what is still missing; where it gives None, a row with smaller batches is tried,
+    as is at first if ``small``. A case holds ``rows_of`` it.
     """
-    found: list[_T] = []
-    left, without = missing | Pairs(space), Pairs(space)
-
+    found, left, without = list[_T](), missing - Pairs(space), Pairs(space)
     while pairs := left.densest(_COMPARED):
         case = None
         for few in (True,) if small else (False, True):
@@ -159,13 +186,6 @@ def cover(
             without.add(dict(pairs[0]))
             left.drop(dict(pairs[0]))
     return found, without
-
-
-class Missing(Protocol):
-    """Pairs or triples that are to be held."""
-
-    def held_by(self, row: Row) -> int:
-        """A number that grows with those that a row holds."""
 
 
 def mixed(space: Space, case: Case, left: Missing) -> Case:

@@ -1,43 +1,23 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mla_conformance.cases import batches, space
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers
+from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are numbers of one field."""
     labels: dict[str, Fields] = {label: {} for label in classes.parts}
     return Dimension(name, labels, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
 
 
-def by_length(
-    name: str,
-    classes: Iterable[str],
-    class_of: Callable[[int], str | None],
-    lengths: Callable[[Any], Sequence[int]],
-    only: Only = ALWAYS,
-) -> Dimension:
-    """Of the longest of some lengths of requests, and of each one's own."""
-    return measured(
-        name,
-        classes,
-        lambda case: class_of(max(lengths(case))),
-        only,
-        lambda case, request: class_of(lengths(case)[request]),
-    )
-
-
 def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Layouts of a cache, and what the codes of some of them are scaled by."""
     fp8 = Only("cache", ("fp8",), "only an fp8 cache is read with k_scale")
     tiles = Only("cache", ("fp8_ds_mla",), "only the tiles of fp8_ds_mla have scales of either kind")
     return (
@@ -99,14 +79,12 @@ def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
 
 
 def ranks(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Ranks that share the tokens, and by how many in a row."""
     shared = Only("ranks", SEVERAL_RANKS, "one rank has all tokens")
     runs = Numbers(space.exactly(1, 16, 64))
     return numbers("ranks", "ranks", RANKS, only), numbers("interleave", "interleave", runs, shared)
 
 
 def room(layout: str, dims: str, dtype: str) -> bool:
-    """Whether an entry of a layout has room for the head dims and values of the dtype."""
     form = TILED_FORMATS.get(layout)
     head, rank = dimensions_of(dims)
     latent = (rank, head.qk_rope_head_dim)
@@ -135,8 +113,6 @@ COLUMNS = Numbers(
 _SCANNED = 128
 _MOST_NAMED, _MOST_SCORES = 2**20, 2**25
 """Entries of lists, and scores, of a batch in the covering arrays."""
-LENGTHS = ("more keys", "fewer keys", "as many")
-NAMED = ("whole tiles", "between", "one more", "one fewer")
 _OF_64 = {"0": "whole tiles", "1": "one more", "-1": "one fewer"}
 
 
@@ -151,15 +127,19 @@ def named(longest: int, columns: int) -> str:
     return _OF_64[rest] if tile in ("64", "128") else "between"
 
 
+# Of lengths, each with the columns of a list.
+KEYS = Labels(("more keys", "fewer keys", "as many"), lambda of: against(*of))
+NAMED = Labels(("whole tiles", "between", "one more", "one fewer"), lambda of: named(*of))
+
+
 def column_counts(longest: int, columns: str, length: str, whole: str, *, draw: Draw = PLAIN) -> Sequence[int]:
-    """Columns of these classes beside so long a request."""
     tried = (longest,) if length == "as many" else draw.some(COLUMNS, columns, longest)
     wanted = (columns, length, whole)
     return [n for n in tried if (COLUMNS.class_of(n), against(longest, n), named(longest, n)) == wanted]
 
 
 def _listed(columns: str, length: str, whole: str, *shape: str) -> bool:
-    """Whether a shape is beside such columns; gathered keys lie in no pages, and scores are of no list."""
+    """Gathered keys lie in no pages, and scores are of no list."""
     if columns == NOTHING:
         return True
     found = batches.shapes(*(label for label in shape if label != NOTHING))
@@ -175,20 +155,20 @@ def _lists_beside(longest: str, columns: str, keys: str) -> bool:
     return any(against(length, n) == keys for length in ends for n in COLUMNS.some[columns])
 
 
-def _leaves(columns: str, keys: str, whole: str) -> bool:
-    return keys != "more keys" or whole in {named(n, n) for n in COLUMNS.some[columns]}
-
-
 def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, int]]:
-    """Shapes with columns."""
     for shape in batches.shapes_of(row, draw):
         for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"], draw=draw):
             yield shape, columns
 
 
+def paged_batch(call: str, row: Row, draw: Draw) -> Fields:
+    """The fields of a row whose shape follows from its lengths and pages alone."""
+    shape = first(batches.shapes_of(row, draw))
+    return {"call": call, **batches.batch_fields(row, shape, draw), **spare_blocks(row, shape.page, draw)}
+
+
 def _rows(requests: str, queries: str) -> int:
-    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries)
-    return batches.REQUESTS.first(requests) * most
+    return batches.REQUESTS.first(requests) * batches.most_queries(queries)
 
 
 SCORES_RULE = Rule(
@@ -206,10 +186,14 @@ LIST_RULES = (
     Rule(
         "no list is so long",
         ("longest", "keys"),
-        lambda longest, keys: any(_lists_beside(longest, columns, keys) for columns in COLUMNS),
+        lambda longest, keys: any(_lists_beside(longest, columns, keys) for columns in COLUMNS.parts),
     ),
     Rule("no list is so long, or so short", ("longest", "columns", "keys"), _lists_beside),
-    Rule("no list of such columns leaves so much of a tile", ("columns", "keys", "named"), _leaves),
+    Rule(
+        "no list of such columns leaves so much of a tile",
+        ("columns", "keys", "named"),
+        lambda columns, keys, whole: keys != "more keys" or whole in {named(n, n) for n in COLUMNS.some[columns]},
+    ),
     Rule(
         "no columns are so many",
         ("longest", "tile", "columns", "keys", "named"),
@@ -222,24 +206,11 @@ LIST_RULES = (
 
 
 def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """Columns, the keys that there are, and those that a full list names."""
-    return (
-        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), only),
-        measured(
-            "keys",
-            LENGTHS,
-            lambda case: against(max(batches.totals(case)), case.topk),
-            only,
-            lambda case, request: against(batches.total(case, request), case.topk),
-        ),
-        measured(
-            "named",
-            NAMED,
-            lambda case: named(max(batches.totals(case)), case.topk),
-            only,
-            lambda case, request: named(batches.total(case, request), case.topk),
-        ),
-    )
+    def beside(case: Any) -> list[tuple[int, int]]:
+        return [(total, case.topk) for total in batches.totals(case)]
+
+    columns = counted("columns", COLUMNS, lambda case: case.topk, only)
+    return columns, by_length("keys", KEYS, beside, only), by_length("named", NAMED, beside, only)
 
 
 def residues() -> Iterator[Dimension]:
@@ -247,27 +218,23 @@ def residues() -> Iterator[Dimension]:
 
     No row asks for one; among the members that are drawn for a row those with new pairs of residues are taken.
     """
+    fourths = Labels(("0", "1", "2", "3"), lambda number: str(number % 4))
 
-    def modulo(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        return measured(name, map(str, range(size)), lambda case: str(of(case) % size))
+    def tiles(size: int) -> Callable[[Case], int]:
+        """Those that the longest request fills or begins."""
+        return lambda case: -(-max(batches.totals(case)) // size)
 
-    def grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        """Nothing, one, all but one, or up to half of a group and more."""
-
-        def rest_of(case: Case) -> str:
-            rest = of(case) % size
-            near = {0: "0", 1: "1", size - 1: "-1"}
-            return near.get(rest) or ("few" if rest <= size // 2 else "more")
-
-        return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
-
-    def tiles(size: int, case: Case) -> int:
-        """Tiles that the longest request fills or begins."""
-        return -(-max(batches.totals(case)) // size)
+    def groups(size: int) -> Labels:
+        """Nothing of a group is left, one, all but one, or up to half of it and more."""
+        near = {0: "0", 1: "1", size - 1: "-1"}
+        return Labels(
+            (*near.values(), "few", "more"),
+            lambda n: near.get(n % size) or ("few" if n % size <= size // 2 else "more"),
+        )
 
     for size in (64, 128, 512):
-        yield modulo(f"tiles of {size} mod 4", 4, partial(tiles, size))
-    yield grouped("requests mod 32", 32, lambda case: len(case.q))
-    yield grouped("rows mod 64", 64, lambda case: sum(case.q))
-    yield modulo("heads mod 4", 4, lambda case: case.heads)
-    yield grouped("heads mod 16", 16, lambda case: case.heads)
+        yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
+    yield counted("requests mod 32", groups(32), lambda case: len(case.q))
+    yield counted("rows mod 64", groups(64), lambda case: sum(case.q))
+    yield counted("heads mod 4", fourths, lambda case: case.heads)
+    yield counted("heads mod 16", groups(16), lambda case: case.heads)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs, mixed
+from mla_conformance.cases.covering import Pairs, Triples, mixed
 from mla_conformance.cases.space import ClassOf, Row, Space, held
-from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
@@ -24,40 +23,24 @@ MOST_TRIPLES, _MOST_TRIES = 500, 1500
 
 @dataclass(frozen=True)
 class HeldTriples:
-    """Triples of classes of a region, numbers of them.
-
-    Attributes:
-        claimed: whose classes are supported two by two, as far as the device is asked for them.
-        before: that are held by rows for pairs.
-        held: that rows for triples hold as well.
-        vain: that were tried, and no row was found that is supported and of the device's size.
-    """
-
-    claimed: int
-    before: int
-    held: int
-    vain: int
+    claimed: int  # whose classes are supported two by two, as far as the device is asked for them
+    before: int  # that are held by rows for pairs
+    held: int  # that rows for triples hold as well
+    vain: int  # that were tried, and no row was found that is supported and of the device's size
 
 
 @dataclass
 class Region:
-    """What a kernel declares of a space.
-
-    Attributes:
-        space: the space.
-        rows: rows of cases that it supports, and those of their other requests.
-        cases: for those of them that hold pairs which no listed case holds, and for triples behind them.
-        triples: what is held of them, if they were asked for.
-    """
+    """What a kernel declares of a space."""
 
     space: Space
-    rows: list[Row]
+    rows: list[Row]  # of cases that it supports, and those of their other requests
+    # those that hold pairs which no listed case holds, and for triples behind them
     cases: list[Case] = field(default_factory=list)
-    triples: HeldTriples | None = None
+    triples: HeldTriples | None = None  # what is held of them, if they were asked for
 
     @property
     def classes(self) -> Mapping[str, list[str]]:
-        """Of each dimension, the classes that some supported row has, in the order of the dimension."""
         found = {value for row in self.rows for value in held(row)}
         return {
             each.name: [label for label in each.classes if (each.name, label) in found]
@@ -74,19 +57,12 @@ def fit(
     triples: bool = False,
     salt: str = "",
 ) -> Region:
-    """The region of a kernel, found by asking.
+    """The region of a kernel, found by asking what it ``supports`` beside the cases that everybody is asked.
 
-    Args:
-        space: of the kernel's role.
-        listed: cases that everybody is asked.
-        supports: what it says of cases.
-        reachable: the pairs that rows of the device's size hold.
-        light: which cases are of the device's size; others are taken where a pair needs them.
-        triples: whether they are fitted as well.
-        salt: what the members of rows are drawn with beside the row.
+    Its pairs are those that rows of the device's size can hold; cases that are not ``light`` are taken where a pair
+    needs them. The members of rows are drawn with the salt.
     """
-    asked = supports(listed)
-    cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
+    cases = list(compress(listed, supports(listed)))
     if not cases:
         return Region(space, [])
     fitting = _Fitting(space, cases, supports, reachable, light, salt)
@@ -96,8 +72,6 @@ def fit(
 
 
 class _Fitting:
-    """Finding further rows; what is refused once is not asked again."""
-
     def __init__(
         self,
         space: Space,
@@ -121,13 +95,14 @@ class _Fitting:
             refused = self._find_classes()
             left.leave(refused)
             self._decides = {name for name, _ in refused}
-            self._find_dense(left)
+            while dense := left.densest():  # of the classes that lack most; what these decide against is left for later
+                if not self._try(dense[0], [self._with[value][-1] for value in dense[0]]):
+                    left.drop(dict(dense[0]))
             left = self._left = reachable - Pairs(space, self.region.rows)
             left.leave(refused)
             self._find_pairs(left)
 
     def _add(self, case: Case) -> list[Row]:
-        """Take the rows of a supported case."""
         first, *further = rows = list(self.region.space.rows((case,)))
         self.region.rows += rows
         known = set(held(first))
@@ -139,18 +114,11 @@ class _Fitting:
         return rows
 
     def _find_classes(self) -> set[ClassOf]:
-        """Try each class that no supported row has; those that are refused."""
-        refused: set[ClassOf] = set()
-        for value in self.region.space.values:
-            if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
-                refused.add(value)
-        return refused
-
-    def _find_dense(self, left: Pairs) -> None:
-        """Rows for pairs of the classes that lack most; what these decide against is left for later."""
-        while dense := left.densest():
-            if not self._try(dense[0], [self._with[value][-1] for value in dense[0]]):
-                left.drop(dict(dense[0]))
+        return {
+            value
+            for value in self.region.space.values
+            if value not in self._with and not self._try((value,), self.region.rows[:_BASES])
+        }
 
     def _find_pairs(self, left: Pairs) -> None:
         while pair := next(iter(left), None):
@@ -177,7 +145,6 @@ class _Fitting:
         self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
 
     def _without_held(self, pairs: Pairs) -> Triples:
-        """The triples of pairs that no row holds."""
         found = Triples(pairs)
         for row in self.region.rows:
             found.drop(row)

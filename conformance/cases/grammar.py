@@ -6,31 +6,16 @@ from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
+import msgspec
+
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
-
-class Data(StrEnum):
-    """What the values of a case's inputs are like."""
-
-    NORMAL = "normal"
-    NEEDLE = "needle"
-    HOT_TAIL = "hot_tail"
-    HOT_ONES = "hot_ones"
-    LARGE_LOGITS = "large_logits"
-    HUGE_LOGITS = "huge_logits"
-    EXTREME_LOGITS = "extreme_logits"
-    NEGATIVE = "negative"
-    SHIFTED = "shifted"
-    RISING = "rising"
-    RISING_ONES = "rising_ones"
-    ONES = "ones"
-    INTEGERS = "integers"
-    OUTLIERS = "outliers"
-    LOW_RANK = "low_rank"
-    TINY_VALUES = "tiny_values"
-    ZERO_KEYS = "zero_keys"
-
-
+Data = StrEnum(
+    "Data",
+    "NORMAL NEEDLE HOT_TAIL HOT_ONES LARGE_LOGITS HUGE_LOGITS EXTREME_LOGITS NEGATIVE SHIFTED RISING RISING_ONES ONES "
+    "INTEGERS OUTLIERS LOW_RANK TINY_VALUES ZERO_KEYS",
+)
+"""What the values of a case's inputs are like."""
 MOST_REQUESTS = 2**16
 """Requests of a case; the longest list of the suite has 16,500."""
 LARGEST = 2**31
@@ -48,11 +33,7 @@ class CaseError(ValueError):
 
 
 def require_id(text: str) -> None:
-    """Hold a text against what ids are made of, whatever they say; what is written as one is also shown as one.
-
-    Raises:
-        CaseError: longer than any list needs, or other characters than visible ASCII ones.
-    """
+    """CaseError if a text is not made of what ids are, whatever they say; what is written as one is shown as one."""
     if len(text) > _LONGEST_ID:
         raise CaseError(f"malformed case id: expected at most {_LONGEST_ID:,} characters, got {len(text):,}")
     if not re.fullmatch("[a-z0-9_]+:[!-~]*", text):
@@ -77,11 +58,7 @@ def format_value(value: object) -> str:
 
 
 def parse_value(name: str, kind: Any, text: str) -> Any:
-    """The value of type ``kind`` that :func:`format_value` wrote.
-
-    Raises:
-        CaseError: the text of another type; ``name`` says of which field.
-    """
+    """The value of a field's type ``kind`` that :func:`format_value` wrote, else CaseError."""
     try:
         if kind is str:
             return text
@@ -104,38 +81,22 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
 
 
 def require_requests(name: str, count: int) -> None:
-    """Hold the length of a list against what a case may have.
-
-    Raises:
-        CaseError: it is longer.
-    """
     if count > MOST_REQUESTS:
         raise CaseError(f"field {name}: expected at most {MOST_REQUESTS:,} requests, got {count:,}")
 
 
 def from_plain(name: str, kind: Any, value: Any) -> Any:
-    """A value of type ``kind`` from JSON, where a tuple is a list.
-
-    Raises:
-        CaseError: a value of another type; ``name`` says of which field.
-    """
-    if kind in (int, bool, str):
-        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    else:
-        fits = isinstance(value, list | tuple) and all(type(item) is int for item in value)
-    if not fits:
+    """A value of a field's type ``kind`` from JSON, where a tuple is a list, else CaseError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
         expected = {int: "an integer", bool: "true or false", str: "a string"}.get(kind, "a list of integers")
-        raise CaseError(f"field {name}: expected {expected}, got {value!r}")
-    return tuple(value) if isinstance(value, list) else value
+        raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
 
 
 @cache
 def dimensions_of(name: str) -> tuple[MLADimensions, int]:
-    """Head dims and latent dim L of a preset of the reference, or of ``P-R-V-L``.
-
-    Raises:
-        CaseError: neither, or numbers that are no head dims.
-    """
+    """Head dims and latent dim L of a preset of the reference, or of ``P-R-V-L``; CaseError if it is neither."""
     if name in PRESETS:
         return PRESETS[name].head, PRESETS[name].kv_lora_rank
     numbers = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})", name)

@@ -17,8 +17,6 @@ _MOST_DRAWS, _MOST_SECONDS = 10**6, 7 * 24 * 3600
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of a case list."""
-
     index: int  # which part, counted from 1
     count: int  # how many parts there are
     cases: tuple[str, ...]  # ids of its cases, in the list's order
@@ -27,16 +25,10 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def share(self, cases: Sequence[str]) -> tuple[str, ...]:
-        """The part of other cases that goes with this one, in turn."""
         return tuple(cases[self.index - 1 :: self.count])
 
     @staticmethod
     def of(text: str, cases: Sequence[str], seconds: Mapping[str, float] | None = None) -> "Shard":
-        """The part ``i/n`` of a list, balanced by measured ``seconds`` by case id, or by the number of cases.
-
-        Raises:
-            InputError: malformed, or more parts than cases.
-        """
         numbers = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         index, count = map(int, numbers.groups()) if numbers else (0, 0)
         if not 1 <= index <= count:
@@ -72,11 +64,6 @@ class Extent(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Extent":
-        """The extent that is written as ``2000``, ``90s``, ``10m`` or ``1h``.
-
-        Raises:
-            InputError: something else, or more than anybody waits for.
-        """
         found = re.fullmatch("([0-9]{1,9})([smh]?)", text)
         number, unit = (int(found[1]), found[2]) if found else (-1, "")
         extent = Extent(seconds=number * _UNITS[unit]) if unit else Extent(draws=number)

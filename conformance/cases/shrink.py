@@ -22,7 +22,10 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def _steps(case: Case) -> Iterator[dict[str, Any]]:
-    yield from _fewer_requests(case)
+    size = len(case.q) // 2
+    while size:  # without half of the requests, a quarter, and so on down to one
+        yield from (case.without(range(start, start + size)) for start in range(0, len(case.q), size))
+        size //= 2
     yield from ({"data": regime} for regime in case.regimes if regime != case.data)
     if case.dims != _SMALL:
         yield {"dims": _SMALL}
@@ -30,14 +33,6 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
     yield from ({name: default} for name, default in case.defaults().items() if name not in _STRUCTURE)
     yield from _shorter(case, "q", 1)
     yield from _shorter(case, "kv", 0)
-
-
-def _fewer_requests(case: Case) -> Iterator[dict[str, Any]]:
-    """Without half of the requests, a quarter, and so on down to one."""
-    size = len(case.q) // 2
-    while size:
-        yield from (case.without(range(start, start + size)) for start in range(0, len(case.q), size))
-        size //= 2
 
 
 def _shorter(case: Case, name: str, least: int) -> Iterator[dict[str, Any]]:
@@ -48,7 +43,7 @@ def _shorter(case: Case, name: str, least: int) -> Iterator[dict[str, Any]]:
 
 
 def _smaller(value: int, least: int) -> Iterator[int]:
-    """The least value, then half of the way back to ``value``, a quarter, and so on to one less."""
+    """The least value, then half of the way back, a quarter, and so on to one less."""
     distance = value - least
     while distance > 0:
         yield value - distance

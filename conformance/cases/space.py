@@ -14,7 +14,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers
+from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields
 
 NOTHING = ""
@@ -33,17 +33,11 @@ _DRAWS = 12
 
 @dataclass(frozen=True)
 class Only:
-    """Where a dimension has a say.
+    """Where a dimension has a say."""
 
-    Attributes:
-        name: another dimension, which stands before it; empty where it always has one.
-        classes: those of its classes beside which it has one.
-        why: why it has none beside the others.
-    """
-
-    name: str = ""
-    classes: tuple[str, ...] = ()
-    why: str = ""
+    name: str = ""  # another dimension, which stands before it; empty where it always has one
+    classes: tuple[str, ...] = ()  # those of its classes beside which it has one
+    why: str = ""  # why it has none beside the others
 
 
 ALWAYS = Only()
@@ -51,27 +45,16 @@ ALWAYS = Only()
 
 @dataclass(frozen=True)
 class Dimension:
-    """What varies.
-
-    Attributes:
-        name: its name.
-        classes: the fields that each class stands for by itself, the plainest first; none where the batch's shape
-            decides.
-        class_of: the class of a case; None outside of all.
-        only: where it has a say.
-        drawn: a field, and the numbers that are drawn for it.
-        of_request: the class of a request of a case, where each has its own and ``class_of`` tells that of the longest.
-    """
-
     name: str
+    # the fields that each class stands for by itself, the plainest first; none where the batch's shape decides
     classes: Mapping[str, Fields]
-    class_of: Callable[[Any], str | None]
-    only: Only = ALWAYS
-    drawn: tuple[str, Numbers] | None = None
+    class_of: Callable[[Any], str | None]  # the class of a case; None outside of all
+    only: Only = ALWAYS  # where it has a say
+    drawn: tuple[str, Numbers] | None = None  # a field, and the numbers that are drawn for it
+    # the class of a request of a case, where each has its own and ``class_of`` tells that of the longest
     of_request: Callable[[Any, int], str | None] | None = None
 
     def has_say(self, row: Row) -> bool:
-        """Whether a row that has the dimension it depends on gives it a say."""
         return not self.only.name or row.get(self.only.name) in self.only.classes
 
     def fields_of(self, label: str, draw: Draw) -> Fields:
@@ -83,8 +66,6 @@ class Dimension:
 
 
 def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are fields."""
-
     def class_of(case: Case) -> str | None:
         for label, fields in classes.items():
             if all(getattr(case, name) == value for name, value in fields.items()):
@@ -98,17 +79,12 @@ def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension
     classes: dict[str, Fields] = {str(value): {field: value} for value in found}
     if field != DATA:
         return plain(name, classes, only)
+    known = {label: label for label in classes}.get
 
-    def known(regime: str) -> str | None:
-        return regime if regime in classes else None
+    def of_request(case: Case, request: int) -> str | None:
+        return known(case.data_of(request))
 
-    return Dimension(
-        name,
-        classes,
-        lambda case: known(case.regimes[0]),
-        only,
-        of_request=lambda case, request: known(case.data_of(request)),
-    )
+    return Dimension(name, classes, lambda case: known(case.regimes[0]), only, of_request=of_request)
 
 
 def measured(
@@ -119,71 +95,59 @@ def measured(
     of_request: Callable[[Any, int], str | None] | None = None,
 ) -> Dimension:
     """A dimension that the shape of the batch decides."""
-    labels = classes.parts if isinstance(classes, Numbers) else classes
-    return Dimension(name, {label: {} for label in labels}, class_of, only, of_request=of_request)
+    return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
+
+
+def counted(name: str, classes: Numbers | Labels, of: Callable[[Any], Any], only: Only = ALWAYS) -> Dimension:
+    """One whose classes are of what is counted of a batch."""
+    return measured(name, classes.parts, lambda case: classes.class_of(of(case)), only)
+
+
+def by_length(
+    name: str, classes: Numbers | Labels, lengths: Callable[[Any], Sequence[Any]], only: Only = ALWAYS
+) -> Dimension:
+    """Of the longest of some lengths of requests, and of each one's own."""
+
+    def of_request(case: Case, request: int) -> str | None:
+        return classes.class_of(lengths(case)[request])
+
+    return measured(name, classes.parts, lambda case: classes.class_of(max(lengths(case))), only, of_request)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What excludes a row.
-
-    Attributes:
-        why: in a sentence.
-        over: dimensions.
-        holds: whether classes of these go together.
-        always: asked even where one of them has no say.
-    """
-
-    why: str
-    over: tuple[str, ...]
-    holds: Callable[..., bool]
-    always: bool = False
+    why: str  # in a sentence
+    over: tuple[str, ...]  # dimensions
+    holds: Callable[..., bool]  # whether classes of these go together
+    always: bool = False  # asked even where one of them has no say
 
     @cached_property
     def _known(self) -> Callable[..., bool]:
         return cache(self.holds)
 
     def allows(self, row: Row) -> bool:
-        """Whether a row that may still lack dimensions can go on."""
         classes = [row.get(name) for name in self.over]
         return None in classes or (NOTHING in classes and not self.always) or self._known(*classes)
 
 
 def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:
-    """Classes of one number each."""
     return {str(number): ((number,),) for number in numbers}
 
 
 def never(why: str, together: Mapping[str, Sequence[str]]) -> Rule:
-    """The rule that no row has one of these classes of each of these dimensions."""
     classes = tuple(together.values())
     return Rule(why, tuple(together), lambda *labels: not all(map(contains, classes, labels)))
 
 
-_RulesOver = Mapping[str, Sequence[Rule]]
-
-
 @dataclass(frozen=True)
 class Space:
-    """The dimensions of a role's cases.
-
-    Attributes:
-        role: whose cases they are.
-        capability: the one whose cases the covering arrays are.
-        dimensions: what varies; one that depends on another stands behind it.
-        rules: what does not go together.
-        shape: the fields of a row that no dimension gives by itself.
-        small: of the dimensions that decide how much work a case is, the classes that make it little.
-        grids: dimensions by which, together with the heads, kernels are dispatched.
-    """
-
     role: Role
-    capability: str
-    dimensions: tuple[Dimension, ...]
-    rules: tuple[Rule, ...]
-    shape: Callable[[Row, Draw], Fields]
-    small: Mapping[str, Sequence[str]]
-    grids: tuple[tuple[str, ...], ...] = ()
+    capability: str  # the one whose cases the covering arrays are
+    dimensions: tuple[Dimension, ...]  # what varies; one that depends on another stands behind it
+    rules: tuple[Rule, ...]  # what does not go together
+    shape: Callable[[Row, Draw], Fields]  # the fields of a row that no dimension gives by itself
+    small: Mapping[str, Sequence[str]]  # of the dimensions that decide how much work a case is, classes of little work
+    grids: tuple[tuple[str, ...], ...] = ()  # dimensions by which, together with the heads, kernels are dispatched
     _orders: dict[frozenset[str], Sequence[Dimension]] = field(default_factory=dict)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -201,11 +165,7 @@ class Space:
         return tuple(label for each in own for label in each.classes)
 
     def case_of(self, row: Row, draw: Draw = PLAIN, further: Fields | None = None) -> Case:
-        """A case of a row that has every dimension, with further fields.
-
-        Raises:
-            CaseError: no case can be this row with the members that are drawn.
-        """
+        """A case of a row that has every dimension; CaseError if none can be this row with the drawn members."""
         fields = {
             name: value for each in self.dimensions for name, value in each.fields_of(row[each.name], draw).items()
         }
@@ -236,18 +196,14 @@ class Space:
         for case in cases:
             row = self.row_of(case)
             yield row
-            yield from (self._with(row, others) for others in self._others(case, row))
-
-    def _others(self, case: Case, row: Row) -> Iterator[Mapping[str, str | None]]:
-        """Of each request that is otherwise than the longest, in ``row``, the classes that requests have themselves."""
-        own = [each for each in self._of_requests if row.get(each.name, NOTHING) != NOTHING]
-        known: set[tuple[str | None, ...]] = {tuple(row[each.name] for each in own)}
-        requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
-        for request in requests.values():
-            labels = tuple(each.of_request(case, request) for each in own if each.of_request)
-            if labels not in known:
-                known.add(labels)
-                yield {each.name: label for each, label in zip(own, labels, strict=True)}
+            own = {name: of for name, of in self._of_requests.items() if row.get(name, NOTHING) != NOTHING}
+            known: set[tuple[str | None, ...]] = {tuple(row[name] for name in own)}
+            requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
+            for request in requests.values():
+                labels = tuple(of(case, request) for of in own.values())
+                if labels not in known:
+                    known.add(labels)
+                    yield self._with(row, dict(zip(own, labels, strict=True)))
 
     @staticmethod
     def _with(row: Row, others: Mapping[str, str | None]) -> Row:
@@ -255,17 +211,15 @@ class Space:
         return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
 
     def classes_of(self, case: Case) -> set[ClassOf]:
-        row = self.row_of(case)
-        others = chain.from_iterable(labels.items() for labels in self._others(case, row))
-        return {*held(row), *((name, label) for name, label in others if label)}
+        return {value for row in self.rows((case,)) for value in held(row)}
 
     def beside(self, row: Row, regime: str) -> Row:
         """The classes of a row that hold for every request of its batch, with this data regime."""
-        return {**self._with(row, {each.name: None for each in self._of_requests}), DATA: regime}
+        return {**self._with(row, dict.fromkeys(self._of_requests)), DATA: regime}
 
     @cached_property
-    def _of_requests(self) -> tuple[Dimension, ...]:
-        return tuple(each for each in self.dimensions if each.of_request)
+    def _of_requests(self) -> Mapping[str, Callable[[Any, int], str | None]]:
+        return {each.name: each.of_request for each in self.dimensions if each.of_request}
 
     def outside(self, case: Case) -> list[str]:
         row = self.row_of(case)
@@ -277,13 +231,7 @@ class Space:
         prefer: Preference = lambda name, labels, row: labels,
         rules: Sequence[Rule] | None = None,
     ) -> Row | None:
-        """A row that holds the wanted classes and breaks no rule, each further class the first of those preferred.
-
-        Args:
-            wanted: classes.
-            prefer: the order in which others are tried.
-            rules: by default all.
-        """
+        """A row that holds the wanted classes and breaks no rule, each further class the first of those preferred."""
         row, asked = dict(wanted), self.all_rules if rules is None else rules
         if not all(rule.allows(row) for rule in asked):
             return None
@@ -293,7 +241,7 @@ class Space:
         return {each.name: row[each.name] for each in self.dimensions}
 
     def _grow(
-        self, left: Sequence[Dimension], row: dict[str, str], prefer: Preference, over: _RulesOver
+        self, left: Sequence[Dimension], row: dict[str, str], prefer: Preference, over: Mapping[str, Sequence[Rule]]
     ) -> set[str] | None:
         """Add a class of every dimension that is left; else the dimensions before them whose classes do not let it.
 
@@ -318,25 +266,19 @@ class Space:
     def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
         """Other dimensions; first those that share a rule with what stands before, so that less is tried in vain."""
         if wanted not in self._orders:
-            every, found = [each.name for each in self.dimensions], list[str]()
-            names = [name for name in every if name in wanted]
-            for name in chain(names, every):  # grows while it is gone through
+            named, found = {each.name: each for each in self.dimensions}, list[str]()
+            names = [name for name in named if name in wanted]
+            for name in chain(names, named):  # grows while it is gone through
                 names += [
                     other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names
                 ]
-            for name in dict.fromkeys((*names, *every)):
-                found += [other for other in self._depends(name) if other not in (*wanted, *found)]
-            self._orders[wanted] = tuple(self._named[name] for name in found)
+            for name in dict.fromkeys((*names, *named)):
+                behind = [name]  # that on which it depends, and so on
+                while before := named[behind[0]].only.name:
+                    behind.insert(0, before)
+                found += [other for other in behind if other not in (*wanted, *found)]
+            self._orders[wanted] = tuple(named[name] for name in found)
         return self._orders[wanted]
-
-    def _depends(self, name: str) -> list[str]:
-        """A dimension behind that on which it depends."""
-        before = self._named[name].only.name
-        return [*(self._depends(before) if before else ()), name]
-
-    @cached_property
-    def _named(self) -> Mapping[str, Dimension]:
-        return {each.name: each for each in self.dimensions}
 
     def reason(self, pair: Iterable[ClassOf]) -> str:
         """Why no row holds both: where their dimensions have a say, or else the first rule that excludes them."""

@@ -27,7 +27,9 @@ def work_of(case: Case) -> float:
     tokens = sum(case.q) + (max(case.kv) // 4 if case.role is Role.PREPARE else sum(case.kv))
     if case.role is Role.TOPK:  # whose tokens are logits, which are drawn and compared at once
         tokens //= 10
-    elements = sum(case.q) * case.sizes.row + tokens * _key_width(case)
+    # What a decode reads is shared by its heads.
+    key = sum(case.latent_dims) if isinstance(case, CachedCase) and case.role in _DECODES else case.sizes.key
+    elements = sum(case.q) * case.sizes.row + tokens * key
     work = _OF_A_TOKEN * tokens + _OF_AN_ELEMENT * elements + calls * (_OF_A_CALL + len(case.q) * _OF_A_REQUEST)
     if isinstance(case, CachedCase) and case.sizes.key > 1:  # slots alone are computed of no cache
         work += _OF_A_SPARE_ELEMENT * case.spare * case.page * case.layers * sum(case.latent_dims)
@@ -43,11 +45,6 @@ def work_of(case: Case) -> float:
     if case.role is not Role.PREPARE:
         work += _OF_AN_OPERATION * case.operations()
     return work
-
-
-def _key_width(case: Case) -> int:
-    """Elements of a key; what a decode reads is shared by its heads."""
-    return sum(case.latent_dims) if isinstance(case, CachedCase) and case.role in _DECODES else case.sizes.key
 
 
 def _chunks(case: Case) -> int:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,6 +54,7 @@ class Steps(ABC):
 
     def __init__(self, problem: Problem, expectation: Golden, declaration: Declaration, numbers: Tolerance) -> None:
         self.problem, self.rows, self.expectation = problem, expectation.rows, expectation
+        self.case: Any = problem.case
         self.declaration, self.numbers = declaration, numbers
         self.used, self.inconclusive = BudgetUse(), 0
 

@@ -44,9 +44,7 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         "lse": case.lse,
         "kv_lora_rank": case.kv_lora_rank,
         "mla_dimensions": dims,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "v_head_dim": dims.v_head_dim,
+        **{name: getattr(dims, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     }
     if isinstance(case, CachedCase):
         found |= {
@@ -60,8 +58,6 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleDefinition:
-    """A role; by default one that asks for attention."""
-
     role: Role  # its name
     # makes the calls of a case, given the case, a device and a salt that is drawn with beside the case
     batch: Callable[[Any, torch.device, str], Any]
@@ -80,11 +76,10 @@ class RoleDefinition:
     capabilities: str = ""
 
     def require_whole(self, case: Case) -> None:
-        """Hold a role against one of its cases; a TypeError says what it lacks."""
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)
-        told = facts_of(case, dtype) | self.facts(case, dtype)
+        told = self.told(case, dtype)
         if unknown := [name for name in self.constructed if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for the constructor's {unknown[0]}, got none")
         for call in self.batch(case, torch.device("cpu"), "").calls():
@@ -93,15 +88,17 @@ class RoleDefinition:
                 if missing := [name for name in self.role.required if not hasattr(call.interface, name)]:
                     raise TypeError(f"{call.interface.__name__}: expected a method {missing[0]}, got none")
 
+    def told(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        return facts_of(case, dtype) | self.facts(case, dtype)
+
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
-        """What a case asks of a class; some of it otherwise."""
-        told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
+        told = self.told(case, dtype) | otherwise
         if missing := [name for name in self.config._fields if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
         return self.config(**{name: told[name] for name in self.config._fields})
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        told = facts_of(case, dtype) | self.facts(case, dtype)
+        told = self.told(case, dtype)
         given = {name: told[name] for name in self.constructed if told[name] is not None}
         return kernel(**given, vllm_config=None)
 
@@ -132,7 +129,6 @@ class RoleDefinition:
 
 
 def _require_operands(call: KernelCall) -> None:
-    """Refuse an entry that has no operand for what is handed over, or no form of it."""
     where = f"{call.interface.__name__}.{call.entry}"
     entry = getattr(call.interface, call.entry, None)
     if entry is None:

@@ -38,7 +38,6 @@ def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
 
 
 def golden_of(problem: Problem) -> Golden:
-    """What is expected of a problem, computed in float64."""
     return DEFINITIONS[problem.case.role].golden(problem)
 
 

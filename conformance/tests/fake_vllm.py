@@ -3,18 +3,19 @@
 It has the names that such a vLLM has, and as much behind them as a layer needs; the maths is in float32.
 """
 
+import sys
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from mla_conformance.backends.layer.mla_batch import count_decodes
 
 STATE: dict[str, Any] = {"config": None, "batch": None, "prefill": True}
-
-
 # A batch has these fields and no others.
 CommonAttentionMetadata = make_dataclass(
     "CommonAttentionMetadata",
@@ -146,33 +147,13 @@ class MLAAttention:
 class MLACommonBackend:
     __module__ = "vllm.v1.attention.backends.mla.fake"
 
-    @staticmethod
-    def get_name() -> str:
-        return "FAKE_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
-        return [SimpleNamespace(base=16)]
-
-    @staticmethod
-    def customize_spec(spec: Any) -> Any:
-        return spec
-
-    @staticmethod
-    def supports_head_size(head_size: int) -> bool:
-        return head_size < 600
-
-    @staticmethod
-    def supports_compute_capability(capability: Any) -> bool:
-        return True
+    get_name = staticmethod(lambda: "FAKE_MLA")
+    get_impl_cls = staticmethod(lambda: Impl)
+    get_builder_cls = staticmethod(lambda: Builder)
+    get_supported_kernel_block_sizes = staticmethod(lambda: [SimpleNamespace(base=16)])
+    customize_spec = staticmethod(lambda spec: spec)
+    supports_head_size = staticmethod(lambda head_size: head_size < 600)
+    supports_compute_capability = staticmethod(lambda capability: True)
 
     @staticmethod
     def validate_configuration(*, use_per_head_quant_scales: bool, dtype: torch.dtype, **asked: Any) -> list[str]:
@@ -180,7 +161,7 @@ class MLACommonBackend:
 
 
 @contextmanager
-def _held(name: str, value: Any) -> Any:
+def held(name: str, value: Any) -> Any:
     before, STATE[name] = STATE[name], value
     try:
         yield
@@ -189,7 +170,8 @@ def _held(name: str, value: Any) -> Any:
 
 
 def _vllm_config(compilation_config: Any) -> Any:
-    empty = {name: SimpleNamespace() for name in ("scheduler_config", "cache_config")}
+    parts = ("scheduler_config", "cache_config", "attention_config", "kernel_config")
+    empty = {name: SimpleNamespace() for name in parts}
     return SimpleNamespace(compilation_config=compilation_config, speculative_config=None, **empty)
 
 
@@ -199,31 +181,35 @@ def _get_mla_prefill_backend(config: Any) -> Any:
     raise ValueError("No valid MLA prefill backend found")
 
 
-def modules() -> dict[str, ModuleType]:
-    """The modules of the stand-in, by name."""
-    parts = {
+def install(monkeypatch: pytest.MonkeyPatch, further: Mapping[str, Mapping[str, Any]]) -> None:
+    """The modules of every stand-in, and further ones, each with its members."""
+    parts: dict[str, Mapping[str, Any]] = {
         "vllm.config": {
             "VllmConfig": _vllm_config,
             "CompilationConfig": lambda mode, cudagraph_mode: SimpleNamespace(static_forward_context={}),
             "CompilationMode": SimpleNamespace(NONE=0),
-            "CUDAGraphMode": SimpleNamespace(NONE=0),
-            "set_current_vllm_config": lambda config: _held("config", config),
+            "CUDAGraphMode": SimpleNamespace(NONE=0, FULL=1),
+            "set_current_vllm_config": lambda config: held("config", config),
         },
         "vllm.forward_context": {
             "ForwardContext": lambda **batch: SimpleNamespace(**batch),
-            "override_forward_context": lambda batch: _held("batch", batch),
+            "override_forward_context": lambda batch: held("batch", batch),
         },
-        "vllm.v1.attention.backend": {"CommonAttentionMetadata": CommonAttentionMetadata},
-        "vllm.v1.attention.backends.mla.prefill": {"get_mla_prefill_backend": _get_mla_prefill_backend},
-        "vllm.model_executor.layers.attention.mla_attention": {
-            "MLAAttention": MLAAttention,
-            "MLACommonBackend": MLACommonBackend,
-        },
+        **further,
     }
-    found: dict[str, Any] = {}
-    for name, members in parts.items():
-        words = name.split(".")
-        for depth in range(1, len(words) + 1):
-            found.setdefault(".".join(words[:depth]), ModuleType(".".join(words[:depth])))
-        vars(found[name]).update(members)
-    return found
+    packages = {name.rsplit(".", depth)[0] for name in parts for depth in range(1, name.count(".") + 1)}
+    for name in sorted({*packages, *parts}):
+        module = ModuleType(name)
+        vars(module).update(parts.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+LAYER: dict[str, Mapping[str, Any]] = {
+    "vllm.v1.attention.backend": {"CommonAttentionMetadata": CommonAttentionMetadata},
+    "vllm.v1.attention.backends.mla.prefill": {"get_mla_prefill_backend": _get_mla_prefill_backend},
+    "vllm.model_executor.layers.attention.mla_attention": {
+        "MLAAttention": MLAAttention,
+        "MLACommonBackend": MLACommonBackend,
+    },
+}
+"""What such a vLLM has further."""

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 import pytest
 
@@ -170,16 +169,9 @@ def test_a_place_exists_or_a_reason_is_given() -> None:
 
 def exists(place: str) -> bool:
     """Whether ``room.module.Class.member`` below the package can be looked up."""
-    found: Any = import_module("mla_conformance")
-    parts = place.split(".")
-    for name in parts:
-        if inspect.ismodule(found) and not hasattr(found, name):
-            found = import_module(f"{found.__name__}.{name}")
-        elif not hasattr(found, name):
-            return name == parts[-1] and is_instance_attribute(found, name)
-        else:
-            found = getattr(found, name)
-    return True
+    owner, _, name = place.rpartition(".")
+    found = resolve_name(f"mla_conformance.{owner}")
+    return hasattr(found, name) or is_instance_attribute(found, name)
 
 
 def is_instance_attribute(cls: type, name: str) -> bool:

@@ -44,9 +44,53 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     assert used == listed - {"long_contexts"}
 
 
+WRITE = "latent_write:call=write_latent;q=[5,1];kv=[60,0]"
+KEYS = "index_write:call=write_index;dims=128-0-128-128;q=[5,1];kv=[60,0];cache"
+LAYER = "cache_write:call=layer;heads=2;decodes=1;q=[5,1];kv=[12,15]"
+SPARSE_LAYER = "sparse_layer:q=[1];kv=[3]"
+CONTRADICTIONS = [
+    (f"{WRITE};cache=fp8_index;dims=128-0-128-128", "field cache: write_latent expects one of auto, fp8"),
+    (f"{KEYS}=auto", "field cache: write_index expects one of fp8_index"),
+    (f"{WRITE};dequantise=1", "only gather_latent does so"),
+    (f"{WRITE};ratio=4", "field ratio: expected 1 of write_latent"),
+    ("latent_gather:call=gather_latent;q=[5];kv=[60];ranks=2", "field ranks: expected 1 of gather_latent"),
+    (f"{WRITE};ranks=2;interleave=24", "field interleave: expected a divisor of page 64, got 24"),
+    (f"{KEYS}=fp8_index_shuffled;page=8", "expects a multiple of 16, got 8"),
+    (f"slot_mapping:q=[5,1];kv=[60,0];slots=int32;spare={2**26}", "slots beyond int32"),
+    (f"{WRITE};cache=fp8_v41;dims=128-0-128-512;latents=tiny_values", "differ in the scales of tiny_values"),
+    (f"{WRITE};cache=fp8;scales=pow2", "have no float32 scales"),
+    ("compress_keys:call=compress;q=[0];kv=[0]", "expects a token"),
+    ("compress_keys:call=compress;q=[4];kv=[0];cache=fp8", "expects cache=auto on one rank"),
+    (f"{LAYER};dims=32-16-32-64".replace("decodes=1", "decodes=3"), "at most the 2 requests of a layer, got 3"),
+    (f"{LAYER};dims=128-16-32-64", "a layer's weights pick latents, P and V may not exceed L, got 128-16-32-64"),
+    (f"{LAYER};dims=32-16-96-64", "P and V may not exceed L, got 32-16-96-64"),
+    (LAYER.replace("q=[5,1]", "q=[5,0]"), "layer expects at least one query token a request, got q=[5, 0]"),
+    (f"{LAYER};order=decodes_first", "expected more than 5, got q=[5, 1] with 1 decodes"),
+    (LAYER.replace("decodes=1", "order=decodes_first"), "expected more than 1, got q=[5, 1] with 0 decodes"),
+    (f"{LAYER};dims=32-16-32-64;cache=fp8_ds_mla", "holds 512 + 64 or 512 + 0 values of a 16-bit model, got (64, 16)"),
+    (f"{LAYER};ranks=3", "field heads: expected a multiple of the 3 ranks, got 2"),
+    (f"{LAYER};ranks=2;out=1", "no out where 2 ranks share the tokens, got weights=selection, out=True"),
+    (f"{SPARSE_LAYER};topk=9", "field topk: expected an even number from 6 to 12, or a multiple of one of 4 beyond"),
+    (f"{SPARSE_LAYER};topk=4", "since 4 index heads tell so many groups of keys apart, got 4"),
+    (f"{SPARSE_LAYER};dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),
+    (f"{SPARSE_LAYER};decodes=2", "field decodes: expected at most the 1 requests, got 2"),
+    (f"{SPARSE_LAYER};dims=32-32-256-128", "field dims: expected pairs to rotate"),
+    (f"{SPARSE_LAYER};ranks=2", "field ranks: a sparse layer's ranks share heads, tp, and no tokens, got 2"),
+    (f"{SPARSE_LAYER};tp=3", "field heads: expected a multiple of the 3 ranks, got 4"),
+    (f"{SPARSE_LAYER};index_cache=auto;index_scales=pow2", "field index_scales: an index cache of auto has no scales"),
+    ("tree_decode:q=[4];kv=[0];parents=[0,0,3,1]", "parents: expected 0 to 1 of token 2 of request 0, got 3"),
+    ("tree_decode:q=[2,2];kv=[0,0];parents=[0,0,1,0]", "parents: expected 0 of token 0 of request 1, got 1"),
+    ("tree_decode:q=[2,2];kv=[0,0];parents=[0,0,0]", "parents: expected one for each of 4 query tokens, got 3"),
+    ("tree_decode:q=[4];kv=[0];tree=bush", "field tree: expected one of random, chain, binary, star"),
+    ("tree_decode:q=[4];kv=[0];ranks=2", "tree_decode expects one rank, got 2"),
+    ("tree_decode:q=[4097];kv=[0]", "tree_decode expects at most 4,096 query tokens a request, got 4,097"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        *CONTRADICTIONS,
         ("", "expected 'capability:field=value;…'"),
         ("lse", "malformed case id 'lse'"),
         ("lse:", "one non-negative length per request, got q=[]"),

@@ -26,7 +26,7 @@ TOPK = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[20,3];topk=8"
 def built(text: str) -> tuple[Problem, Any, torch.Tensor]:
     """A problem, its golden scores, and the best tokens of each row in order, -1 behind them."""
     problem = build_problem(Case.parse(text), CPU)
-    (golden,) = golden_scores(problem).calls
+    golden = golden_scores(problem).scores
     best = golden.scores.topk(8, dim=1)
     return problem, golden, best.indices.masked_fill(best.values == -torch.inf, -1).int()
 

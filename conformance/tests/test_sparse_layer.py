@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.dimensions import ModelDimensions
@@ -17,7 +17,6 @@ from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.problem import LayerBatch
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch
 from mla_conformance.roles.table import build_problem, golden_of
@@ -40,16 +39,6 @@ def case_of(text: str) -> SparseLayerCase:
     case = Case.parse(text)
     assert isinstance(case, SparseLayerCase)
     return case
-
-
-def output_of(text: str) -> torch.Tensor:
-    """What EAGER returns by heads."""
-    call = called(text)
-    kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, call.case, torch.bfloat16, CPU)
-    call.prepare(kernel)
-    output = call.invoke(kernel, None)
-    assert isinstance(output, torch.Tensor)
-    return output
 
 
 @pytest.mark.parametrize(
@@ -83,16 +72,15 @@ def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: 
     torch.testing.assert_close(output, own, rtol=0, atol=2e-3 * float(own.abs().max()))
 
 
-def called(text: str) -> SparseLayerCall:
-    """A call that EAGER has made."""
+def called(text: str) -> tuple[Any, Any]:
+    """A call that EAGER has made, on all its ranks, and what it returned by heads."""
     problem = build_problem(Case.parse(text), CPU)
     (call,) = problem.calls
-    assert isinstance(call, SparseLayerCall)
     kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
     call.prepare(kernel)
-    call.invoke(kernel, None)
+    output = call.invoke(kernel, None)
     assert not call.wrong_writes()
-    return call
+    return call, output
 
 
 WRITES: dict[str, tuple[str, str, Callable[[torch.Tensor], Any], str]] = {
@@ -107,24 +95,13 @@ WRITES: dict[str, tuple[str, str, Callable[[torch.Tensor], Any], str]] = {
 
 @pytest.mark.parametrize(("text", "name", "change", "said"), WRITES.values(), ids=WRITES)
 def test_what_is_written_otherwise_is_told(text: str, name: str, change: Callable[..., Any], said: str) -> None:
-    call = called(text)
+    call, _ = called(text)
     change(call.written[name].cache)
     assert said in call.wrong_writes()
 
 
-def on_ranks(text: str) -> tuple[SparseLayerOnRanks, Any]:
-    """A call that EAGER's ranks have made, and their sum by heads."""
-    problem = build_problem(Case.parse(text), CPU)
-    (call,) = problem.calls
-    assert isinstance(call, SparseLayerOnRanks)
-    layers = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
-    call.prepare(layers)
-    return call, call.invoke(layers, None)
-
-
 def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() -> None:
-    call, together = on_ranks(f"{MIXED};tp=2")
-    alone = output_of(MIXED)
+    (call, together), (_, alone) = called(f"{MIXED};tp=2"), called(MIXED)
     torch.testing.assert_close(together.float(), alone.float(), rtol=0.02, atol=0.02)
     results = [torch.zeros(11, part.weights.o_proj.shape[0], dtype=torch.bfloat16) for part in call.parts]
     assert call.joined(results).shape == alone.shape and not call.joined(results).any()
@@ -135,30 +112,12 @@ def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() 
 
 
 def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
-    call = called("sparse_layer:q=[1,5];kv=[3,3];decodes=1;pad=2")
+    call, _ = called("sparse_layer:q=[1,5];kv=[3,3];decodes=1;pad=2")
     buffer = call.written["topk_indices_buffer"].cache
     buffer[1:8] = 77
     assert not call.wrong_writes()
     buffer[0] = 77
     assert "row 0 (query 0 of request 0) names 0 of 4 tokens" in call.wrong_writes()
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ("q=[1];kv=[3];topk=9", "field topk: expected an even number from 6 to 12, or a multiple of one of 4 beyond"),
-        ("q=[1];kv=[3];topk=4", "since 4 index heads tell so many groups of keys apart, got 4"),
-        ("q=[1];kv=[3];dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),
-        ("q=[1];kv=[3];decodes=2", "field decodes: expected at most the 1 requests, got 2"),
-        ("q=[1];kv=[3];dims=32-32-256-128", "field dims: expected pairs to rotate"),
-        ("q=[1];kv=[3];ranks=2", "field ranks: a sparse layer's ranks share heads, tp, and no tokens, got 2"),
-        ("q=[1];kv=[3];tp=3", "field heads: expected a multiple of the 3 ranks, got 4"),
-        ("q=[1];kv=[3];index_cache=auto;index_scales=pow2", "field index_scales: an index cache of auto has no scales"),
-    ],
-)
-def test_cases_that_nothing_can_be_built_for(fields: str, said: str) -> None:
-    with pytest.raises(CaseError, match=said):
-        Case.parse(f"sparse_layer:{fields}")
 
 
 CASES = [

@@ -1,27 +1,21 @@
 """Layers driven by others: backends of an installed vLLM, unchanged, and one on two processes."""
 
-import importlib.util
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
 from mla_conformance.distributed import main
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.tests.test_layer import SOURCE as LAYERS
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject, describe
-from mla_conformance.trials.trial import Context
+from mla_conformance.tests import fake_vllm as fake
+from mla_conformance.tests.drawn import judged as judged_on
+from mla_conformance.tests.drawn import subject_of
+from mla_conformance.trials.subject import describe
 
-CPU = torch.device("cpu")
-CONTEXT = Context()
 BACKENDS = "vllm.v1.attention.backends.mla.fake"
 SMALL = "call=layer;dims=32-16-32-64;heads=2"
 PREFILLS_FIRST = f"mixed_batch:{SMALL};q=[5,9,1];kv=[40,0,130];decodes=1;data=needle;workspace=64"
@@ -31,33 +25,17 @@ DECODES_FIRST = (
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stand-in, installed."""
-    path = Path(__file__).with_name("fake_vllm.py")
-    spec = importlib.util.spec_from_file_location("fake_vllm", path)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fake_vllm", module)
-    spec.loader.exec_module(module)
-    for name, part in module.modules().items():
-        monkeypatch.setitem(sys.modules, name, part)
-    return module
-
-
-@pytest.fixture
-def judged(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``judged(case, backend)``: the record of a case on a class of the stand-in, as a user names it."""
 
-    def judge(case: str, backend: type | None = None) -> Record:
-        holder = ModuleType(BACKENDS)
-        vars(holder)["Backend"] = backend or fake.MLACommonBackend
-        monkeypatch.setitem(sys.modules, BACKENDS, holder)
-        return judge_one(Subject.of(f"{BACKENDS}:Backend", CPU), Case.parse(case), CONTEXT)
+    def judge(case: str, backend: type = fake.MLACommonBackend) -> Record:
+        fake.install(monkeypatch, {**fake.LAYER, BACKENDS: {"Backend": backend}})
+        return judged_on(f"{BACKENDS}:Backend", case)
 
     return judge
 
 
-def with_impl(fake: Any, impl: type) -> type:
+def with_impl(impl: type) -> type:
     return type("Wrong", (fake.MLACommonBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
 
 
@@ -76,13 +54,13 @@ def with_impl(fake: Any, impl: type) -> type:
 def test_an_unchanged_backend_passes_as_a_layer(case: str, judged: Any) -> None:
     found = judged(case)
     assert found.status is Status.PASS, found.message
-    assert found.evidence["decode"] == "fake_vllm.Impl"
-    subject = Subject.of(f"{BACKENDS}:Backend", CPU)
+    assert found.evidence["decode"].endswith("fake_vllm.Impl")
+    subject = subject_of(f"{BACKENDS}:Backend")
     assert subject.roles == (Role.LAYER,)
     assert any("reordered" in adapter for _, adapter in describe(subject).deviations)
 
 
-def test_a_decode_that_misses_its_newest_key_and_a_prefill_that_drops_its_context_fail(fake: Any, judged: Any) -> None:
+def test_a_decode_that_misses_its_newest_key_and_a_prefill_that_drops_its_context_fail(judged: Any) -> None:
     class Late(fake.Impl):
         def forward_mqa(self, q: Any, entries: Any, rank: int) -> Any:
             return super().forward_mqa(q, entries[:-1], rank)
@@ -96,12 +74,12 @@ def test_a_decode_that_misses_its_newest_key_and_a_prefill_that_drops_its_contex
         (DECODES_FIRST, Late, "output"),
         (PREFILLS_FIRST, Forgetful, "request 0"),
     ):
-        found = judged(case, with_impl(fake, impl))
+        found = judged(case, with_impl(impl))
         assert (found.status, said in found.message) == (Status.FAIL, True)
 
 
 def test_a_module_that_leaves_a_mark_in_the_cache_or_keeps_its_first_weights_fails(
-    fake: Any, judged: Any, monkeypatch: pytest.MonkeyPatch
+    judged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = fake.MLAAttention._decode
 
@@ -144,8 +122,8 @@ def test_what_has_no_place_in_its_generation_is_unsupported(case: str, said: str
     assert said in found.message
 
 
-def test_decodes_are_driven_where_there_is_no_prefill_backend(fake: Any, judged: Any) -> None:
-    fake.STATE["prefill"] = False
+def test_decodes_are_driven_where_there_is_no_prefill_backend(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fake.STATE, "prefill", False)
     found = judged(PREFILLS_FIRST)
     assert (found.status, "No valid MLA prefill" in found.message) == (Status.UNSUPPORTED, True)
     assert judged(f"mixed_batch:{SMALL};q=[1,1];kv=[40,16];decodes=2").status is Status.PASS
@@ -165,8 +143,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path, python: Path) -> None:
-    (tmp_path / "wrong.py").write_text(LAYERS)
-    given = (str(tmp_path / "rendezvous"), "EAGER", f"{tmp_path / 'wrong.py'}:SilentSecond")
+    given = (str(tmp_path / "rendezvous"), "EAGER", "mla_conformance.tests.test_layer:SilentSecond")
     ranks = [
         subprocess.Popen([str(python), "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -5,10 +5,8 @@ whatever is translated wrongly is wrong.
 """
 
 import math
-import sys
-from contextlib import contextmanager
-from dataclasses import make_dataclass
-from types import ModuleType, SimpleNamespace
+from dataclasses import fields, make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,24 +23,22 @@ from mla_conformance.backends.sparse_layer import (
     SparseIndexerWeights,
     SparseLayerWeights,
 )
-from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject, describe
-from mla_conformance.trials.trial import Context
+from mla_conformance.tests import fake_vllm as fake
+from mla_conformance.tests.drawn import judged as judged_on
+from mla_conformance.tests.drawn import subject_of
+from mla_conformance.trials.subject import describe
 
 BACKENDS = "vllm.v1.attention.backends.mla.fake_sparse"
 ENGINE = "dims=32-64-32-512;index_scales=pow2;index_heads=32;topk=128"
 DECODES = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,1];kv=[140,9];decodes=2"
 BOTH = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,3,9];kv=[140,9,130];decodes=1"
-STATE: dict[str, Any] = {"config": None, "batch": None}
+STATE = fake.STATE
+# This vLLM does not ask whether a batch is causal.
 Common = make_dataclass(
     "CommonAttentionMetadata",
-    [
-        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"),
-        *("max_seq_len", "block_table_tensor", "slot_mapping", "seq_lens_cpu_upper_bound"),
-    ],
+    [part.name for part in fields(fake.CommonAttentionMetadata) if part.name != "causal"],
     kw_only=True,
 )
 
@@ -147,16 +143,13 @@ class DeepseekV32Attention:
         yarn = 1.0
         if rope["rope_type"] != "default":
             yarn = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+        alike = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "rms_norm_eps", "index_n_heads")
         return MLASparseLayerConfig(
+            **{name: getattr(model, name) for name in alike},
             dtype=engine.model_config.dtype,
             num_heads=model.num_attention_heads,
             scale=(model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2,
-            qk_nope_head_dim=model.qk_nope_head_dim,
-            qk_rope_head_dim=model.qk_rope_head_dim,
-            v_head_dim=model.v_head_dim,
-            kv_lora_rank=model.kv_lora_rank,
             is_neox_style=False,
-            rms_norm_eps=model.rms_norm_eps,
             preparation=IndexPreparation(
                 head_dim=model.index_head_dim,
                 rope_dim=model.qk_rope_head_dim,
@@ -167,7 +160,6 @@ class DeepseekV32Attention:
                 fold_scales=True,
                 eps=1e-6,
             ),
-            index_n_heads=model.index_n_heads,
             topk_tokens=model.index_topk,
             skip_topk=self.indexer is None,
             kv_cache_dtype=engine.cache_config.cache_dtype,
@@ -227,54 +219,21 @@ class Backend:
     )
 
 
-@contextmanager
-def _held(name: str, value: Any) -> Any:
-    before, STATE[name] = STATE[name], value
-    try:
-        yield
-    finally:
-        STATE[name] = before
-
-
-def _engine(compilation_config: Any) -> Any:
-    parts = ("scheduler_config", "cache_config", "attention_config", "kernel_config")
-    empty = {name: SimpleNamespace() for name in parts}
-    return SimpleNamespace(compilation_config=compilation_config, speculative_config=None, **empty)
-
-
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``judged(case)``: its record on the stand-in's backend; ``layer`` stands for vLLM's, ``deep_gemm`` is there."""
 
     def judge(case: str, layer: type = DeepseekV32Attention, deep_gemm: bool = True) -> Record:
-        done = {"model_parallel_is_initialized": lambda: True}
         parts: dict[str, dict[str, Any]] = {
-            "vllm.config": {
-                "VllmConfig": _engine,
-                "CompilationConfig": lambda mode, cudagraph_mode: SimpleNamespace(static_forward_context={}),
-                "CompilationMode": SimpleNamespace(NONE=0),
-                "CUDAGraphMode": SimpleNamespace(NONE=0, FULL=1),
-                "set_current_vllm_config": lambda config: _held("config", config),
-            },
-            "vllm.distributed.parallel_state": done,
+            "vllm.distributed.parallel_state": {"model_parallel_is_initialized": lambda: True},
             "vllm.v1.worker.workspace": {"is_workspace_manager_initialized": lambda: True},
             "vllm.utils.import_utils": {"has_deep_gemm": lambda: deep_gemm},
-            "vllm.forward_context": {
-                "ForwardContext": lambda **batch: SimpleNamespace(**batch),
-                "override_forward_context": lambda batch: _held("batch", batch),
-            },
             "vllm.v1.attention.backend": {"CommonAttentionMetadata": Common},
             "vllm.models.deepseek_v32.attention": {"DeepseekV32Attention": layer},
             BACKENDS: {"Backend": Backend},
         }
-        for name, members in parts.items():
-            words = name.split(".")
-            for depth in range(1, len(words)):
-                monkeypatch.setitem(sys.modules, ".".join(words[:depth]), ModuleType(".".join(words[:depth])))
-            module = ModuleType(name)
-            vars(module).update(members)
-            monkeypatch.setitem(sys.modules, name, module)
-        return judge_one(Subject.of(f"{BACKENDS}:Backend", torch.device("cpu")), Case.parse(case), Context())
+        fake.install(monkeypatch, parts)
+        return judged_on(f"{BACKENDS}:Backend", case)
 
     return judge
 
@@ -296,7 +255,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_unchanged_backend_passes_as_a_whole_layer(case: str, judged: Any) -> None:
     found = judged(case)
     assert found.status is Status.PASS, found.message
-    subject = Subject.of(f"{BACKENDS}:Backend", torch.device("cpu"))
+    subject = subject_of(f"{BACKENDS}:Backend")
     assert subject.roles == (Role.SPARSE_LAYER,)
     assert any("``DeepseekV32Attention`` is made around it" in adapter for _, adapter in describe(subject).deviations)
 

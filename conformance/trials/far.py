@@ -132,7 +132,7 @@ def _lists_behind_others(near: Problem, rows: int) -> Problem:
     """The request of ``near``, over gathered keys, behind one of so many rows, each of which names its own key."""
     call = near.calls[0]
     assert isinstance(call, SparseCall) and call.metadata.workspace_starts is not None
-    assert call.case.space == IndexSpace.SLOT and call.length is None
+    assert call.case.space == IndexSpace.SLOT and call.topk_length is None
     query, keys = (_behind_ones(call.given[name], rows) for name in ("q", "kv"))
     others = torch.full((rows, call.topk_indices.shape[1]), NO_KEY, dtype=torch.int32, device=near.device)
     others[:, 0] = torch.arange(rows)

@@ -66,7 +66,7 @@ def reversed_lists(problem: Problem) -> Problem:
     """Every list the other way round, up to its length; what it means stays the same."""
     calls = []
     for call, columns in _sparse_calls(problem):
-        length = torch.tensor(len(columns)) if call.length is None else call.length.long().unsqueeze(1)
+        length = torch.tensor(len(columns)) if call.topk_length is None else call.topk_length.long().unsqueeze(1)
         order = torch.where(columns < length, length - 1 - columns, columns).expand_as(call.topk_indices)
         calls.append(call.given_otherwise(topk_indices=call.topk_indices.gather(1, order)))
     return replace(problem, calls=tuple(calls))
@@ -99,8 +99,8 @@ def _blanked(problem: Problem, kept: Callable[[torch.Tensor, torch.Tensor], torc
         counted = kept(rows, columns).expand_as(call.topk_indices)
         own, rest = call.selected.tensor_split([len(columns)], dim=1)
         selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
-        if call.length is not None:
-            counted = counted | (columns >= call.length.unsqueeze(1))
+        if call.topk_length is not None:
+            counted = counted | (columns >= call.topk_length.unsqueeze(1))
         blank = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
         calls.append(replace(blank, selected=selected))
     return replace(problem, key=f"{problem.key}|{said}", calls=tuple(calls))

@@ -9,30 +9,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from importlib.resources import files
 from itertools import chain, combinations, islice
 
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
 from mla_conformance.cases.dimensions import residues
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
-from mla_conformance.roles.cache.case import CACHE
-from mla_conformance.roles.compress.case import COMPRESS
-from mla_conformance.roles.decode.case import DECODE
-from mla_conformance.roles.indexer.case import INDEXER
-from mla_conformance.roles.layer.case import LAYER
-from mla_conformance.roles.prefill.case import PREFILL
-from mla_conformance.roles.prepare.case import PREPARE
-from mla_conformance.roles.sparse.case import SPARSE
-from mla_conformance.roles.sparse_layer.case import SPARSE_LAYER
-from mla_conformance.roles.topk.case import TOPK
-from mla_conformance.roles.tree.case import TREE
 
-SPACES: dict[str, Space] = {
-    space.capability: space
-    for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER, TREE)
-}
+_OURS: list[Space] = [
+    getattr(import_module(f"mla_conformance.roles.{role}.case"), role.upper()) for role in ROLES.values()
+]
+SPACES = {space.capability: space for space in _OURS}
 """By the capability whose cases their arrays are."""
 KEPT: dict[str, list[str]] = {
     capability: [f"{capability}:{fields}" for fields in array]
@@ -63,7 +54,6 @@ def digest_of(fitted: Iterable[str], listed: Iterable[str] | None = None) -> str
 
 
 def could_be_fitted(id: str) -> bool:
-    """Whether a case is of a covering array's capability and of classes alone."""
     try:
         case = Case.parse(id)
     except CaseError:
@@ -75,12 +65,7 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
     """Cases that, with given ones, hold every pair that a row can hold; and the pairs that none can.
 
     As many as can be are held by cases that a CPU is asked for. Members are drawn for every row: those are taken that
-    add most pairs with residues.
-
-    Args:
-        space: of which.
-        given: cases that are there anyway.
-        stored: an array that holds every pair; where there is one, its rows are taken as far as they are needed.
+    add most pairs with residues. Where an array is ``stored``, its rows are taken as far as they are needed.
     """
     if stored:
         kept = needed(space, given, stored)
@@ -102,18 +87,13 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
 
 
 class _Members:
-    """Draws the members of rows."""
-
     def __init__(self, space: Space, given: Iterable[Case]) -> None:
         self._residues = tuple(residues())
         self._space, finer = space, replace(space, dimensions=(*space.dimensions, *self._residues))
         self._left = Pairs.every(finer) - Pairs(finer, finer.rows(given))
 
     def of(self, row: Row, left: Pairs, most: float) -> Case | None:
-        """The case of a row that adds most of what is left, of a few with no more than so much work.
-
-        Then pairs with residues count.
-        """
+        """The case of a row, of a few with no more than so much work, that adds most of what is left, then residues."""
         if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
             return None
         fits = (case for case in self._space.drawn(row) if work_of(case) <= most)

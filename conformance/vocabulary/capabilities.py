@@ -46,7 +46,6 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
 
 @cache
 def killing() -> frozenset[str]:
-    """The ids of the cases that kill a known defect each, as the stored run of all says."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
     return frozenset(json.loads(text)["killing_cases"].values())
 
@@ -56,8 +55,6 @@ class CapabilityError(InputError):
 
 
 class Tier(StrEnum):
-    """How many of the cases are run."""
-
     SMOKE = "smoke"
     """The first cases of each capability, those that killed known defects, and every value of what is combined."""
     FULL = "full"
@@ -72,35 +69,19 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True)
 class Capability:
-    """One entry of the vocabulary.
-
-    Attributes:
-        name: as in ids, markers and reports.
-        clause: clause of SPEC.md that the definition rests on.
-        definition: one sentence.
-        lists: the names of lists of its cases; none where they are a covering array.
-        procedure: what is done with a backend, by its name in ``trials/procedures.py``.
-        probes_refusals: also run what the backend declares unsupported, which it must refuse.
-        needs: the attribute of a declaration without which it is unsupported; empty if there is none.
-        needs_cuda: there is nothing to judge on another device.
-        large: its cases take much of a device; a CPU is asked for those that it has done in seconds.
-        captures: a GPU captures the calls in a graph, if the backend declares that it may.
-    """
-
-    name: str
-    clause: str
-    definition: str
-    lists: tuple[str, ...] = ()
-    procedure: str = CONFORMS
-    probes_refusals: bool = False
-    needs: str = ""
-    needs_cuda: bool = False
-    large: bool = False
-    captures: bool = False
+    name: str  # as in ids, markers and reports
+    clause: str  # clause of SPEC.md that the definition rests on
+    definition: str  # one sentence
+    lists: tuple[str, ...] = ()  # the names of lists of its cases; none where they are a covering array
+    procedure: str = CONFORMS  # what is done with a backend, by its name in ``trials/procedures.py``
+    probes_refusals: bool = False  # also run what the backend declares unsupported, which it must refuse
+    needs: str = ""  # the attribute of a declaration without which it is unsupported; empty if there is none
+    needs_cuda: bool = False  # there is nothing to judge on another device
+    large: bool = False  # its cases take much of a device; a CPU is asked for those that it has done in seconds
+    captures: bool = False  # a GPU captures the calls in a graph, if the backend declares that it may
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """The cases that decide it, the most telling first."""
         if self.name in SPACES:
             return array_of(self.name)
         found = []
@@ -114,7 +95,6 @@ class Capability:
 
     @cached_property
     def smoke(self) -> tuple[Case, ...]:
-        """Those of them that the smoke tier takes."""
         before = counted(SPACES[self.name], Tier.SMOKE) if self.name in SPACES else ()
         return smoke_of(self.name, self.cases, before)
 
@@ -136,11 +116,7 @@ _OUTSIDE: dict[str, str] = {}
 
 @cache
 def lists_of(role: str) -> dict[str, list[Fields]]:
-    """The lists in a role's ``cases.txt``, by name; without one those that several roles share.
-
-    Raises:
-        CaseError: a line that is no case, or of no list; names it.
-    """
+    """The lists in a role's ``cases.txt``, by name; without one those that several roles share."""
     found: dict[str, list[Fields]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
     text = _OUTSIDE.get(role)
@@ -157,11 +133,12 @@ def lists_of(role: str) -> dict[str, list[Fields]]:
     return found
 
 
-_TABLE = (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
-CAPABILITIES = {
-    name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
-    for name, entry in tomllib.loads(_TABLE).items()
-}
+def _entries(text: str) -> dict[str, Capability]:
+    parsed = tomllib.loads(text).items()
+    return {name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry) for name, entry in parsed}
+
+
+CAPABILITIES = _entries((files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8"))
 _OF_THE_SUITE = tuple(CAPABILITIES)
 
 
@@ -171,13 +148,8 @@ def usual_capabilities() -> tuple[str, ...]:
 
 
 def add_role(space: Space, lists: str, capabilities: str) -> Iterable[Capability]:
-    """Take up the space of a role from outside, its lists as in a ``cases.txt``, and its entries.
-
-    Raises:
-        ValueError: an entry has another one's name; the texts are not of these forms, or a line is no case.
-    """
-    parsed = tomllib.loads(capabilities).items()
-    entries = {name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry) for name, entry in parsed}
+    """Take up the space of a role from outside, its lists as in a ``cases.txt``, and its entries; else ValueError."""
+    entries = _entries(capabilities)
     if taken := [name for name in entries if name in CAPABILITIES]:
         raise CapabilityError(f"capability {taken[0]}: the name is taken")
     if space.capability not in entries:
@@ -195,7 +167,6 @@ def counted(space: Space, tier: Tier) -> Iterator[Case]:
 
 
 def counts(capability: str) -> bool:
-    """Whether cases of a capability are judged by one right call anywhere."""
     entry = find_capability(capability)
     return entry.procedure == CONFORMS and not (entry.needs_cuda or entry.large)
 

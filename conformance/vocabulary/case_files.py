@@ -18,7 +18,6 @@ class _CaseFile(msgspec.Struct):
 
 
 def read_case(path: Path) -> Case:
-    """The case of a file that :func:`write_case` wrote."""
     file = decode(read_text(path), _CaseFile, str(path))
     try:
         case = Case.from_json(file.case)
@@ -31,7 +30,6 @@ def read_case(path: Path) -> Case:
 
 
 def read_cases(folder: Path) -> tuple[Case, ...]:
-    """The distinct cases of all ``*.json`` files of a folder, by file name."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     cases = {case.id: case for case in map(read_case, sorted(folder.glob("*.json")))}
@@ -41,18 +39,11 @@ def read_cases(folder: Path) -> tuple[Case, ...]:
 
 
 def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None) -> None:
-    """Write a case into a file of its own, with its folder.
-
-    Args:
-        path: the file.
-        case: the case.
-        observed: what else is known of the call that it stands for; for people, not read back.
-    """
+    """Write a case into a file of its own, with its folder; what else is ``observed`` is for people, not read back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"id": case.id, "case": case.to_json(), **({"observed": observed} if observed else {})}
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def place_of(case: Case, folder: Path) -> Path:
-    """The file of a case in a folder of many, named by capability and digest."""
     return folder / f"{case.capability}-{case.digest}.json"

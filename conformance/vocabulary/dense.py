@@ -54,7 +54,6 @@ def dense_cases(space: Space) -> list[Case]:
 
 
 def _drawn(space: Space, name: str, changed: Any, *arguments: int) -> Iterator[Case]:
-    """Cases like a drawn one of the space with other lengths, as far as there are such and a CPU is asked for them."""
     for attempt in range(_TRIES):
         draw = Draw(f"{space.capability}|{name}|{attempt}")
         row = space.completed((), preferred(space, draw))
@@ -111,7 +110,6 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
 
 
 def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
-    """One long request, or one of many rows, alone or among short ones."""
     number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4, 5, 8), "queries")
     q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
     place = draw.below(number, "longest")
@@ -121,7 +119,6 @@ def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict
 
 
 def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, Any]:
-    """The fields that give a case these lengths."""
     decodes: dict[str, Any] = {}
     if hasattr(case, "decodes"):
         many = len(q) if case.decodes == len(case.q) else 0 if not case.decodes else draw.below(len(q), "decodes")
@@ -155,7 +152,6 @@ def grid_cases(space: Space, classes: Mapping[str, Sequence[str]]) -> list[Case]
 
 
 def _in_cell(space: Space, classes: Mapping[str, Sequence[str]], heads: int, cell: dict[str, str]) -> Iterator[Case]:
-    """Cases with so many heads in the classes of a cell."""
     wanted = {**cell, **({"heads": str(batches.HEADS.class_of(heads))} if heads else {})}
     if any(label not in classes[name] for name, label in wanted.items()):
         return

@@ -4,10 +4,9 @@ import textwrap
 from collections.abc import Iterator
 from itertools import chain
 
-from mla_conformance.cases.covering import Pair, Pairs
+from mla_conformance.cases.covering import Pair, Pairs, Triples
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import ClassOf
-from mla_conformance.cases.triples import Triples
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
@@ -55,6 +54,5 @@ def excluded_lines() -> Iterator[str]:
 
 
 def wrapped(text: str, indent: int) -> list[str]:
-    """Lines of a text, as wide as a terminal."""
     first, further = " " * indent, " " * (indent + 2)
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)

@@ -5,24 +5,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CacheOperation
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.dimensions import (
-    COLUMNS,
-    DTYPE,
-    K_SCALES,
-    PADDING,
-    POISONS,
-    ROW_LAYOUT,
-    numbers,
-    room,
-    spare_blocks,
-    storage,
-)
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -62,7 +50,6 @@ class CacheCase(CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond plain entries in pages of 64, one by one, on one rank."""
         return (
             f"page_{self.page}" if self.page != _USUAL_PAGE else "",
             self.cache if self.call not in COMPUTES and self.cache != "auto" else "",
@@ -100,7 +87,7 @@ class CacheCase(CacheOperation):
 
 
 _LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
-_INDEX = Only("call", (Call.WRITE_INDEX, Call.GATHER_INDEX), "index keys are written and gathered by calls of theirs")
+_INDEX = Only("call", _OF_INDEX, "index keys are written and gathered by calls of theirs")
 _ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
 _WRITTEN = Only("call", WRITES, "operands that are written have a layout")
 _MAPPED = Only(
@@ -108,10 +95,17 @@ _MAPPED = Only(
 )
 _LISTS = Only("call", (Call.GLOBAL_SLOTS,), "there is no list")
 _GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised while they are gathered")
+_FP8 = Only("cache", ("fp8",), "only an fp8 cache has k_scale")
 _TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED_FORMATS[name].scales == "float32")
+_SCALED = Only("cache", _TILES, "only float32 scales are of either kind")
 _NO_SMALL = tuple(name for name in LATENT_CACHES if name in SMALL_DIFFER)
 _RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
-_LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+_LENGTHS = Numbers(
+    {
+        label: batches.LONGEST.parts[label]
+        for label in ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+    }
+)
 _RUNS = ("1", "page", "part of a page")
 _SHARES = ("all", "one", "half", "none")
 """Tokens of the longest request that are asked for; those before them are there already, or are left out."""
@@ -124,24 +118,16 @@ def _share(case: CacheCase) -> str:
     return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
 
 
-def _longest(case: CacheCase) -> str | None:
-    label = batches.LONGEST.class_of(max(batches.totals(case)))
-    return label if label in _LENGTHS else None
-
-
 def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
-def _members(row: Row, draw: Draw) -> Iterator[tuple[int, int]]:
-    """Pages and lengths of the longest request."""
-    for page in draw.some(batches.PAGES, row["page"]):
-        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw):
-            yield page, longest
-
-
 def _fields(row: Row, draw: Draw) -> Fields:
-    page, longest = first(_members(row, draw))
+    page, longest = first(
+        (page, longest)
+        for page in draw.some(batches.PAGES, row["page"])
+        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw)
+    )
     requests, asked = draw.of(batches.REQUESTS, row["requests"]), _asked(row["share"], longest)
     equal = row["others"] == "equal"
     whole = [longest] * requests if equal else batches.contexts_of(row["others"], requests, longest - 1, draw)
@@ -149,12 +135,8 @@ def _fields(row: Row, draw: Draw) -> Fields:
     q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
     kv = tuple(length - new for length, new in zip(whole, q, strict=True))
     run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
-    listed = {"topk": draw.of(COLUMNS, row["columns"])} if row["columns"] != NOTHING else {}
-    return {"q": q, "kv": kv, "page": page, "interleave": run, **listed, **spare_blocks(row, page, draw)}
-
-
-def _others(case: CacheCase) -> str:
-    return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
+    listed = {"topk": draw.of(dimensions.COLUMNS, row["columns"])} if row["columns"] else {}
+    return {"q": q, "kv": kv, "page": page, "interleave": run, **listed, **dimensions.spare_blocks(row, page, draw)}
 
 
 CACHE = Space(
@@ -164,40 +146,40 @@ CACHE = Space(
         values("call", "call", *CacheCase.calls),
         values("cache", "cache", *LATENT_CACHES, only=_LATENT),
         values("index cache", "cache", *INDEX_CACHES, only=_INDEX),
-        numbers("k_scale", "kscale", K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale")),
-        values(
-            "tile scales", "scales", *TILE_SCALES, only=Only("cache", _TILES, "only float32 scales are of either kind")
+        dimensions.numbers(
+            "k_scale", "kscale", dimensions.K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale")
         ),
+        values("tile scales", "scales", *TILE_SCALES, only=_SCALED),
         values("key scales", "scales", *TILE_SCALES, only=_INDEX),
         plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED),
         plain("dims", {name: {"dims": name} for name in ("r1", "128-0-128-512", "16-8-16-32")}, _LATENT),
         plain("key dims", {"128": {"dims": "128-0-128-128"}}, _INDEX),
-        replace(DTYPE, only=_ENTRIES),
+        replace(dimensions.DTYPE, only=_ENTRIES),
         values("latents", "latents", *LATENTS, only=_ENTRIES),
         batches.NUMBER,
-        measured("others", ("shorter", "alone", "equal"), _others),
-        measured("longest", _LENGTHS, _longest),
+        measured("others", ("shorter", "alone", "equal"), lambda case: batches.alike(batches.totals(case))),
+        counted("longest", _LENGTHS, lambda case: max(batches.totals(case))),
         batches.TOTALS[1],
         *batches.pages(),
         measured("share", _SHARES, _share),
-        numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED),
+        dimensions.numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED),
         measured(
             "interleave",
             _RUNS,
             lambda case: {case.page: "page", 1: "1"}.get(case.interleave, "part of a page"),
             Only("ranks", ("2", "3", "4 to 8"), "one rank has all"),
         ),
-        numbers("ratio", "ratio", _RATIOS, _COMPRESSED),
+        dimensions.numbers("ratio", "ratio", _RATIOS, _COMPRESSED),
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
-        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS),
+        counted("columns", dimensions.COLUMNS, lambda case: case.topk, _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
-        replace(ROW_LAYOUT, only=_WRITTEN),
-        *storage(most=15),
-        PADDING,
-        POISONS,
+        replace(dimensions.ROW_LAYOUT, only=_WRITTEN),
+        *dimensions.storage(most=15),
+        dimensions.PADDING,
+        dimensions.POISONS,
     ),
     rules=(
-        Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), room),
+        Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), dimensions.room),
         never("no code is there to be dequantised", {"cache": ("auto",), "gathered": ("dequantised",)}),
         never("writers differ in the scales of small tiles", {"cache": _NO_SMALL, "latents": SMALL_LATENTS}),
         never("writers differ in the scales of small keys", {"index cache": INDEX_CACHES, "latents": ("tiny_tiles",)}),
@@ -223,7 +205,8 @@ CACHE = Space(
             f"more than {_MOST_LISTED:,} numbers in lists",
             ("requests", "share", "longest", "columns"),
             lambda n, share, longest, columns: (
-                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest))) * COLUMNS.first(columns)
+                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest)))
+                * dimensions.COLUMNS.first(columns)
                 <= _MOST_LISTED
             ),
         ),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,16 +14,16 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.steps import Form, Measured, Steps
 from mla_conformance.judging.verdict import Check, Verdict
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, block_table_of, int32, write_pages
+from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
+from mla_conformance.problems.operands import ProblemError, edges, start_loc
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, ExpectedCache, WrittenEntries, WrittenRows
-from mla_conformance.reference.cache_layout import decode_rows, encode, steady
+from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.problem import lay_out_latents, shaped
+from mla_conformance.roles.layer.problem import LatentBatch, Latents, lay_out_latents
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
@@ -56,18 +55,12 @@ class CacheCall(KernelCall):
     def entry(self) -> str:
         return f"run_{self.case.call}"
 
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return tuple(self.q.shape)
-
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
 
-class CacheBatch(CachedBatch[CacheCase]):
-    """The batch of a cache operation, before its entries are dealt out to ranks."""
-
+class CacheBatch(LatentBatch[CacheCase]):
     def __init__(self, case: CacheCase, device: torch.device, salt: str = "") -> None:
         super().__init__(case, device, salt)
         # Entries of each request on all ranks; some are behind those that a gather asks for.
@@ -76,35 +69,21 @@ class CacheBatch(CachedBatch[CacheCase]):
             batch = enumerate(zip(case.q, case.kv, strict=True))
             self.totals = tuple(kv // case.ratio + q + index % _FURTHER for index, (q, kv) in batch)
 
-    @cached_property
-    def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c [S, L] and k_pe [S, R] of all entries in the model's dtype, on the CPU."""
-        latent, rope = self.case.latent_dims
-        kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
-        k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
-        for rows in segments(start_loc(self.totals)):
-            kv_c[rows], k_pe[rows] = shaped(self.case.latents, kv_c[rows], k_pe[rows])
-        return self._steady(kv_c.to(self.dtype)), k_pe.to(self.dtype)
-
-    def _steady(self, kv_c: torch.Tensor) -> torch.Tensor:
+    def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
         """Without largest values on the edge of two scales, either of which a writer may find."""
         form = TILED_FORMATS.get(self.case.cache)
         if form is None or not len(kv_c):
-            return kv_c
+            return kv_c, k_pe
         tiles = kv_c[:, : form.coded].unflatten(1, (form.tiles, form.tile))
         largest = tiles.abs() == tiles.abs().amax(dim=-1, keepdim=True)
         moved = largest & ~steady(kv_c, form, self.case.scales, TIE_SLACK).unsqueeze(-1)
         coded = tiles.where(~moved, tiles * _ASIDE).flatten(1)
-        return torch.cat((coded, kv_c[:, form.coded :]), dim=1)
-
-    @cached_property
-    def entries(self) -> torch.Tensor:
-        """[S, width] of all entries, on the CPU."""
-        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+        return torch.cat((coded, kv_c[:, form.coded :]), dim=1), k_pe
 
     def calls(self) -> tuple[CacheCall, ...]:
         case, counted, calls = self.case, start_loc(self.case.q), list[CacheCall]()
-        made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
+        computed = self._mapping if case.call == COMPUTES[0] else self._global
+        made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else computed
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         about: dict[str, Any] = {"q": q, "k": q[:0], "query_start_loc": counted, "case": case}
         for rank in range(case.ranks):
@@ -117,7 +96,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return write_pages(self, form, self.entries[rows], (*lengths, *(0,) * self.case.pad))
 
     def _write(self, rank: int) -> Arguments:
-        """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
@@ -134,7 +112,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
 
     def _gather(self, rank: int) -> Arguments:
-        """Of entries from a token on; rows of padding are requests without any."""
         case, starts = self.case, start_loc(self.totals)
         pages = self._pages(torch.arange(starts[-1]), self.totals)
         firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]
@@ -165,20 +142,15 @@ class CacheBatch(CachedBatch[CacheCase]):
         parts = (low.to(self.device), high.to(self.device))
         return WrittenRows.allocate(name, *parts, behind=behind, starts=starts, kind=self.case.poison)
 
-    def _compute(self, rank: int) -> Arguments:
-        """Slots of a table alone: its blocks may have any number, since no cache is there."""
-        held, _ = self.held(rank)
-        counts = torch.tensor([-(-len(own) // self.case.page) for own in held] + [0] * self.case.pad)
-        order = (
-            torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare
-        )
-        table = block_table_of(self.case, counts, order)
-        found = self._mapping if self.case.call == COMPUTES[0] else self._global
-        return found(table, held, rank)
+    def _table(self, held: list[torch.Tensor]) -> torch.Tensor:
+        """Its blocks may have any number, since no cache is there."""
+        case, counts = self.case, [-(-len(own) // self.case.page) for own in held]
+        order = torch.randperm(sum(counts) + _FURTHER, generator=self.drawing(case.seed)) + 1 + case.spare
+        return block_table_of(case, torch.tensor(counts + [0] * case.pad), order)
 
-    def _mapping(self, table: torch.Tensor, held: list[torch.Tensor], rank: int) -> Arguments:
-        """The slots of tokens in order, and -1 behind them."""
-        case, slots = self.case, []
+    def _mapping(self, rank: int) -> Arguments:
+        case, slots, held = self.case, [], self.held(rank)[0]
+        table = self._table(held)
         for q, kv, own, blocks in zip(case.q, case.kv, held, table.long(), strict=False):
             of_entries = torch.full((q + kv,), -1)
             at = torch.arange(len(own))
@@ -198,9 +170,9 @@ class CacheBatch(CachedBatch[CacheCase]):
         }
         return given, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}
 
-    def _global(self, table: torch.Tensor, held: list[torch.Tensor], rank: int) -> Arguments:
+    def _global(self, rank: int) -> Arguments:
         """The slots of positions that each row's list names in any order, both ends of pages first."""
-        case = self.case
+        case, table = self.case, self._table(self.held(rank)[0])
         request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))
         listed = torch.full((len(request) + case.pad, case.topk), -1)
         for row, own in enumerate(request.tolist()):

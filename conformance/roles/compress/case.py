@@ -1,6 +1,6 @@
 """Cases of a compressor, whose calls begin, continue and complete groups, and what varies in them. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import ClassVar
@@ -12,7 +12,7 @@ from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Dimension, Row, Rule, Space, exactly, measured, never, plain, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
@@ -23,7 +23,7 @@ _STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CompressCase(CacheOperation):
-    """A question to a compressor: the ``kv`` tokens of each request in one call, then its ``q`` in one or several.
+    """The ``kv`` tokens of each request in one call, then its ``q`` in one or several.
 
     An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
     """
@@ -51,7 +51,6 @@ class CompressCase(CacheOperation):
 
     @property
     def columns(self) -> int:
-        """C · D, columns of a token's key state and of its scores."""
         return self.head_dim * (2 if self.overlap else 1)
 
     def steps(self) -> Iterator[dict[int, range]]:
@@ -73,7 +72,6 @@ class CompressCase(CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond normalised entries of 4 tokens in pages of 64, each group by itself."""
         return (
             self.dtype if self.dtype != "bf16" else "",
             f"inputs_{self.inputs}" if self.inputs != "float32" else "",
@@ -95,7 +93,6 @@ class CompressCase(CacheOperation):
 
 _RATIOS = Numbers({**exactly(4, 128, 2, 3), "other": ((8,), range(5, 128))})
 _RESIDUES = ("0", "1", "all but one", "between")
-_BEFORE = ("nothing", *_RESIDUES)
 _STATE_PAGES = Numbers({**exactly(4, 8, 1), "other": ((3, 16, 64), range(2, 257))})
 _NEW = ("several groups", "one token", "a group at most", "none")
 _CHUNKS = ("at once", "one by one", "part of a group", "more")
@@ -107,21 +104,21 @@ _MOST_BEFORE, _MOST_OTHER = 2**12, 300
 
 
 def _residue(tokens: int, ratio: int) -> str:
-    """What tokens leave of whole groups."""
     rest = tokens % ratio
     return str(rest) if rest < 2 else "all but one" if rest == ratio - 1 else "between"
 
 
-def _before(case: CompressCase, request: int = 0) -> str:
+def _before(case: CompressCase, request: int) -> str:
     return _residue(case.kv[request], case.ratio) if case.kv[request] else "nothing"
-
-
-def _end(case: CompressCase, request: int = 0) -> str:
-    return _residue(case.q[request] + case.kv[request], case.ratio)
 
 
 def _new(q: int, ratio: int) -> str:
     return {0: "none", 1: "one token"}.get(q) or ("a group at most" if q <= ratio else "several groups")
+
+
+def _of_first(name: str, labels: tuple[str, ...], of: Callable[..., str]) -> Dimension:
+    """Of the first request, and of each one."""
+    return measured(name, labels, lambda case: of(case, 0), of_request=of)
 
 
 def _chunks(case: CompressCase) -> str:
@@ -131,7 +128,6 @@ def _chunks(case: CompressCase) -> str:
 
 
 def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
-    """New tokens of the first request, and those before them."""
     size = draw.of(_RATIOS, ratio, "ratio")
     groups = (*(draw.near(1, _MOST_BEFORE // size, n) for n in range(2)),) if draw else _GROUPS
     starts = [0] if before == "nothing" else [n * size + rest for n in groups for rest in range(size)]
@@ -171,14 +167,9 @@ COMPRESS = Space(
         plain("overlap", {"none": {"overlap": False}, "with the group before": {"overlap": True}}),
         plain("norm", {"normalised": {"norm": True}, "as they are": {"norm": False}}),
         batches.NUMBER,
-        measured("before", _BEFORE, _before, of_request=_before),
-        measured("end", _RESIDUES, _end, of_request=_end),
-        measured(
-            "new",
-            _NEW,
-            lambda case: _new(case.q[0], case.ratio),
-            of_request=lambda case, request: _new(case.q[request], case.ratio),
-        ),
+        _of_first("before", ("nothing", *_RESIDUES), _before),
+        _of_first("end", _RESIDUES, lambda case, n: _residue(case.q[n] + case.kv[n], case.ratio)),
+        _of_first("new", _NEW, lambda case, n: _new(case.q[n], case.ratio)),
         measured("chunks", _CHUNKS, _chunks),
         batches.pages()[0],
         numbers("state page", "state_page", _STATE_PAGES),

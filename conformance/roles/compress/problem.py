@@ -6,12 +6,8 @@ from functools import cached_property, partial
 
 import torch
 
-from mla_conformance.backends.compress import (
-    Compression,
-    CompressMetadata,
-    MLACompressBackend,
-    MLACompressSelectorConfig,
-)
+from mla_conformance.backends import compress as interface
+from mla_conformance.backends.compress import CompressMetadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poisoned_pages, tails_of, write_pages
@@ -27,7 +23,6 @@ from mla_conformance.roles.definition import RoleDefinition
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
-
 
 Columns = Mapping[int, int]
 """The page of each column of a request's table that has one."""
@@ -68,8 +63,6 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
 
 @dataclass(frozen=True)
 class CompressStep:
-    """One of a compressor's calls."""
-
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
     metadata: CompressMetadata  # of its batch
@@ -88,7 +81,7 @@ class CompressCall(CacheCall):
             named |= {f"{name} of call {number}": x for name, x in tensors.items()}
         return named
 
-    def invoke(self, backend: MLACompressBackend, out: Guarded | None) -> None:
+    def invoke(self, backend: interface.MLACompressBackend, out: Guarded | None) -> None:
         """Every call, on memory as the one before has left it."""
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
@@ -98,13 +91,10 @@ class CompressCall(CacheCall):
 
 
 def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
-    """Of key states and scores."""
     return dtype if case.inputs == "model" else torch.float32
 
 
 class CompressBatch(Draw[CompressCase]):
-    """What is drawn is on the CPU."""
-
     @cached_property
     def projected(self) -> torch.Tensor:
         """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""
@@ -121,13 +111,12 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """[P, R] float32, cosines and sines of every position that there is."""
         rotation = Rotation.plain(self.case.rope_dim, interleaved=True)
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        case, counted, both = self.case, start_loc(self.case.q), zip(self.case.steps(), self._tables[0], strict=True)
-        steps = tuple(self._step(step, columns) for step, columns in both)
+        case, counted = self.case, start_loc(self.case.q)
+        steps = tuple(map(self._step, case.steps(), self._tables[0]))
         ape, norm_weight = self.weights
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
@@ -162,7 +151,6 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def _pages(self) -> Pages:
-        """Of entries, in whose place is poison."""
         empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
         form = PageForm("auto", self.case.page, _GUARDS)
         return write_pages(self, form, empty, (*self._entries, *(0,) * self.case.pad))
@@ -190,7 +178,6 @@ class CompressBatch(Draw[CompressCase]):
         return entry.values - error, entry.values + error
 
     def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> CompressStep:
-        """The call of these tokens of these requests, and of padding behind them."""
         case, starts, requests = self.case, start_loc(self.case.totals), list(step)
         rows = torch.cat([torch.arange(tokens.start, tokens.stop) + starts[each] for each, tokens in step.items()])
         positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])
@@ -241,10 +228,10 @@ all others, exponentials beyond float32, no more variance than the norm adds, no
 COMPRESS = RoleDefinition(
     role=Role.COMPRESS,
     batch=CompressBatch,
-    config=MLACompressSelectorConfig,
+    config=interface.MLACompressSelectorConfig,
     constructed=("compression",),
     facts=lambda case, dtype: {
-        "compression": Compression(
+        "compression": interface.Compression(
             head_dim=case.head_dim,
             rope_dim=case.rope_dim,
             ratio=case.ratio,

@@ -1,30 +1,22 @@
 """Cases of a decode backend, absorbed queries against a paged cache, and what varies in them. No torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Draw, first
-from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Rule, Space, values
+from mla_conformance.cases.space import Rule, Space, values
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase(CachedCase):
-    """A question to a decode backend."""
-
     role: ClassVar[Role] = Role.DECODE
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
     # Rows and keys count by the head dims before absorption: results outweigh queries and keys, which heads share.
     absorbed: ClassVar[bool] = True
-
-
-def _fields(row: Row, draw: Draw) -> Fields:
-    fields = batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)
-    return {"call": Call.DECODE, **fields, **dimensions.spare_blocks(row, fields["page"], draw)}
 
 
 DECODE = Space(
@@ -55,7 +47,7 @@ DECODE = Space(
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,
     ),
-    shape=_fields,
+    shape=partial(dimensions.paged_batch, Call.DECODE),
     small={**batches.SMALL_BATCHES, "dims": ("small",), "ranks": ("1", "2", "3", "4")},
     grids=(("queries", "cache"), ("page",)),
 )

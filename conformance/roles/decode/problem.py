@@ -61,7 +61,6 @@ class DecodeCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """A rank's always, which is merged by it."""
         return self.lse or self.metadata.dcp_world_size > 1
 
     def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:
@@ -83,8 +82,6 @@ class DecodeCall(AttentionCall):
 
 
 class DecodeBatch(CachedBatch[DecodeCase]):
-    """The batch of a decode case, before and after its tokens are dealt out to ranks."""
-
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""

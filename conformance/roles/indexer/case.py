@@ -49,7 +49,6 @@ class IndexerCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond 64 heads, codes in pages of 64 tokens, one query token a request and whole tiles of positions."""
         several = "uniform" if len(set(self.q)) == 1 else "nonuniform"
         selects = self.call == Call.INDEX_TOPK
         return (
@@ -65,7 +64,7 @@ class IndexerCase(CachedCase):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.dimensions.qk_rope_head_dim or self.ranks > 1:
-            yield (f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}")
+            yield f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}"
 
 
 _PAGED = Only("keys in", ("pages",), "gathered keys lie in no pages")
@@ -74,11 +73,10 @@ _SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
 
 def _fields(row: Row, draw: Draw) -> Fields:
     if row["columns"] == NOTHING:
-        shape, columns = first(batches.shapes_of(row, draw)), {}
-    else:
-        shape, topk = first(dimensions.shapes_with_columns(row, draw))
-        columns = {"topk": topk}
-    return {**batches.batch_fields(row, shape, draw), **columns, **dimensions.spare_blocks(row, shape.page, draw)}
+        return dimensions.paged_batch(row["call"], row, draw)
+    shape, topk = first(dimensions.shapes_with_columns(row, draw))
+    batch = batches.batch_fields(row, shape, draw)
+    return {**batch, "topk": topk, **dimensions.spare_blocks(row, shape.page, draw)}
 
 
 INDEXER = Space(

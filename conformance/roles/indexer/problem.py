@@ -106,20 +106,16 @@ class IndexerBatch(CachedBatch[IndexerCase]):
 
 @dataclass(frozen=True)
 class GoldenScores(Golden):
-    calls: tuple[IndexScores, ...]  # one per call of the problem
+    scores: IndexScores
 
 
 def golden_scores(problem: Problem) -> GoldenScores:
-    rows = choose_rows(problem)
-    found = []
-    for call in problem.calls:
-        assert isinstance(call, IndexerCall)
-        starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
-        found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
-    return GoldenScores(rows, tuple(found))
+    (call,), rows = problem.calls, choose_rows(problem)
+    starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
+    return GoldenScores(rows, index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
 
 
-def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+def positions_of(call: KernelCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
     if call.case.space == IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, NOTHING)
@@ -140,40 +136,36 @@ class IndexJudge(SelectionSteps):
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Visible scores, or how often each token was selected; of an observation whose form is right."""
-        for call, got, golden, budget in self._called(observation):
-            if call.selects:
-                yield selected(positions_of(call, self.rows, got.long()), golden, budget)
-            else:
-                seen = golden.visible
-                got = got[:, : seen.shape[1]].double()
-                yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
+        (returned,), (golden, budget) = observation.returned, self._golden()
+        if returned.call.selects:
+            yield selected(
+                positions_of(returned.call, self.rows, self.rows.pick(returned.value).long()), golden, budget
+            )
+        else:
+            got = self.rows.pick(returned.value)[:, : golden.visible.shape[1]].double()
+            yield Measured(*(x.where(golden.visible, 0.0) for x in (got, golden.scores, budget)))
 
     def _expected_form(self, returned: Returned) -> Form:
-        call = _call(returned)
-        name, dtype = ("topk_indices", torch.int32) if call.selects else ("logits", torch.float32)
-        return [(name, torch.Size(call.result_shape), dtype)]
+        name, dtype = ("topk_indices", torch.int32) if returned.call.selects else ("logits", torch.float32)
+        return [(name, torch.Size(returned.call.result_shape), dtype)]
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        for call, got, golden, budget in self._called(observation):
-            if call.selects:
-                numbers = got.long()
-                positions = positions_of(call, self.rows, numbers)
-                yield from self._selection(call.name, numbers, positions, golden, budget)
-            else:
-                yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+        (returned,), (golden, budget) = observation.returned, self._golden()
+        call, got = returned.call, self.rows.pick(returned.value)
+        if call.selects:
+            positions = positions_of(call, self.rows, got.long())
+            yield from self._selection(call.name, got.long(), positions, golden, budget)
+        else:
+            yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
 
-    def _called(
-        self, observation: Observation
-    ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
-        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+    def _golden(self) -> tuple[IndexScores, torch.Tensor]:
+        """Scores and their budgets."""
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
         allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
-        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
-            budget = golden.budget(allowed) * self.numbers.element_limit
-            yield _call(returned), self.rows.pick(returned.value), golden, budget
+        scores = self.expectation.scores
+        return scores, scores.budget(allowed) * self.numbers.element_limit
 
     def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
-        """Every score below a row's bound against its budget."""
         error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
         share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
         self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
@@ -185,11 +177,6 @@ class IndexJudge(SelectionSteps):
             f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
             (share > 1).any(dim=1),
         )
-
-
-def _call(returned: Returned) -> IndexerCall:
-    assert isinstance(returned.call, IndexerCall)
-    return returned.call
 
 
 INDEXER = RoleDefinition(

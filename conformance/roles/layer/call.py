@@ -1,7 +1,7 @@
 """A call of a layer, and its weights as a model holds them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -44,8 +44,7 @@ class PackedLinear:
 class LayerCall(CallOfARank):
     """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
 
-    Attributes:
-        rank: its heads are that rank's, and its requests and cache what that rank holds.
+    Its heads are those of its rank, and its requests and cache what that rank holds.
     """
 
     query: torch.Tensor  # [T, N·(P + R)], as handed over
@@ -57,29 +56,15 @@ class LayerCall(CallOfARank):
     padding: int  # rows of padding behind it; -1 where no graph is used
     padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
+    written: Mapping[str, CacheImage]
+    case: LayerCase
 
+    name, returns_lse = "layer", False
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
 
     @property
-    def name(self) -> str:
-        return "layer"
-
-    @property
     def image(self) -> CacheImage:
-        """The cache before the call, and what it must hold after it."""
-        image = self.written["kv_cache"]
-        assert isinstance(image, CacheImage)
-        return image
-
-    @property
-    def case(self) -> LayerCase:
-        case = self.image.case
-        assert isinstance(case, LayerCase)
-        return case
-
-    @property
-    def returns_lse(self) -> bool:
-        return False
+        return self.written["kv_cache"]
 
     def owned(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
@@ -150,7 +135,6 @@ class LayerCall(CallOfARank):
         return whole
 
     def _ends(self, planner: Callable[..., tuple[ContextChunk, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Where the chunks of each request's context end, if it prefills."""
         prefills = [number for number, request in enumerate(self.requests) if request.is_prompt]
         contexts = [self.requests[number].context_len for number in prefills]
         chunks = planner(contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page)
@@ -171,11 +155,10 @@ class RankedCall(CallOnRanks[LayerCall]):
         return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch. Raises ProblemError: always."""
+        """Not here: which entries a rank writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """[T, N, V] of all heads; what a rank returned, if that is not its heads."""
         expected = (*self.parts[0].q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice, product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
@@ -13,7 +13,7 @@ from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Row, Rule, Space, counted, exactly, measured, never, plain, values
 from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
 
 LATENTS = (
@@ -25,8 +25,6 @@ a millionth of the others, or zeros."""
 
 
 class Order(StrEnum):
-    """Which requests of a layer's batch come first."""
-
     PREFILLS_FIRST = "prefills_first"
     """As the earlier builder lays out a batch of requests."""
     DECODES_FIRST = "decodes_first"
@@ -35,8 +33,6 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase(CachedCase):
-    """A question to a layer."""
-
     role: ClassVar[Role] = Role.LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
     merges_ranks: ClassVar[bool] = False  # ranks of a layer merge their states themselves
@@ -87,7 +83,7 @@ class LayerCase(CachedCase):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.decodes > len(self.q):
-            yield (f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}")
+            yield f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}"
         longest, prefills = max(self.decode_queries, default=1), self.q[self.decodes :]
         if self.order == Order.DECODES_FIRST and min(prefills, default=longest + 1) <= longest:
             yield (
@@ -124,19 +120,15 @@ _SHORT = 17
 
 
 def _new(case: LayerCase) -> list[tuple[int, int]]:
-    """New tokens and context of the requests that prefill."""
     return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
 
 
-def _chunks(case: LayerCase) -> str | None:
+def _chunks(case: LayerCase) -> int:
     contexts = [kv for _, kv in _new(case)]
-    return CHUNKS.class_of(len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page)))
+    return len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page))
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """What the shape of a batch follows from."""
-
+class _Batch(NamedTuple):
     queries: Lengths  # query tokens of its decodes, over and over; none without decodes
     tokens: int  # new tokens of its longest prefill; 0 without prefills
     page: int  # tokens of a page
@@ -148,13 +140,11 @@ _SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "
 
 
 def _batches(*classes: str, draw: Draw = PLAIN) -> Iterator[_Batch]:
-    """Of these classes of `_SHAPE`."""
     order, queries, tokens, others, chunks, longest, tile, page, last = classes
     patterns = batches.query_tokens(queries, draw) if queries else ((),)
     for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
-            *_, whole = TOKENS.parts[tokens]
-            same = batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, size, last, draw)
+            same = batches.drawn_in_tile(TOKENS, tokens, tile, 1, size, last, draw)
             yield from (
                 _Batch(pattern, n, size, n, size) for n in same if n > 1 and batches.LONGEST.class_of(n) == longest
             )
@@ -176,12 +166,7 @@ def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
     return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
 
 
-def _exists(*classes: str) -> bool:
-    return next(_batches(*classes), None) is not None
-
-
 def _heads(heads: str, ranks: str, draw: Draw = PLAIN) -> list[int]:
-    """Heads that so many ranks have equal shares of."""
     shares = draw.of(dimensions.RANKS, ranks, "ranks")
     return [number for number in draw.some(batches.HEADS, heads) if number % shares == 0]
 
@@ -196,8 +181,7 @@ def _longer(order: str, queries: str, tokens: str) -> bool:
     """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
         return True
-    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries or "1")
-    return TOKENS.first(tokens) > most
+    return TOKENS.first(tokens) > batches.most_queries(queries or "1")
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
@@ -228,7 +212,6 @@ def _roomy(workspace: int, contexts: int, page: int) -> int:
 
 
 def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
-    """New tokens and context of each prefill, the longest first."""
     if row["chunks"] == "0" or not requests:
         return [(batch.tokens, 0)] * requests
     requests = min(requests, MAX_WORKSPACE_TOKENS // batch.page)  # each context has a page of the workspace
@@ -244,7 +227,6 @@ def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[
 
 
 def _decodes(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
-    """Query tokens and context of each decode; one of them is the longest where no prefill has a context."""
     q = tuple(islice(cycle(batch.queries), requests))
     if row["others"] == "equal":
         return [(new, batch.longest - new) for new in q]
@@ -269,16 +251,13 @@ LAYER = Space(
         *dimensions.ranks(),
         batches.NUMBER,
         measured(
-            "queries",
-            batches.DECODE_QUERIES,
-            lambda case: batches.query_class(case.decode_queries),
-            WITH_DECODES,
+            "queries", batches.DECODE_QUERIES, lambda case: batches.query_class(case.decode_queries), WITH_DECODES
         ),
-        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), WITH_PREFILLS),
+        counted("tokens", TOKENS, lambda case: max(new for new, _ in _new(case)), WITH_PREFILLS),
         measured("others", batches.OTHERS, batches.others_class),
         *batches.TOTALS,
         *batches.pages(),
-        measured("chunks", CHUNKS, _chunks, WITH_PREFILLS),
+        counted("chunks", CHUNKS, _chunks, WITH_PREFILLS),
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
@@ -327,7 +306,7 @@ LAYER = Space(
         ),
         batches.IN_BOTH,
         *batches.END_RULES,
-        Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
+        Rule("no batch has such lengths and chunks", _SHAPE, lambda *classes: any(_batches(*classes)), always=True),
     ),
     shape=_fields,
     small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64",)},

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import starmap
+from typing import Any
 
 import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, write_pages
+from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
 from mla_conformance.problems.written import TIE_SLACK, ExpectedCache
@@ -31,7 +32,7 @@ _GRID = 32
 _SLICE_MARGIN = 16
 
 Latents = tuple[torch.Tensor, torch.Tensor]
-"""kv_c [S, L] and k_pe [S, R] of one request."""
+"""kv_c [S, L] and k_pe [S, R]."""
 
 
 def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
@@ -43,7 +44,7 @@ def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     return REGIMES[kind].values(latent), rope
 
 
-def away_from_ties(case: LayerCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
+def away_from_ties(case: CachedCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     """The latents of a cache of codes without those that two codes are equally near to.
 
     There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and decodes
@@ -96,15 +97,33 @@ def selection(latents: int, heads: int, width: int, generator: torch.Generator) 
 
 
 def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """[latents, heads, width], normal with a variance near 1/latents."""
     unit = 2.0 ** -round(math.log2(_GRID * latents**0.5))
     normal = torch.randn(latents, heads, width, generator=generator, dtype=torch.float64)
     return (normal * _GRID).round().clamp(-127, 127) * unit
 
 
-class LayerBatch(CachedBatch[LayerCase]):
-    """The batch of a layer case, before and after its tokens are dealt out to ranks."""
+class LatentBatch(CachedBatch[AnyCached]):
+    @cached_property
+    def latents(self) -> Latents:
+        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
+        case: Any = self.case
+        latent, rope = case.latent_dims
+        kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
+        k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
+        for rows in segments(start_loc(self.totals)):
+            kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
+        return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
+    def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
+        """The latents without those that may rightly be stored in two ways."""
+        return away_from_ties(self.case, kv_c, k_pe)
+
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+
+
+class LayerBatch(LatentBatch[LayerCase]):
     @cached_property
     def weight(self) -> torch.Tensor:
         """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head."""
@@ -115,17 +134,7 @@ class LayerBatch(CachedBatch[LayerCase]):
         return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 
     @cached_property
-    def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
-        case, tokens = self.case, sum(self.totals)
-        kv_c = torch.randn(tokens, case.kv_lora_rank, generator=self.generator)
-        k_pe = torch.randn(tokens, case.dimensions.qk_rope_head_dim, generator=self.generator)
-        for rows in segments(start_loc(self.totals)):
-            kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
-        return away_from_ties(case, kv_c.to(self.dtype), k_pe.to(self.dtype))
-
-    @cached_property
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] float64 on the device: as stored, but new tokens of a prefill as they came."""
         case, entries = self.case, self.entries.to(self.device)
         stored = decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
@@ -138,13 +147,8 @@ class LayerBatch(CachedBatch[LayerCase]):
         return kv_c, k_pe
 
     @cached_property
-    def keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [S, N, P + R] and v [S, N, V] float64, on the device."""
-        return self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
-
-    @cached_property
     def keys_on_cpu(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on the CPU: queries made from keys have the same bits whatever the device."""
+        """k and v on the CPU: queries made from keys have the same bits whatever the device."""
         return self._projected(*(x.cpu() for x in self.seen))
 
     def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,11 +169,6 @@ class LayerBatch(CachedBatch[LayerCase]):
             bounds = edges(seen.stop - seen.start, case)
             yield rows, Site(q[rows], k[seen].float(), case.softmax_scale, bounds, causal=True)
 
-    @cached_property
-    def entries(self) -> torch.Tensor:
-        """[S, width] entries of all tokens, on the CPU."""
-        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
-
     def calls(self) -> tuple[LayerCall | RankedCall]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
@@ -188,7 +187,8 @@ class LayerBatch(CachedBatch[LayerCase]):
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         expected = ExpectedCache(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
         batch = zip(case.q, case.kv, expected.block_ids, self._prefills, strict=False)
-        k, v = (x[:, heads] for x in self.keys_and_values)
+        projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
+        k, v = (x[:, heads] for x in projected)
         queries = self.queries[:, heads]
         chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
@@ -208,6 +208,7 @@ class LayerBatch(CachedBatch[LayerCase]):
             written={"kv_cache": expected.image()},
             merges=len(chunks),
             rank=rank,
+            case=case,
         )
 
     @property

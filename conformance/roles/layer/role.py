@@ -63,12 +63,8 @@ class Layer:
             ),
             speculative_config=engine.SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
         )
-        runner = SimpleNamespace(
-            model_config=config.model_config,
-            scheduler_config=config.scheduler_config,
-            cache_config=config.cache_config,
-            device=device,
-        )
+        told = {name: getattr(config, name) for name in ("model_config", "scheduler_config", "cache_config")}
+        runner = SimpleNamespace(**told, device=device)
         self.state = backend.get_state_cls()(runner) if hasattr(backend, "get_state_cls") else None
         self._linear: Linear | PackedLinear | None = None
 
@@ -90,19 +86,12 @@ class Layer:
                     head_size=head_size,
                     scale=case.softmax_scale,
                     num_kv_heads=1,
-                    alibi_slopes=None,
-                    sliding_window=None,
                     kv_cache_dtype=case.cache,
-                    logits_soft_cap=None,
                     attn_type=AttentionType.DECODER,
-                    kv_sharing_target_layer_name=None,
-                    q_lora_rank=None,
                     kv_lora_rank=case.kv_lora_rank,
-                    qk_nope_head_dim=dims.qk_nope_head_dim,
-                    qk_rope_head_dim=dims.qk_rope_head_dim,
-                    qk_head_dim=dims.qk_head_dim,
-                    v_head_dim=dims.v_head_dim,
                     kv_b_proj=linear,
+                    **{name: getattr(dims, name) for name in _HEAD_DIMS},
+                    **dict.fromkeys(_NOT_HERE),
                 )
                 # Behind its layer, which some builders look up.
                 spec = engine.MLAAttentionSpec(block_size=case.page, head_size=head_size, cache_dtype_str=case.cache)
@@ -110,7 +99,6 @@ class Layer:
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: LayerCall) -> None:
-        """Build the metadata of a batch by the route that the case names."""
         case = self._case
         if case.order == Order.PREFILLS_FIRST:
             self.metadata = self.builder.build_from_requests(call.requests, call.padding)
@@ -127,7 +115,6 @@ class Layer:
         self.metadata = self.builder.build(0, common)
 
     def forward(self, call: LayerCall, output: torch.Tensor | None) -> Any:
-        """The layer's result [T, N·V]; in ``output``, if there is one."""
         given = {} if output is None else {"output": output}
         operands = (call.query, call.kv_c, call.k_pe, call.image.cache)
         return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
@@ -159,7 +146,6 @@ class LayersOnRanks:
             part.prepare(layer)
 
     def forward(self, parts: Sequence[Any]) -> list[Any]:
-        """What every rank returns, on memory as it was before."""
         for part in parts:
             part.reset()
         steps = [partial(part.on_rank, layer) for layer, part in zip(self._layers, parts, strict=True)]
@@ -170,6 +156,8 @@ class LayersOnRanks:
         return reported
 
 
+_HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+_NOT_HERE = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank")
 _ASKED = {
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
     "graph_replay": ("get_state_cls",),

@@ -9,9 +9,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, by_length, numbers
+from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -20,8 +20,6 @@ MOST_SLICES = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCase(Case):
-    """A question to a prefill backend."""
-
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
@@ -109,6 +107,7 @@ OUTPUT_SCALES = Numbers(
     },
     sizes=False,
 )
+_tokens = partial(batches.drawn_in_tile, TOKENS)
 _SHORT = 17
 _MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
 """Rows and keys times heads, of a batch in the covering arrays."""
@@ -120,9 +119,7 @@ _QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
 
 
 def _others(lengths: Lengths) -> str:
-    if len(lengths) == 1:
-        return "alone"
-    return "empty" if 0 in lengths else "equal" if len(set(lengths)) == 1 else "shorter"
+    return "empty" if 0 in lengths and len(lengths) > 1 else batches.alike(lengths)
 
 
 _BESIDE = ("shorter", "equal", "empty")
@@ -132,11 +129,6 @@ _OTHERS = ("shorter", "alone", "equal", "empty")
 @cache
 def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
-
-
-def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
-    (whole,) = TOKENS.parts[tokens]
-    return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
 
 
 def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Lengths:
@@ -156,7 +148,6 @@ def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Len
 
 
 def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
-    """Workspaces in which so many chunks are planned."""
     with_context, whole = sum(map(bool, contexts)), sum(contexts)
     for number in draw.some(CHUNKS, chunks):
         share = -(-max(contexts) // number)
@@ -172,22 +163,21 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
-    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
+    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw=draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
     fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
-    if row["context"] == NOTHING:
+    if not row["context"]:
         return fields
     longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))
     contexts = _spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
-    if row["chunks"] == NOTHING:
+    if not row["chunks"]:
         return {**fields, "kv": contexts}
-    return {**fields, "kv": contexts, **first(_plans(row, contexts, draw))}
-
-
-def _plans(row: Row, contexts: Lengths, draw: Draw) -> Iterator[Fields]:
-    for page in draw.some(batches.PAGES, row["page"]):
-        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw):
-            yield {"page": page, "workspace": room}
+    plans = (
+        {"page": page, "workspace": room}
+        for page in draw.some(batches.PAGES, row["page"])
+        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw)
+    )
+    return {**fields, "kv": contexts, **first(plans)}
 
 
 _BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
@@ -209,25 +199,20 @@ PREFILL = Space(
         batches.MEASURED_HEADS,
         batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
-        by_length("tokens", TOKENS, TOKENS.class_of, lambda case: case.q),
-        by_length("tile", batches.TILE_CLASSES, batches.tile_class, lambda case: case.q),
+        by_length("tokens", TOKENS, lambda case: case.q),
+        by_length("tile", batches.TILE, lambda case: case.q),
         measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
-        by_length("context", batches.LONGEST, batches.LONGEST.class_of, lambda case: case.kv, _CONTEXT),
+        by_length("context", batches.LONGEST, lambda case: case.kv, _CONTEXT),
         measured(
             "context tile",
-            batches.TILE_CLASSES,
+            batches.TILE.parts,
             lambda case: batches.tile_class(max(case.kv)),
             _CONTEXT,
             lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,
         ),
         values("planner", "planner", *PLANNERS, only=_CHUNKED),
         batches.pages(_CHUNKED)[0],
-        measured(
-            "chunks",
-            CHUNKS,
-            lambda case: CHUNKS.class_of(_count(case.planner, case.kv, case.workspace, case.page)),
-            _CHUNKED,
-        ),
+        counted("chunks", CHUNKS, lambda case: _count(case.planner, case.kv, case.workspace, case.page), _CHUNKED),
         values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
         plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
         values("quant", "quant", "none", "fp8", only=_NEW),

@@ -15,20 +15,10 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
+from mla_conformance.problems import operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
-from mla_conformance.problems.operands import (
-    KEYS,
-    VALUES,
-    Draw,
-    Site,
-    edges,
-    fill_normal,
-    lay_out,
-    segments,
-    start_loc,
-    stored,
-)
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, lay_out, segments, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -41,8 +31,6 @@ ContextKeys = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LatentContext:
-    """What a layer has before it calls the backend."""
-
     chunks: tuple[ContextChunk, ...]  # the plan of the context
     chunk_keys: tuple[ContextKeys, ...]  # keys and values of each chunk
     new_tokens: ContextKeys  # keys and values of the new tokens
@@ -66,7 +54,6 @@ class PrefillCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """Of a context chunk always."""
         return self.lse or self.chunk_idx is not None
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -79,23 +66,23 @@ class PrefillCall(AttentionCall):
 
     def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
         """Of new tokens the keys are cut with the queries."""
-        rows = [list(range(s.start, s.stop))[:queries] for s in segments(self.query_start_loc)]
-        seen = [list(range(s.start, s.stop)) for s in segments(self.key_start_loc)]
-        keys = rows if self.chunk_idx is None else seen
-        query_lens, key_lens = ([len(numbers[request]) for request in requests] for numbers in (rows, keys))
-        new, picked = (
-            torch.tensor([row for request in requests for row in numbers[request]], dtype=torch.long).to(self.q.device)
-            for numbers in (rows, keys)
+        rows, keys = (
+            [torch.arange(s.start, s.stop, device=self.q.device) for s in segments(starts)]
+            for starts in (self.query_start_loc, self.key_start_loc)
         )
-        chunks = () if self.chunk_idx is None else one_chunk(key_lens)
+        new = [rows[request][:queries] for request in requests]
+        seen = new if self.chunk_idx is None else [keys[request] for request in requests]
+        query_lens, key_lens = (list(map(len, each)) for each in (new, seen))
         return replace(
             self,
-            q=self.q[new],
-            k=self.k[picked],
-            v=self.v[picked],
+            q=self.q[torch.cat(new)],
+            k=self.k[torch.cat(seen)],
+            v=self.v[torch.cat(seen)],
             query_start_loc=start_loc(query_lens),
             key_start_loc=start_loc(key_lens),
-            metadata=assemble_metadata(case, query_lens, chunks, self.q.dtype, self.q.device),
+            metadata=assemble_metadata(
+                case, query_lens, () if self.chunk_idx is None else one_chunk(key_lens), self.q.dtype, self.q.device
+            ),
         )
 
     def output_buffer(self) -> Guarded | None:
@@ -104,7 +91,6 @@ class PrefillCall(AttentionCall):
         return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
     def prepare(self, backend: MLAPrefillBackend) -> None:
-        """Once for all calls of a problem."""
         if self.prepares:
             backend.prepare_metadata(self.metadata)
 
@@ -118,13 +104,11 @@ class PrefillCall(AttentionCall):
         return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
 
     def operands(self) -> AttentionOperands:
-        return AttentionOperands(
-            self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None
-        )
+        starts = self.query_start_loc, self.key_start_loc
+        return AttentionOperands(self.q, self.k, self.v, *starts, causal=self.chunk_idx is None)
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
-    """The plan whose only chunk holds every request's whole context."""
     return (ContextChunk((0,) * len(lengths), tuple(lengths)),)
 
 
@@ -136,10 +120,7 @@ def assemble_metadata(
     device: torch.device,
     context: LatentContext | None = None,
 ) -> MLACommonPrefillMetadata:
-    """Metadata of a batch; its maxima are inflated as the case says."""
-    width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    largest = max((chunk.num_tokens for chunk in chunks), default=0)
-    room = (max(1, largest), width)
+    room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     workspace = context.workspace if context else poison(room, output_dtype(dtype), device, case.poison)
     planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
     if planned is not None:
@@ -156,7 +137,6 @@ _COUNTED_ELEMENTS = 2**24
 
 class PrefillBatch(Draw[PrefillCase]):
     def calls(self) -> tuple[PrefillCall, ...]:
-        """New tokens or a chunk of context; or new tokens, then every chunk."""
         case, device, context, chunks = self.case, self.device, None, tuple[ContextChunk, ...]()
         if case.call == Call.CHUNKED_CONTEXT:
             # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
@@ -171,9 +151,8 @@ class PrefillBatch(Draw[PrefillCase]):
             k, v = (self._normal(starts[0][-1], case.heads, width) for width in widths)
             every = ((self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0])),)
         keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
-        # Of each request the keys of its context, then the new ones.
-        ordered = [*zip(keys, starts, strict=True)]
-        ordered = [*ordered[1:], ordered[0]]
+        first, *others = zip(keys, starts, strict=True)
+        ordered = [*others, first]  # of each request the keys of its context, then the new ones
         q = self._queries(
             torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
         )
@@ -204,7 +183,7 @@ class PrefillBatch(Draw[PrefillCase]):
         if math.prod(shape) < _COUNTED_ELEMENTS:
             return torch.randn(*shape, generator=self.generator)
         seed = int(torch.randint(2**20, (), generator=self.generator))
-        drawn = fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+        drawn = operands.fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
         return drawn.to(output_dtype(self.dtype))  # e4m3 cannot be multiplied, as regimes do
 
     def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -215,7 +194,7 @@ class PrefillBatch(Draw[PrefillCase]):
 
         def sites() -> Iterator[tuple[slice, Site]]:
             for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-                yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal)
+                yield rows, Site(q[rows], k, case.softmax_scale, operands.edges(k.shape[0], case), causal)
 
         return stored(self.queries_of(q, sites), self.dtype)
 
@@ -224,12 +203,11 @@ class PrefillBatch(Draw[PrefillCase]):
         case, device, generator = self.case, self.device, self.generator
         dims, rank = case.dimensions, case.kv_lora_rank
 
-        def latents(tokens: int) -> ContextKeys:
-            kv_c = torch.randn(tokens, rank, generator=generator).to(dtype)
-            return kv_c, torch.randn(tokens, dims.qk_rope_head_dim, generator=generator).to(dtype)
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
 
-        def weight(width: int) -> torch.Tensor:
-            return (torch.randn(rank, case.heads, width, generator=generator) * rank**-0.5).to(dtype)
+        def latents(tokens: int) -> ContextKeys:
+            return normal(tokens, rank).to(dtype), normal(tokens, dims.qk_rope_head_dim).to(dtype)
 
         def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor, starts: Sequence[int]) -> ContextKeys:
             """As the layer does: one projection in the model's dtype, split into k_nope and v."""
@@ -237,7 +215,8 @@ class PrefillBatch(Draw[PrefillCase]):
             k_nope, v = both[..., : dims.qk_nope_head_dim], both[..., dims.qk_nope_head_dim :]
             return self.by_request(KEYS, expand_key(k_nope, k_pe), starts), self.by_request(VALUES, v, starts)
 
-        weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
+        widths = (dims.qk_nope_head_dim, dims.v_head_dim)
+        weights = kv_b_proj(*((normal(rank, case.heads, width) * rank**-0.5).to(dtype) for width in widths)).to(device)
         cached, new = latents(sum(case.kv)), latents(sum(case.q))
         cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
@@ -256,15 +235,12 @@ class PrefillBatch(Draw[PrefillCase]):
         pages = [-(-length // case.page) for length in case.kv]
         # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
         blocks = (torch.randperm(sum(pages), generator=self.drawing(case.seed)) + 1).split(pages)
-        block_table = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32)
-        for row, ids in zip(block_table, blocks, strict=True):
+        block_table, slots = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32), []
+        for row, ids, length in zip(block_table, blocks, case.kv, strict=True):
             row[: len(ids)] = ids
+            slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
         width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
         cache = poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
-        slots = [
-            ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page
-            for ids, length in zip(blocks, case.kv, strict=True)
-        ]
         kv_c, k_pe = (x.to(device) for x in latents)
         write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
         return cache, block_table.to(device)
@@ -272,7 +248,6 @@ class PrefillBatch(Draw[PrefillCase]):
 
 class _Prefill(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """What configurations do not say is asked of the class by itself."""
         reasons = super().reasons(kernel, case, dtype, capability)
         if (case.lse or case.call != Call.NEW_TOKENS) and not getattr(kernel, "returns_lse", True):
             reasons.append(NO_LSE)

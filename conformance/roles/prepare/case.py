@@ -9,9 +9,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers
-from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, by_length, numbers
+from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Row, Rule, Space, by_length, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
@@ -24,12 +24,7 @@ _USUAL_HEADS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCase(Case):
-    """A question to a preparation: ``q`` tokens of each request, behind ``kv`` others.
-
-    A head has P + R columns of ``dims``.
-
-    ``layout`` is that of the queries.
-    """
+    """``q`` tokens of each request, behind ``kv`` others; a head has P + R columns of ``dims``."""
 
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
@@ -65,27 +60,18 @@ class PrepareCase(Case):
 
     @property
     def head_dim(self) -> int:
-        """Columns of a query head and of a key."""
         return self.dimensions.qk_head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Columns that are rotated."""
         return self.dimensions.qk_rope_head_dim
 
     @property
-    def norm_eps(self) -> float:
-        """What the norm adds to the variance."""
-        return self.eps / 1e6
-
-    @property
     def visible_lens(self) -> tuple[int, ...]:
-        """As many products for each column as there are columns."""
         return (self.head_dim,) * len(self.q)
 
     @property
     def sizes(self) -> Sizes:
-        """A key is a row of the table of rotations."""
         columns = self.head_dim
         return super().sizes._replace(columns=columns, row=self.heads * columns, key=self.rope_dim)
 
@@ -103,7 +89,6 @@ class PrepareCase(Case):
 
 ROTATED = plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}})
 _WIDE = "192-64-256-256"
-_DIMS = ("64-64-128-128", "96-32-128-128", "2-126-128-128", "32-32-64-64", _WIDE)
 _POSITIONS = Numbers(
     {
         "up to 1,024": ((200,), range(1, 1025)),
@@ -118,14 +103,9 @@ _MOST_ROWS = 2**15
 def _fields(row: Row, draw: Draw) -> Fields:
     number, most = draw.of(batches.REQUESTS, row["requests"]), draw.of(_POSITIONS, row["positions"])
     q = tuple(islice(cycle(batches.query_tokens(row["queries"], draw)[0]), number))
-    others = (
-        [draw.near(1, most, n % 16) if most else 0 for n in range(number)]
-        if draw
-        else [min(most, batches.short(n)) for n in range(number)]
-    )
-    longest = draw.below(number, "longest")
-    kv = (*others[:longest], most, *others[longest + 1 :])
-    return {"call": Call.PREPARE_INDEX, "q": q, "kv": kv}
+    kv = [min(most, draw.near(1, max(1, most), n % 16) if draw else batches.short(n)) for n in range(number)]
+    kv[draw.below(number, "longest")] = most
+    return {"call": Call.PREPARE_INDEX, "q": q, "kv": tuple(kv)}
 
 
 def _few(heads: str, queries: str, requests: str) -> bool:
@@ -139,7 +119,7 @@ PREPARE = Space(
     dimensions=(
         DTYPE,
         values("data", "data", *VALUES),
-        values("dims", "dims", *_DIMS),
+        values("dims", "dims", "64-64-128-128", "96-32-128-128", "2-126-128-128", "32-32-64-64", _WIDE),
         values("pairs", "pairs", *PAIRS),
         ROTATED,
         plain("hadamard", {"transformed": {"hadamard": True}, "as they are": {"hadamard": False}}),
@@ -150,7 +130,7 @@ PREPARE = Space(
         numbers("heads", "heads", batches.HEADS),
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
-        by_length("positions", _POSITIONS, _POSITIONS.class_of, lambda case: case.kv),
+        by_length("positions", _POSITIONS, lambda case: case.kv),
         LAYOUT,
         SCALE,
         PADDING,

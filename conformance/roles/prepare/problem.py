@@ -6,13 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends import prepare as interface
 from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.prepare import (
-    IndexPreparation,
-    MLAPrepareBackend,
-    MLAPrepareSelectorConfig,
-    PrepareMetadata,
-)
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.diagnosis import Position, extent
@@ -23,14 +18,8 @@ from mla_conformance.judging.tolerance import unit_roundoff
 from mla_conformance.judging.verdict import Check, Verdict, failed
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
-from mla_conformance.reference.prepare_index import (
-    Prepared,
-    hadamard,
-    layer_norm,
-    nearest_power,
-    rotated,
-    scale_bounds,
-)
+from mla_conformance.reference import prepare_index as reference
+from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
 from mla_conformance.reference.rope import plain_frequencies
 from mla_conformance.roles.definition import RoleDefinition
@@ -43,18 +32,14 @@ _BASE = 10000.0
 class PrepareCall(KernelCall):
     """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
 
-    metadata: PrepareMetadata
+    metadata: interface.PrepareMetadata
     case: PrepareCase
 
     name = "index preparation"
     entry = "run_prepare_index"
     token_dims: ClassVar = (0, 0, 0, 0)
-    interface: ClassVar = MLAPrepareBackend
+    interface: ClassVar = interface.MLAPrepareBackend
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return tuple(self.q.shape)
 
 
 class PrepareBatch(Draw[PrepareCase]):
@@ -83,7 +68,7 @@ class PrepareBatch(Draw[PrepareCase]):
             q=q,
             k=k,
             given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-            metadata=PrepareMetadata(positions.to(self.device), table.to(self.device)),
+            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
             query_start_loc=starts,
             key_start_loc=starts,
             case=case,
@@ -118,21 +103,19 @@ def golden_prepared(problem: Problem) -> GoldenPrepared:
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
-    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.norm_eps)
+    key = reference.layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.eps / 1e6)
     factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
     return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
 
 
 def _turned(x: Prepared, turns: torch.Tensor, case: PrepareCase) -> Prepared:
     first = case.head_dim - case.rope_dim if case.rope_last else 0
-    turned = rotated(x, turns, first, case.pairs == "neighbours")
-    return hadamard(turned) if case.hadamard else turned
+    turned = reference.rotated(x, turns, first, case.pairs == "neighbours")
+    return reference.hadamard(turned) if case.hadamard else turned
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Codes with their scales, and what they stand for."""
-
     name: str  # how messages call it
     codes: torch.Tensor  # [n, H, D] e4m3
     scales: torch.Tensor  # [n, H, C] float64
@@ -145,22 +128,15 @@ class _Part:
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Places [n, H, D] in the order of codes: of the least that is allowed, the golden and the greatest value."""
-        low, golden, high = map(self._places, (self.values - self.error, self.values, self.values + self.error))
+        bounds = (self.values - self.error, self.values, self.values + self.error)
+        scaled = (self.blocks(values) / self.scales.unsqueeze(-1) for values in bounds)
+        low, golden, high = (e4m3_ordinal(quantize_e4m3(x, 1.0)).double().flatten(-2) for x in scaled)
         return low, golden, high
-
-    def _places(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, H, D] places of the codes of values under the scales."""
-        scaled = self.blocks(values) / self.scales.unsqueeze(-1)
-        return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
 
 
 class PrepareJudge(Steps):
     expectation: GoldenPrepared
-
-    @property
-    def case(self) -> PrepareCase:
-        assert isinstance(self.problem.case, PrepareCase)
-        return self.problem.case
+    case: PrepareCase
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
@@ -171,18 +147,16 @@ class PrepareJudge(Steps):
             yield Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
 
     def _expected_form(self, returned: Returned) -> Form:
-        """Codes of q and k, scales of k, and weights or scales of q."""
-        case, q, code = self.case, returned.call.q, torch.float8_e4m3fn
-        tokens, heads, width = q.shape
-        blocks = -(-width // BLOCK)
-        last = ("weights", (tokens, heads)) if case.fold else ("scales of q", (tokens, heads, blocks))
-        forms = (
-            ("codes of q", (tokens, heads, width), code),
-            ("codes of k", (tokens, width), code),
-            ("scales of k", (tokens, blocks), torch.float32),
-            (*last, torch.float32),
-        )
-        return [(name, torch.Size(shape), dtype) for name, shape, dtype in forms]
+        tokens, heads, width = returned.call.q.shape
+        blocks, fold = -(-width // BLOCK), self.case.fold
+        return [
+            ("codes of q", torch.Size((tokens, heads, width)), torch.float8_e4m3fn),
+            ("codes of k", torch.Size((tokens, width)), torch.float8_e4m3fn),
+            ("scales of k", torch.Size((tokens, blocks)), torch.float32),
+            ("weights", torch.Size((tokens, heads)), torch.float32)
+            if fold
+            else ("scales of q", torch.Size((tokens, heads, blocks)), torch.float32),
+        ]
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
         for part in self._parts(observation):
@@ -198,7 +172,7 @@ class PrepareJudge(Steps):
             given, factors = last.double().reshape(*q.shape[:2], -1), golden.factors.unsqueeze(-1)
             scales, untold = given / factors, (given == 0) & (factors == 0)
             if case.fold and case.scales == "pow2":
-                scales = nearest_power(scales)
+                scales = reference.nearest_power(scales)
             for name, codes, held, right in (
                 ("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k),
                 ("queries", q, scales, golden.q),
@@ -210,12 +184,10 @@ class PrepareJudge(Steps):
                 yield part
 
     def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, H, C] least and greatest scale of each block."""
         largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
-        return scale_bounds(largest, error, self.case.scales == "pow2")
+        return reference.scale_bounds(largest, error, self.case.scales == "pow2")
 
     def _scales(self, part: _Part) -> Verdict | None:
-        """Positive, within their bounds, and powers of two where they have to be."""
         low, high = self._bounds(part)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
         if self.case.scales == "pow2":
@@ -229,7 +201,6 @@ class PrepareJudge(Steps):
         return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
 
     def _codes(self, part: _Part) -> Verdict | None:
-        """Numbers, each between the codes of both ends of what is allowed."""
         not_a_number = part.codes.double().isnan()
         if bool(not_a_number.any()):
             index = tuple(not_a_number.nonzero()[0].tolist())
@@ -247,7 +218,6 @@ class PrepareJudge(Steps):
         return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
 
     def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
-        """A sentence about an element [row, head, ...] of the rows and heads [n, H] that are wrong."""
         place = Position.of(self.rows, list(index))
         text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
         return failed(Check.PREPARED, text, place.to_json())
@@ -256,10 +226,10 @@ class PrepareJudge(Steps):
 PREPARE = RoleDefinition(
     role=Role.PREPARE,
     batch=PrepareBatch,
-    config=MLAPrepareSelectorConfig,
+    config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
     facts=lambda case, dtype: {
-        "preparation": IndexPreparation(
+        "preparation": interface.IndexPreparation(
             head_dim=case.head_dim,
             rope_dim=case.rope_dim,
             rope_first=not case.rope_last,
@@ -267,7 +237,7 @@ PREPARE = RoleDefinition(
             hadamard=case.hadamard,
             scale_format=case.scales,
             fold_scales=case.fold,
-            eps=case.norm_eps,
+            eps=case.eps / 1e6,
         )
     },
     golden=golden_prepared,

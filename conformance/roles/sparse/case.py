@@ -8,9 +8,9 @@ from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Numbers, first
+from mla_conformance.cases.classes import Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, never, plain, values
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
@@ -22,8 +22,6 @@ _TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase(CachedCase):
-    """A question to a sparse backend."""
-
     role: ClassVar[Role] = Role.SPARSE
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
     causal: ClassVar[bool] = False  # the lists alone say what is seen
@@ -68,12 +66,10 @@ class SparseCase(CachedCase):
 
     @property
     def extra_lens(self) -> tuple[int, ...]:
-        """Entries of each request in the second cache."""
         return tuple(-(-total // _EXTRA_RATIO) for total in self.totals)
 
     @property
     def holds_codes(self) -> bool:
-        """Whether either cache stores codes."""
         return super().holds_codes or self.extra not in ("none", "auto")
 
     @property
@@ -90,7 +86,6 @@ class SparseCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond 64 heads or more, lists of slots in whole tiles, which -1 pads, a plain cache and no LSE."""
         return (
             *super().asks,
             f"heads_{self.heads}" if self.heads % _TILE else "",
@@ -123,10 +118,9 @@ class SparseCase(CachedCase):
 
 PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
 _SECOND = Only("extra", EXTRA_CACHES[1:], "there is no second cache")
-
-
-def _second_columns(case: SparseCase) -> str:
-    return "as long" if case.extra_topk == case.topk else "longer" if case.extra_topk > case.topk else "shorter"
+_SECOND_COLUMNS = Labels(
+    ("as long", "longer", "shorter"), lambda n: "longer" if n > 0 else "shorter" if n else "as long"
+)
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
@@ -149,7 +143,7 @@ SPARSE = Space(
         values("call", "call", *SparseCase.calls),
         *dimensions.cache(*MAIN_CACHES, only=PAGED),
         values("extra", "extra", *EXTRA_CACHES, only=PAGED),
-        measured("second list", ("as long", "longer", "shorter"), _second_columns, _SECOND),
+        counted("second list", _SECOND_COLUMNS, lambda case: case.extra_topk - case.topk, _SECOND),
         dimensions.numbers(
             "second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
         ),

@@ -11,14 +11,8 @@ import torch
 from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata, MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems.cached_batch import (
-    CachedBatch,
-    PageForm,
-    Pages,
-    gather_entries,
-    sparse_metadata,
-    write_pages,
-)
+from mla_conformance.problems import cached_batch
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, write_pages
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, segments, start_loc
@@ -46,17 +40,10 @@ class SparseCall(AttentionCall):
         return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
 
     @property
-    def length(self) -> torch.Tensor | None:
-        """[T] int32, of the lists of the first cache; None where they are not handed over."""
-        _, length, *_ = self.named.values()
-        found: torch.Tensor | None = length
-        return found
-
-    @property
     def stored(self) -> torch.Tensor:
         """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
-        _, stored, *_ = self.given.values()
-        return stored
+        found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
+        return found
 
     @property
     def name(self) -> str:
@@ -73,7 +60,6 @@ class SparseCall(AttentionCall):
         return longest_lists(self.selected, self.query_start_loc)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The keys stay all, since lists name them by number."""
         return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
 
     def invoke(self, backend: MLASparseBackend, out: Guarded | None) -> Any:
@@ -82,17 +68,9 @@ class SparseCall(AttentionCall):
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
-        return AttentionOperands(
-            self.q,
-            self.k,
-            self.v,
-            self.query_start_loc,
-            self.key_start_loc,
-            causal=False,
-            dequantised=self.case.holds_codes,
-            selected=self.selected,
-            sink=self.named["attn_sink"],
-        )
+        starts = (self.query_start_loc, self.key_start_loc)
+        means = {"dequantised": self.case.holds_codes, "selected": self.selected, "sink": self.named["attn_sink"]}
+        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
 
 
 def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
@@ -111,8 +89,6 @@ _COUNTED_ELEMENTS = 2**28
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys and the lists over them."""
-
     lengths: Sequence[int]  # keys of each request
     entries: torch.Tensor  # [S, width] on the CPU; what no list names is poison if the case says so
     keys: torch.Tensor  # [S, 1, D] float64 on the device, what they mean
@@ -225,7 +201,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         if case.is_paged:
             pages = write_pages(self, PageForm(case.cache, case.page, _GUARDS), self.entries[every], lengths)
         else:
-            pages = gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
+            pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
         if extra is not None:
             keys = torch.cat((keys, extra.keys))
         named = self._lists(lists, self._numbers(lists, lengths, pages))
@@ -234,6 +210,7 @@ class SparseBatch(CachedBatch[SparseCase]):
             second = write_pages(self, PageForm(case.extra, case.extra_page, _GUARDS), extra.entries, extra.lengths)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
+        metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
         return SparseCall(
             q=self.queries,
             k=keys,
@@ -244,7 +221,7 @@ class SparseBatch(CachedBatch[SparseCase]):
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
-            metadata=sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank),
+            metadata=metadata,
             case=case,
         )
 
@@ -259,7 +236,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 
     def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, Any]:
-        """Lists as they are handed over, and their lengths if the case has them."""
         handed = lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
         length = lists.length.int().to(self.device) if self.case.length else None
         return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}

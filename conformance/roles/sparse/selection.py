@@ -14,13 +14,10 @@ _ROUND = 7
 
 @dataclass(frozen=True)
 class Lists:
-    """What each row of a batch names."""
-
     keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
     length: torch.Tensor  # [T] int64, columns up to the last key that is named
 
     def named(self, keys: int) -> torch.Tensor:
-        """[keys] bool, which keys some list names."""
         found = torch.zeros(keys, dtype=torch.bool)
         found[self.keys[self.keys != NO_KEY]] = True
         return found

@@ -30,7 +30,6 @@ class SelectedLists(Written):
     expected: ClassVar = ("lists", "free")
 
     def with_only(self, rows: torch.Tensor, starts: Sequence[int]) -> "SelectedLists":
-        """The buffer of a batch of these rows alone."""
         self.reset()
         cache = self.cache.clone()
         cache[: len(rows)] = self.cache[rows.to(self.cache.device)]
@@ -39,8 +38,8 @@ class SelectedLists(Written):
         return replace(self, cache=cache, before=before, lists=lists, free=free, padding=0, starts=tuple(starts))
 
     def difference(self) -> str:
-        row, start = self.cache.shape[1] * self.cache.element_size(), self.cache.data_ptr()
-        start -= self.cache.untyped_storage().data_ptr()
+        size = self.cache.element_size()
+        row, start = self.cache.shape[1] * size, self.cache.storage_offset() * size
         changed = storage_bytes(self.cache) != self.before
         writable = 0 if self.kept else len(self.lists) + self.padding
         changed[start : start + writable * row] = False
@@ -49,7 +48,6 @@ class SelectedLists(Written):
         return "" if self.kept else self._wrong()
 
     def _wrong(self) -> str:
-        """Which row names other tokens than it must."""
         got, expected = (x.sort(dim=1).values for x in (self.cache[: len(self.lists)], self.lists))
         wrong = (got != expected).any(dim=1) & ~self.free
         if not bool(wrong.any()):
@@ -82,15 +80,8 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
+    name, returns_lse = "sparse layer", False
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "selected": "T"}
-
-    @property
-    def name(self) -> str:
-        return "sparse layer"
-
-    @property
-    def returns_lse(self) -> bool:
-        return False
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -143,7 +134,6 @@ class SparseLayerCall(CallOfARank):
         return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
     def on_rank(self, backend: MLASparseLayerBackend) -> Any:
-        """What the layer returns, on memory as it is."""
         caches: dict[str, Any] = {"index_kv_cache": None}
         caches |= {name: image.cache for name, image in self.written.items()}
         return backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
@@ -161,20 +151,15 @@ class SparseLayerCall(CallOfARank):
         return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.v.shape[-1]))
 
     def wrong_writes(self) -> str:
-        """The first thing that the last call wrote otherwise than it must; empty if there is none."""
         wrong = ((name, image.difference()) for name, image in self.written.items())
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 
     def operands(self) -> AttentionOperands:
         """Attention to what is selected; values are picked latents, times 1 at most."""
         starts = self.query_start_loc, self.key_start_loc
-        return AttentionOperands(
-            *(self.q, self.k, self.v, *starts),
-            causal=False,
-            dequantised=self.case.holds_codes,
-            value_weights=torch.ones_like(self.v[0]),
-            selected=self.selected,
-        )
+        means: dict[str, Any] = {"dequantised": self.case.holds_codes, "selected": self.selected}
+        means["value_weights"] = torch.ones_like(self.v[0])
+        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +174,6 @@ class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
         return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts))
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """The sum, by heads; what a rank returned, if that cannot be added."""
         one = self.parts[0]
         wrong = [result for result in results if not one.fits(result)]
         o_proj = torch.cat([part.weights.o_proj for part in self.parts], dim=1)

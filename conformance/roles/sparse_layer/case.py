@@ -9,10 +9,11 @@ from mla_conformance.cases import batches
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.classes import PLAIN as STANDS
 from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, ROOM, SCALE, numbers
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
@@ -89,7 +90,6 @@ class SparseLayerCase(CachedCase):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond a plain cache of pages of 64 tokens."""
         return (
             *super().asks,
             f"index_{self.index_cache}" if self.index_cache != CODES else "",
@@ -133,35 +133,34 @@ _HEADS = Numbers(exactly(4, 16, 1, 5, 32))
 _RANKS = Numbers(exactly(1, 2, 4, 8, 16))
 _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
 _SELECTED = {
-    (4, 8): "8 by 4 heads",
-    (9, 16): "16 by 9 heads",
-    (2, 2): "2 by 2 heads",
-    (9, 32): "32 by 9 heads",
-    (32, 128): "128 by 32 heads",  # the least that engines' kernels take
+    "8 by 4 heads": (4, 8),
+    "16 by 9 heads": (9, 16),
+    "2 by 2 heads": (2, 2),
+    "32 by 9 heads": (9, 32),
+    "128 by 32 heads": (32, 128),  # the least that engines' kernels take
 }
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200
-_STANDS = Draw()
 _SHORT = (17, 5, 1, 33)
-_QUERIES, _TOKENS = (
-    Numbers(exactly(1, 2, 3)),
-    Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))}),
-)
+_QUERIES = Numbers(exactly(1, 2, 3))
+_TOKENS = Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))})
 _TILES = Only("cache", ("fp8_ds_mla",), "only tiles have scales of either kind")
 _PLAIN = Only("cache", ("auto",), "the latents of a cache of codes are codes")
 _CODED = Only("index cache", (CODES,), "only codes have scales")
 _OWN = Only("selection", ("own",), "only an indexer has conventions")
 
 
+def _selected(case: SparseLayerCase) -> str | None:
+    return next((label for label, of in _SELECTED.items() if of == (case.index_heads, case.topk)), None)
+
+
 def _keys(case: SparseLayerCase) -> str:
-    """The tokens of the longest request against those that are selected."""
     beyond = max(case.totals) - case.topk
     return "more" if beyond > 1 else {1: "one more", 0: "as many"}.get(beyond, "fewer")
 
 
-def _longest(selected: str, keys: str, draw: Draw = _STANDS) -> tuple[int, ...]:
-    topk = next(topk for (_, topk), label in _SELECTED.items() if label == selected)
+def _longest(topk: int, keys: str, draw: Draw = STANDS) -> tuple[int, ...]:
     near = {"one more": topk + 1, "as many": topk, "fewer": topk - 1}
     if draw and keys == "fewer":
         return (draw.near(1, topk - 1, keys), topk - 1)
@@ -170,14 +169,9 @@ def _longest(selected: str, keys: str, draw: Draw = _STANDS) -> tuple[int, ...]:
     return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
 
 
-def _shapes(row: Row, draw: Draw) -> Iterator[tuple[Fields, int]]:
-    for (heads, topk), label in _SELECTED.items():
-        if label == row["selected"]:
-            yield from (({"index_heads": heads, "topk": topk}, n) for n in _longest(label, row["keys"], draw))
-
-
 def _fields(row: Row, draw: Draw) -> Fields:
-    selected, longest = first(_shapes(row, draw))
+    heads, topk = _SELECTED[row["selected"]]
+    longest = first(_longest(topk, row["keys"], draw))
     number = draw.of(_REQUESTS, row["requests"])
     decodes = batches.decodes_of(row, number, draw)
     drafted = _QUERIES.first(row["queries"]) if decodes else 0
@@ -187,12 +181,12 @@ def _fields(row: Row, draw: Draw) -> Fields:
     ends = (draw.below(number, "longest"),) if draw else (0, number - 1)
     totals = [longest if n in ends else max(q[n], min(longest, short[n % len(short)])) for n in range(number)]
     kv = tuple(total - new for total, new in zip(totals, q, strict=True))
-    return {"call": Call.SPARSE_LAYER, "q": q, "kv": kv, "decodes": decodes, **selected}
+    return {"call": Call.SPARSE_LAYER, "q": q, "kv": kv, "decodes": decodes, "index_heads": heads, "topk": topk}
 
 
 def _long_enough(selected: str, keys: str, new: str) -> bool:
     least = _TOKENS.first(new) if new in _TOKENS.parts else int(new)
-    return max(_longest(selected, keys)) >= least
+    return max(_longest(_SELECTED[selected][1], keys)) >= least
 
 
 SPARSE_LAYER = Space(
@@ -213,10 +207,10 @@ SPARSE_LAYER = Space(
         values("dtype", "dtype", "bf16", "fp16"),
         numbers("heads", "heads", _HEADS),
         numbers("ranks", "tp", _RANKS),
-        measured("requests", _REQUESTS, lambda case: _REQUESTS.class_of(len(case.q))),
-        measured("queries", _QUERIES, lambda case: _QUERIES.class_of(max(case.q[: case.decodes])), WITH_DECODES),
-        measured("tokens", _TOKENS, lambda case: _TOKENS.class_of(max(case.q[case.decodes :])), WITH_PREFILLS),
-        measured("selected", _SELECTED.values(), lambda case: _SELECTED.get((case.index_heads, case.topk))),
+        counted("requests", _REQUESTS, lambda case: len(case.q)),
+        counted("queries", _QUERIES, lambda case: max(case.q[: case.decodes]), WITH_DECODES),
+        counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), WITH_PREFILLS),
+        measured("selected", _SELECTED, _selected),
         measured("keys", _KEYS, _keys),
         numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),
         values("tails", "tails", *TAILS),

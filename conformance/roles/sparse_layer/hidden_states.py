@@ -150,7 +150,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def positions(self) -> Tensor:
-        """[S] int64 of all tokens."""
         return torch.cat([torch.arange(total) for total in self.case.totals])
 
     @cached_property
@@ -160,7 +159,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def topics(self) -> list[Topics]:
-        """Those of each request."""
         size = self.case.topk // self.case.topics
         return [Topics.drawn(total, self.case.topk, size, self.generator) for total in self.case.totals]
 
@@ -209,7 +207,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def keys(self) -> Tensor:
-        """[S, D] float64 index keys."""
         return index_keys(self.hidden, self.positions, self.layer.index, self.layer.index_spec).values
 
     @cached_property

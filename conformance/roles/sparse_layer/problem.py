@@ -36,8 +36,6 @@ _UNTOUCHED = 0x5A5A5A5A
 
 
 class SparseLayerBatch(HiddenStates):
-    """The batch of a sparse layer's case."""
-
     def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
@@ -89,7 +87,6 @@ class SparseLayerBatch(HiddenStates):
         return q, k, v
 
     def _index_cache(self) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
-        """In blocks of its own."""
         keys = self.keys.to(self.dtype)
         names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
         case = IndexerCase(

@@ -1,6 +1,6 @@
 """Cases of a top-k, rows of given logits with a window of columns each, and what varies in them. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import ClassVar
@@ -9,19 +9,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import (
-    COLUMNS,
-    LAYOUT,
-    LENGTHS,
-    MAXIMA,
-    PADDING,
-    POISONS,
-    against,
-    by_length,
-    numbers,
-)
-from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
+from mla_conformance.cases.dimensions import COLUMNS, KEYS, LAYOUT, MAXIMA, PADDING, POISONS, against, numbers
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, exactly, measured, plain, values
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -76,12 +66,10 @@ class TopKCase(Case):
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Columns that the last row of each request sees."""
         return tuple((kv + max(0, q - 1)) // self.pool for q, kv in zip(self.q, self.kv, strict=True))
 
     @property
     def places(self) -> int:
-        """Numbers that are returned for a row."""
         return self.topk + (self.pool - 1 if self.tail else 0)
 
     @property
@@ -106,43 +94,24 @@ _LOOSE = 100
 """Factor of the columns where maxima are loose, so that a small case has them."""
 
 
-def _others(case: TopKCase) -> str:
-    if len(case.q) == 1:
-        return "alone"
-    if 0 in case.kv:
-        return "no context"
-    return "equal" if len(set(case.spans)) == 1 else "shorter"
-
-
 def _last_tokens(case: TopKCase) -> list[int]:
-    """Tokens that the last row of each request sees."""
     return [total - 1 for total in batches.totals(case)]
 
 
-def _tokens(queries: str, draw: Draw = PLAIN) -> Lengths:
-    return batches.query_tokens(queries, draw)[0]
-
-
 def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
-    """Columns of the longest row, and columns that are selected."""
-    least = max(_tokens(row["queries"], draw)) + 2
+    least = max(batches.query_tokens(row["queries"], draw)[0]) + 2
     for longest in batches.lengths(row["longest"], row["tile"], least, draw=draw):
-        for topk in _counts(longest, row["columns"], row["keys"], draw):
-            if topk % draw.of(_POOLS, row["pool"], "pool") == 0:
+        for topk in (longest,) if row["keys"] == "as many" else draw.some(COLUMNS, row["columns"], longest):
+            classes, pool = (COLUMNS.class_of(topk), against(longest, topk)), draw.of(_POOLS, row["pool"], "pool")
+            if classes == (row["columns"], row["keys"]) and topk % pool == 0:
                 yield longest, topk
 
 
-def _counts(longest: int, columns: str, keys: str, draw: Draw) -> Sequence[int]:
-    tried = (longest,) if keys == "as many" else draw.some(COLUMNS, columns, longest)
-    return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
-
-
 _SHAPED = ("queries", "longest", "tile", "columns", "keys", "pool")
-"""Dimensions that shapes follow from."""
 
 
 def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
-    number, tokens = batches.REQUESTS.first(requests), max(_tokens(queries))
+    number, tokens = batches.REQUESTS.first(requests), max(batches.query_tokens(queries, PLAIN)[0])
     least = batches.LONGEST.least(longest)
     beside = least if others == "equal" else _LONGEST_OTHER
     width = least + (number - 1) * beside if starts == "own" else least
@@ -152,21 +121,18 @@ def _few(requests: str, queries: str, others: str, longest: str, starts: str, ma
 def _fields(row: Row, draw: Draw) -> Fields:
     longest, topk = first(_shapes(row, draw))
     number = draw.of(batches.REQUESTS, row["requests"])
-    q = tuple(islice(cycle(_tokens(row["queries"], draw)), number))
-    if draw and row["others"] != "equal":
+    q = tuple(islice(cycle(batches.query_tokens(row["queries"], draw)[0]), number))
+    if row["others"] == "equal":
+        kv = [longest - new + 1 for new in q]
+    elif draw:
         kv = batches.contexts_of(row["others"], number, longest - max(q), draw)
+    elif row["others"] == "no context":
+        kv = [0] * number
     else:
-        kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
+        kv = [min(batches.short(request), longest - new) for request, new in enumerate(q)]
     place = draw.below(number, "longest") if draw else number // 2
     kv[place] = longest - q[place] + 1
     return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
-
-
-def _columns(others: str, request: int, new: int, longest: int) -> int:
-    """Columns of the first row of a request that is not the longest."""
-    if others == "equal":
-        return longest - new + 1
-    return 0 if others == "no context" else min(batches.short(request), longest - new)
 
 
 TOPK = Space(
@@ -184,16 +150,11 @@ TOPK = Space(
         ),
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
-        measured("others", batches.OTHERS, _others),
-        by_length("longest", batches.LONGEST, batches.LONGEST.class_of, _last_tokens),
-        by_length("tile", batches.TILE_CLASSES, batches.tile_class, _last_tokens),
-        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
-        measured(
-            "keys",
-            LENGTHS,
-            lambda case: against(max(case.tokens), case.topk),
-            of_request=lambda case, request: against(_last_tokens(case)[request], case.topk),
-        ),
+        measured("others", batches.OTHERS, lambda case: batches.others_class(case, case.spans)),
+        by_length("longest", batches.LONGEST, _last_tokens),
+        by_length("tile", batches.TILE, _last_tokens),
+        counted("columns", COLUMNS, lambda case: case.topk),
+        by_length("keys", KEYS, lambda case: [(tokens, case.topk) for tokens in _last_tokens(case)]),
         LAYOUT,
         PADDING,
         POISONS,

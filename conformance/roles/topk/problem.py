@@ -126,8 +126,6 @@ def golden_windows(problem: Problem) -> GoldenWindows:
 
 @dataclass(frozen=True)
 class PoolTokens:
-    """What n rows named."""
-
     numbers: torch.Tensor  # [n, K] int64 as they were named
     tokens: torch.Tensor  # [n] int64, tokens that each row sees
     pool: int  # tokens of a pool
@@ -162,7 +160,6 @@ class PoolTokens:
 
     @property
     def _whole(self) -> torch.Tensor:
-        """[n, 1], tokens in whole pools."""
         return (self.tokens // self.pool * self.pool).unsqueeze(1)
 
     @property
@@ -176,11 +173,11 @@ class PoolTokens:
 
 class TopKJudge(SelectionSteps):
     expectation: GoldenWindows
+    case: TopKCase
 
-    def __init__(self, problem: Problem, *others: Any) -> None:
-        super().__init__(problem, *others)
-        assert isinstance(problem.case, TopKCase)
-        self.case, self.declared = problem.case, self.declaration.selection
+    def __init__(self, *judged: Any) -> None:
+        super().__init__(*judged)
+        self.declared = self.declaration.selection
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """How often each column was selected; of an observation whose form is right."""
@@ -192,7 +189,6 @@ class TopKJudge(SelectionSteps):
         return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        """Which columns were selected, then how they are named."""
         golden = self.expectation.scores
         for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
             name, positions = returned.call.name, self._positions(numbers)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call, given, one_of
-from mla_conformance.cases.classes import Draw, first
-from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Dimension, Row, Space
+from mla_conformance.cases.space import Dimension, Space
 from mla_conformance.roles.decode.case import DECODE, DecodeCase
 
 TREES = ("random", "chain", "binary", "star")
@@ -19,8 +18,6 @@ _MOST_TOKENS = 2**12
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCase(DecodeCase):
-    """A question to a tree backend."""
-
     role: ClassVar[Role] = Role.TREE
     calls: ClassVar[tuple[Call, ...]] = (Call.TREE_DECODE,)
 
@@ -41,7 +38,6 @@ class TreeCase(DecodeCase):
         return trees[request % len(trees)]
 
     def contradictions(self) -> Iterator[str]:
-        """One rank, and parents before their children."""
         yield from super().contradictions()
         if self.ranks > 1:
             yield f"{self.call} expects one rank, got {self.ranks}"
@@ -56,41 +52,23 @@ class TreeCase(DecodeCase):
                 yield f"field parents: expected {before} of token {number} of request {request}, got {parent}"
 
 
-_KEPT: dict[str, tuple[str, ...]] = {  # of these dimensions of decodes some classes, where none is named all
+_LEFT_OUT = {"tile scales", "ranks", "interleave"}  # dimensions of decodes
+_SOME = {  # classes of other ones
     "cache": ("auto", "fp8"),
-    "k_scale": (),
-    "dims": (),
-    "dtype": (),
     "heads": ("16", "128", "1", "odd", "8"),
     "queries": ("5 to 8", "9 to 16", batches.MIXED, "1", "2"),
-    "rows x heads": (),
     "requests": ("2 to 7", "1", "8 to 63"),
-    "others": (),
     "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
     "tile": ("between", "0 of 64", "1 of 64", "-1 of 64"),
     "page": ("64", "16", "1"),
-    "last page": (),
-    "padding": (),
-    "poison": (),
-    "lse": (),
     "data": ("needle", "normal", "negative", "ones", "large_logits", "rising"),
-    "layout": (),
-    "scale": (),
-    "tails": (),
-    "layers": (),
     "unused": ("few", "2^15 slots"),
-    "maxima": (),
 }
 _DIMENSIONS = tuple(
-    replace(each, classes={label: each.classes[label] for label in _KEPT[each.name] or each.classes})
+    replace(each, classes={label: each.classes[label] for label in _SOME.get(each.name, each.classes)})
     for each in DECODE.dimensions
-    if each.name in _KEPT
+    if each.name not in _LEFT_OUT
 )
-
-
-def _fields(row: Row, draw: Draw) -> Fields:
-    fields = batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)
-    return {"call": Call.TREE_DECODE, **fields, **dimensions.spare_blocks(row, fields["page"], draw)}
 
 
 _TREE = Dimension(
@@ -104,8 +82,8 @@ TREE = Space(
     role=Role.TREE,
     capability="tree_combinations",
     dimensions=(_TREE, *_DIMENSIONS),
-    rules=tuple(rule for rule in DECODE.rules if {*rule.over} <= {*_KEPT}),
-    shape=_fields,
+    rules=tuple(rule for rule in DECODE.rules if not _LEFT_OUT.intersection(rule.over)),
+    shape=partial(dimensions.paged_batch, Call.TREE_DECODE),
     small={**batches.SMALL_BATCHES, "dims": ("small",)},
     grids=(("queries", "tree"), ("page",)),
 )

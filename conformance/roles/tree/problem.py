@@ -22,16 +22,11 @@ class TreeCall(DecodeCall):
 
     metadata: MLATreeMetadata
 
-    entry = "run_tree_decode"
+    name, entry = "tree decode", "run_tree_decode"
     interface: ClassVar[Any] = MLATreeBackend
 
     @property
-    def name(self) -> str:
-        return "tree decode"
-
-    @property
     def masks(self) -> list[torch.Tensor]:
-        """[q, q] bool of each request."""
         lengths = self.metadata.query_lens_cpu.tolist()
         parts = self.metadata.tree_mask.split([new**2 for new in lengths])
         return [part.view(new, new) for part, new in zip(parts, lengths, strict=True)]
@@ -50,14 +45,12 @@ class TreeCall(DecodeCall):
         )
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """With the masks of these requests."""
         call = super().regrouped(case, requests, queries)
         metadata = replace(call.metadata, **_packed([self.masks[request] for request in requests]))
         return replace(call, metadata=metadata)
 
 
 def _packed(masks: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Masks as the metadata have them."""
     starts = int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
     return {"tree_mask": torch.cat([mask.flatten() for mask in masks]), "tree_mask_start_loc": starts}
 
