@@ -65,7 +65,7 @@ class Forked(subprocess.Popen[bytes]):
     """A module of the engine that was forked elsewhere, and of which this process has become the parent."""
 
     def __init__(self, pid: int) -> None:
-        self.args, self.pid, self.returncode = "module", pid, None  # type: ignore[assignment]
+        self.args, self.pid, self.returncode = "module", pid, None
         self.stdin = self.stdout = self.stderr = None
         self._child_created, self._waitpid_lock = True, threading.Lock()
 

@@ -171,7 +171,7 @@ class Touches(EagerPrefillBackend):
 
 def judged_with(text: str, touch: Callable[[Operands], object]) -> Record:
     """The record of a kernel that does this on a case."""
-    Touches.touch = staticmethod(touch)  # type: ignore[method-assign]
+    Touches.touch = staticmethod(touch)
     return judged(Touches, text)
 
 
