@@ -45,7 +45,7 @@ class EagerTopKBackend(Eager, MLATopKBackend):
         columns = torch.arange(logits.shape[1], device=logits.device)
         visible = (columns >= starts) & (columns < starts + lengths)
         keys = self._keys(logits).masked_fill(~visible, LEAST)
-        return self._told(self._choose(keys, topk_tokens), starts)
+        return self._numbered(self._choose(keys, topk_tokens), starts)
 
     def _windows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         metadata = self._topk_metadata
@@ -63,5 +63,5 @@ class EagerTopKBackend(Eager, MLATopKBackend):
         chosen = best.indices.masked_fill(best.values == LEAST, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
-    def _told(self, chosen: Tensor, starts: Tensor) -> Tensor:
+    def _numbered(self, chosen: Tensor, starts: Tensor) -> Tensor:
         return (chosen - starts).masked_fill(chosen == NO_KEY, NO_KEY)

@@ -6,8 +6,6 @@ from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
-import msgspec
-
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 Data = StrEnum(
@@ -87,6 +85,8 @@ def require_requests(name: str, count: int) -> None:
 
 def from_plain(name: str, kind: Any, value: Any) -> Any:
     """A value of a field's type ``kind`` from JSON, where a tuple is a list, else CaseError."""
+    import msgspec  # which may stand in the current folder, that is not forgotten yet when this module loads
+
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -250,7 +250,7 @@ class _TopK(EagerTopKBackend):
     @but(
         supports_pools=False, declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
     )
-    def columns_of_the_logits__told(self, chosen, starts):
+    def columns_of_the_logits__numbered(self, chosen, starts):
         """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no
         pools."""
         return chosen.sort(dim=1).values

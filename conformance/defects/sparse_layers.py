@@ -92,6 +92,15 @@ class _SparseLayer(EagerSparseLayerBackend):
         """The selection of the first step is kept for all steps of as many tokens, as if it had been captured."""
         return self.__dict__.setdefault("_kept", {}).setdefault(len(q), super()._best(q, weights, cache))
 
+    @but(killed_by="call_order")
+    def sparse_layer_requests_of_the_first_step__attend(self, q, kv_cache, lists):
+        """What maps rows to requests is made once for a number of rows, by the first batch that has so many."""
+        attention = self._metadata.attention
+        kept = self.__dict__.setdefault("_requests", {}).setdefault(len(q), attention.req_id_per_token.clone())
+        taken = replace(attention, req_id_per_token=kept.clamp(max=len(attention.seq_lens) - 1))
+        self._attention.prepare_metadata(taken)
+        return super()._attend(q, kv_cache, lists.minimum(bounds_of(taken).unsqueeze(1) - 1))
+
     @but(killed_by="sparse_layer_shared_indices")
     def sparse_layer_shared_buffer_cleared__behind_attend(self, output, *, lists):
         """A layer without an indexer clears the buffer behind its attention, so that the next one finds nothing."""

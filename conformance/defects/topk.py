@@ -14,7 +14,7 @@ class _SelectWindows(EagerTopKBackend):
     """Every row is read from column 0 on, wherever its window starts."""
     topk_start_rounded_to_vectors = behind("windows", lambda starts, lengths: (starts // 4 * 4, lengths))
     """Windows start at the last whole vector of four columns before them."""
-    topk_columns_of_the_logits_named = instead("told", lambda self, chosen, starts: chosen)
+    topk_columns_of_the_logits_named = instead("numbered", lambda self, chosen, starts: chosen)
     """Columns of the logits are named where those of the row's window are declared."""
     topk_row_stride_ignored = before("keys", logits=packed_rows)
     """Rows are read as if none but their columns lay between them."""
@@ -33,9 +33,9 @@ class _Select(EagerTopKBackend):
     topk_column_in_two_bytes = behind("choose", lambda chosen: torch.where(chosen == NO_KEY, NO_KEY, chosen & 0xFFFF))
     """A column is carried in 16 bits, and beyond 65,535 another one is named."""
 
-    def topk_short_rows_copied_whole__told(self, chosen, starts):
+    def topk_short_rows_copied_whole__numbered(self, chosen, starts):
         """A row that is no longer than the list gets the numbers from 0 on, -1 never."""
-        told, places = super()._told(chosen, starts), torch.arange(chosen.shape[1], device=chosen.device)
+        told, places = super()._numbered(chosen, starts), torch.arange(chosen.shape[1], device=chosen.device)
         return torch.where((chosen == NO_KEY).any(dim=1, keepdim=True), places, told)
 
     def topk_one_column_more_than_places__choose(self, keys, topk_tokens):
@@ -46,7 +46,7 @@ class _Select(EagerTopKBackend):
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places, chosen)
 
-    topk_stale_places = behind("told", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
+    topk_stale_places = behind("numbered", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
     """Places that a row does not fill hold what the row before it left in shared memory."""
 
     def topk_padding_in_front__behind_choose(self, chosen):
@@ -118,7 +118,7 @@ class _SelectTiesAlone(EagerTopKBackend):
         """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
         return super()._keys(logits).masked_fill(logits == torch.inf, LEAST)
 
-    def topk_bits_of_nan_named__behind_told__keys(self, told, *, chosen, logits):
+    def topk_bits_of_nan_named__behind_numbered__keys(self, told, *, chosen, logits):
         """In a row that holds NaN what is sorted is the logit, and its bits are told in the place of its column."""
         nan = logits.isnan().gather(1, chosen.clamp(min=0)) & (chosen != NO_KEY)
         return told.masked_fill(nan, 0x7FC00000)

@@ -11,7 +11,7 @@ import pytest
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.commands import parser
+from mla_conformance.commands import defects
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import JOURNAL_NAME, Completed, Journal, Reported
@@ -119,7 +119,7 @@ RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/thr
 def test_where_there_are_no_tests_it_is_said_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parser, "files", lambda package: tmp_path)
+    monkeypatch.setattr(defects, "files", lambda package: tmp_path)
     assert main(["cheats"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
 

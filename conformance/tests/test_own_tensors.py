@@ -14,7 +14,7 @@ from mla_conformance.api import verdicts
 from mla_conformance.api.own_forms import TABLES
 from mla_conformance.api.own_tensors import MAKERS
 from mla_conformance.files.whole import InputError
-from mla_conformance.reference.index_scores import IndexScores
+from mla_conformance.roles.indexer.problem import GoldenScores
 from mla_conformance.tests.own_functions import decode_with, lightest
 from mla_conformance.trials.trial import Context
 
@@ -94,12 +94,13 @@ def test_every_operand_means_what_it_means_in_a_case(role: str, wanted: dict[str
     (case,) = lightest(role, wanted)
     x, context = case.inputs("cpu"), Context()
     problem = context.problem(case.suite_case, torch.device("cpu"))
-    golden: Any = context.expect(problem).calls[0]  # type: ignore[attr-defined]
-    if isinstance(golden, IndexScores):
+    found: Any = context.expect(problem)
+    if isinstance(found, GoldenScores):
         scores = torch.zeros(problem.calls[0].result_shape)
-        scores[:, : golden.scores.shape[1]] = golden.scores
+        scores[:, : found.scores.scores.shape[1]] = found.scores.scores
         assert both(case, x, scores) == "" and "score is" in both(case, x, scores + 1)
         return
+    golden = found.calls[0]
     output, rows = torch.zeros(problem.calls[0].result_shape, dtype=problem.output_dtype), len(golden.output)
     output[:rows] = golden.output
     lse = torch.full((output.shape[1], len(output)), -torch.inf)

@@ -3,7 +3,7 @@
 One that is wrong is made again on a new instance, so that its failure says whether what came before it is the cause.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -24,7 +24,6 @@ from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.problems.memory import Guarded, device_lost
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.transform import over_metadata, overwrite, scale_cache
 from mla_conformance.trials.trial import Trial, returned_bytes
@@ -206,9 +205,12 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
     to_page = case.page - last % case.page
     for number in (*range(_STEPS), to_page, to_page + 1):
         yield _later(case, number), f"step {number}: the same requests, {number} tokens on"
-    if len(case.q) > 1 and case.role not in _WHOLE_LAYERS:  # as many requests and tokens as in the step before
-        before = _later(case, to_page + 1)
-        yield replace(before, q=before.q[::-1], kv=before.kv[::-1]), "the same lengths in reverse order"
+    if len(case.q) > 1:  # as many requests and tokens as in the step before, divided otherwise
+        before, decoding = _later(case, to_page + 1), _decoding(case)
+        kinds = [[n for n in range(len(case.q)) if (n in decoding) == kind] for kind in (True, False)]
+        order = dict(pair for kind in kinds for pair in zip(kind, reversed(kind), strict=True))
+        q, kv = (tuple(lengths[order[n]] for n in range(len(lengths))) for lengths in (before.q, before.kv))
+        yield replace(before, q=q, kv=kv), "the same lengths in reverse order"
     if len(case.q) > 1:
         number = len(case.q) - 1
         fewer = replace(case, **case.without(range(number, number + 1)))
@@ -232,10 +234,14 @@ def _later(case: Case, tokens: int) -> Case:
     return replace(later, spare=max(0, case.spare - pages[1] + pages[0]))
 
 
+def _decoding(case: Case) -> Collection[int]:
+    """The requests of a layer that decode, which it may know by their places or lengths."""
+    return case.decoding if isinstance(case, LayerCase) else range(getattr(case, "decodes", 0))
+
+
 def _requeried(case: Case, number: int) -> Case:
     """Other numbers of new tokens; those that decode keep theirs, by which a layer knows them."""
-    fixed = case.decoding if isinstance(case, LayerCase) else range(0)
-    fixed = range(case.decodes) if isinstance(case, SparseLayerCase) else fixed
+    fixed = _decoding(case)
     draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=0)
     most = max(least, max(case.q)) + 2
     q = [n if request in fixed else draw.randint(least, most) for request, n in enumerate(case.q)]
