@@ -1,6 +1,7 @@
 """The abstract MLA indexer: a score for each cached token of a query token's request, and the best of them.
 
 Its metadata is that of the attention that follows, whose index space says what the selected numbers count.
+Sources: vLLM's ``sparse_attn_indexer``, DeepGEMM's ``fp8_fp4_mqa_logits`` and ``fp8_fp4_paged_mqa_logits``.
 """
 
 from abc import abstractmethod

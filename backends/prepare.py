@@ -1,4 +1,7 @@
-"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales."""
+"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales.
+
+Sources: DeepSeek's ``Indexer``, vLLM's ``fused_indexer_q_rope_quant``, AITER's ``indexer_qk_rope_quant_and_cache``.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator

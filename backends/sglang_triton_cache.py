@@ -1,4 +1,4 @@
-"""SGLANG_TRITON_CACHE: SGLang 0.5.23's Triton kernels that write latent entries and gather them."""
+"""SGLANG_TRITON_CACHE: SGLang 0.5.23's Triton kernels that write and gather latent entries, ``sglang/kernels/ops``."""
 
 from typing import Any
 

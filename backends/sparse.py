@@ -1,6 +1,7 @@
 """The abstract sparse MLA backend: attention of each query token to the keys that a list of its own names.
 
 Heads share a key of D = L + R columns, whose first L are its value; where that holds the rotated part, too, R is 0.
+Sources: FlashMLA's ``flash_mla_with_kvcache`` and ``flash_mla_sparse_fwd``, vLLM's ``flashmla_sparse``.
 """
 
 from abc import abstractmethod

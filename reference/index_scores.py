@@ -1,6 +1,7 @@
 """The golden definition of the lightning indexer of DeepSeek-V3.2 and GLM-5, and of top-k of given logits.
 
 score(t, s) = Σ_h w[t, h] · relu(q[t, h] · k[s]), for every token s of the row's request up to its own.
+Sources: vLLM's ``sparse_attn_indexer`` and ``top_k_per_row_prefill``, DeepGEMM's ``fp8_mqa_logits``.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 A slot is block · page_size + offset. Of W ranks and an interleave of I tokens, rank (t // I) % W holds token t, and
 stores its own in order, without gaps.
+Source: ``cp_kv_cache_interleave_size`` of vLLM.
 """
 
 from collections.abc import Iterator

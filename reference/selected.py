@@ -1,6 +1,7 @@
 """The golden definition of sparse attention: every row attends to the keys that its own list names.
 
 A key that is named twice counts twice. A sink is a logit without a value: the LSE stays that of the keys.
+Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
 """
 
 import math
