@@ -274,3 +274,15 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
     assert weights(found) == [Weight.AGAINST, Weight.REPORTED, Weight.REPORTED, Weight.AGAINST]
     assert found[0].sentence == "loaded library flash/_C.so was changed: the certificate says SHA-256 1, here it is 2"
     assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
+
+
+def test_a_certificate_of_what_is_here_holds_and_a_new_seal_does_not_make_it_another_backends(
+    certificate: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the digest of the code that is here a certificate is of other code."""
+    assert main(["verify", str(certificate)]) == 0
+    assert "MyBackend on cpu" in capsys.readouterr().out
+    stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
+    bare = msgspec.structs.replace(stated, pins=msgspec.structs.replace(stated.pins, sources={}))
+    certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(bare, seal=seal(bare))))
+    assert main(["verify", str(certificate)]) == 1
