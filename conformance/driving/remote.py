@@ -205,7 +205,10 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """Copies of what a call returned, out of the rooms for the answer; what cannot be is a ReplyError, or no memory."""
+    """Copies of what a call returned, out of the rooms for the answer.
+
+    What cannot be is a ReplyError; an OutOfMemoryError, where this process has no room, is not the kernel's fault.
+    """
     parts: list[Any] = []
     try:
         for part in reply.parts:

@@ -1,7 +1,8 @@
 """What two processes share: frames that they send, and memory that both map.
 
 One piece of memory is the host's, from before they parted; others are a GPU's, allocated by the driver's own functions,
-since torch's allocations hold other tensors as well. What the kernel's process answers is never unpickled.
+since torch's allocations hold other tensors as well. What is unpacked comes from a process that is trusted; what the
+kernel's process answers is never unpickled.
 """
 
 import ctypes

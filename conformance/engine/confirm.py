@@ -1,5 +1,7 @@
 """Blame: whether a failure is its backend's own, seen by judging the case again in processes that have judged nothing.
 
+If it passes alone, it is judged behind what its process had judged of the same backend: the last case, the last few,
+all, then fewer by bisection; and if that passes, behind everything, so that another backend left it behind.
 What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
 is minimised: the simplest case is sought that fails as a given one does.
 """

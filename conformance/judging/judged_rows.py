@@ -1,4 +1,7 @@
-"""Which rows of a batch, queries with all heads, are judged, by the problem alone; and what judging a case takes."""
+"""Which rows of a batch, queries with all heads, are judged, and what judging a case takes.
+
+Rows are chosen by the problem alone, so that every backend and every machine with the same limit judges the same.
+"""
 
 import hashlib
 import random

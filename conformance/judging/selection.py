@@ -1,4 +1,7 @@
-"""Judging what was selected: each number names a token that its row sees, once, and none better is left out."""
+"""Judging what was selected: each number names a token that its row sees, once, and none better is left out.
+
+An indexer knows each score up to its budget: it may leave out a better token if the two could have changed places.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

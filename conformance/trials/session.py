@@ -1,6 +1,7 @@
 """Sessions: many calls of one instance, each a batch of its own, as an engine makes them.
 
 One that is wrong is made again on a new instance, so that its failure says whether what came before it is the cause.
+Other batches are drawn by the id of the case, so that a line that runs it again has the same.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,4 +1,8 @@
-"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation."""
+"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation.
+
+Inputs and golden results are made once for all backends of a case; each trial gets a copy of the inputs, so that
+nothing that is kept is handed to a backend.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
