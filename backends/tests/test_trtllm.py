@@ -151,6 +151,14 @@ def test_wrong_ones_fail(wrong: str, device: str, case: str, library: Any) -> No
     assert judge_one(library(device, "f3de61e7", wrong), Case.parse(case), CONTEXT).status is Status.FAIL
 
 
+@pytest.mark.parametrize("device", ["sm90", "sm100"])
+def test_one_that_scales_otherwise_fails_in_each_capability(device: str, library: Any) -> None:
+    subject = library(device, "f3de61e7", "scale")
+    found = {case: judge_one(subject, Case.parse(case), CONTEXT).status for case in RIGHT.split()}
+    claimed = {case for case in found if device == "sm100" or ":call=decode" not in case}
+    assert {case for case, status in found.items() if status is Status.FAIL} == claimed
+
+
 @pytest.mark.parametrize("attributes", [{}, {"TrtllmAttentionWrapper": SimpleNamespace(run=lambda q, k, v: None)}])
 def test_other_versions_say_so(attributes: Any, installed: Any) -> None:
     installed(MODULE, **attributes)
