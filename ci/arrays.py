@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from mla_conformance.cases.covering import Pairs, filled
+from mla_conformance.cases.work import is_light
 from mla_conformance.vocabulary.arrays import SPACES, array_of, found_array
 from mla_conformance.vocabulary.capabilities import Tier, counted, killing
 from mla_conformance.vocabulary.dense import dense_cases
@@ -21,7 +23,12 @@ def main(arguments: list[str]) -> None:
     anew = "--anew" in arguments
     for capability in [name for name in arguments if name in SPACES] or SPACES:
         space, stored = SPACES[capability], () if anew else array_of(capability)
-        kill, dense = [case for case in array_of(capability) if case.id in killing()], dense_cases(space)
+        kill = [case for case in array_of(capability) if case.id in killing()]
+        dense, left = [], Pairs.every(space) - Pairs(space, space.rows((*counted(space, Tier.FULL), *kill)))
+        for case in dense_cases(space):
+            dense.append(filled(space, case, left, is_light))
+            for row in space.rows(dense[-1:]):
+                left.drop(row)
         cases, without = found_array(space, (*counted(space, Tier.FULL), *kill, *dense), stored)
         found[capability] = list(dict.fromkeys(case.id.partition(":")[2] for case in (*kill, *dense, *cases)))
         counts = f"{len(kill)} that kill, {len(dense)} dense, {len(cases)} others, {len(without)} pairs in no case"

@@ -1,18 +1,28 @@
 """Covering arrays: few rows that together hold every pair, or many triples, of the classes of a space. No torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any, Self, TypeVar
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.classes import Draw
+from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
 
 _T = TypeVar("_T")
 _MOST_REGIMES = 16
 """Data regimes that requests of a case have in turn, at most."""
+_PARTS = (1, 4, 16, 64)
+"""Of what part of the longest lengths other requests are, at most; the next one where they are too much work."""
+_ENDS = tuple(
+    sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
+)
+_DRAWN, _CANDIDATES = 60, 300
 _COMPARED = 4
 """Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]
@@ -31,6 +41,9 @@ class Missing(ABC):
         """The classes of a row, as numbers and as a mask; one that the space does not have is in neither."""
         numbers = [self._numbers[value] for value in held(row) if value in self._numbers]
         return numbers, sum(1 << number for number in numbers)
+
+    @abstractmethod
+    def copy(self) -> Self: ...
 
     @abstractmethod
     def drop(self, row: Row) -> None: ...
@@ -63,6 +76,11 @@ class Pairs(Missing):
         self.partners = [0] * len(self.values)
         for row in rows:
             self.add(row)
+
+    def copy(self) -> Self:
+        found = copy(self)
+        found.partners = list(self.partners)
+        return found
 
     @staticmethod
     def every(space: Space) -> "Pairs":
@@ -128,6 +146,11 @@ class Triples(Missing):
         ]
         self._most: dict[int, tuple[int, int]] = {}
 
+    def copy(self) -> Self:
+        found = copy(self)
+        found._thirds, found._most = [list(own) for own in self._thirds], dict(self._most)
+        return found
+
     def drop(self, row: Row) -> None:
         numbers, mask = self._of(row)
         for first in numbers:
@@ -171,7 +194,7 @@ def cover(
     ``made`` gives the case of a row by what is still missing; where it gives None, a row with smaller batches is tried,
     as is at first if ``small``. A case holds ``rows_of`` it.
     """
-    found, left, without = list[_T](), missing - Pairs(space), Pairs(space)
+    found, left, without = list[_T](), missing.copy(), Pairs(space)
     while pairs := left.densest(_COMPARED):
         case = None
         for few in (True,) if small else (False, True):
@@ -188,29 +211,86 @@ def cover(
     return found, without
 
 
-def mixed(space: Space, case: Case, left: Missing) -> Case:
-    """The case with other data regimes of requests that are not its longest: those that add most of what is missing.
+def filled(space: Space, case: Case, left: Missing, fits: Callable[[Case], bool]) -> Case:
+    """The case with other lengths and data regimes of requests that are not its longest, which hold what is missing.
 
-    A case of one request, and one whose regimes are no dimension, stay as they are.
+    Shorter ones are taken until the case ``fits``. One whose requests may not be others stays as it is.
     """
-    row, slots = space.row_of(case), min(len(case.q), _MOST_REGIMES)
-    own = {request % slots for request in case.leading}
-    if not space.regimes or len(own) == slots or row.get(DATA) != case.data:
-        return case
-    gains = {label: left.held_by(space.beside(row, label)) for label in space.regimes if label != case.data}
-    chosen = sorted((label for label, gain in gains.items() if gain), key=lambda label: -gains[label])
-    if not chosen:
-        return case
-    others = cycle(chosen[: slots - len(own)])
-    return replace(case, data="+".join(row[DATA] if slot in own else next(others) for slot in range(slots)))
+    row, before = space.row_of(case), left.new_in(space.rows((case,)))
+    for part in (*_PARTS, 0) if len(case.q) > 1 else ():
+        with suppress(CaseError):
+            other = _with_requests(space, case, row, left, part)
+            if left.new_in(space.rows((other,))) > before and fits(other) and space.row_of(other) == row:
+                return other
+    return case
 
 
-def choose(cases: Sequence[Collection[ClassOf]], given: Iterable[ClassOf]) -> list[int]:
-    """Numbers of few cases that, with the ``given`` classes, hold every class that all of them hold."""
+def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int) -> Case:
+    """The case with requests of at most that part of its longest lengths; with their own lengths if it is 0."""
+    q, kv, missing = list(case.q), list(case.kv), left.copy()
+    missing.drop(row)
+    slots = min(len(q), _MOST_REGIMES)
+    many = bool(space.regimes) and row.get(DATA) == case.data
+    regimes = {request % slots: case.data for request in case.leading if many}
+    found = _requests(space, case, row, part) if part else {}
+    for request in (n for n in range(len(q)) if n not in case.leading):
+        slot, own = request % slots, space.row_of_request(row, case, request)
+        data = {DATA: regimes[slot]} if slot in regimes else {}
+        if q[request] and (not kv or kv[request]):  # those without keys stay so
+            known = found.get(q[request], found.get(0, {})).items()
+            gain, lengths = max(((missing.held_by({**of, **data}), new) for new, of in known), default=(0, ()))
+            if gain:
+                own = found.get(q[request], found.get(0, {}))[lengths]
+                q[request], kv[request : request + 1] = lengths[0], lengths[1:]
+        if many and slot not in regimes:
+            regimes[slot] = max(space.regimes, key=lambda label: missing.held_by({**own, DATA: label}))
+        missing.drop({**own, **({DATA: regimes[slot]} if many else {})})
+    data = "+".join(regimes[slot] for slot in range(slots)) if len(regimes) == slots else case.data
+    return replace(case, q=tuple(q), kv=tuple(kv), data=data)
+
+
+def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Mapping[Lengths, Row]]:
+    """What other requests of a batch may be, by their new tokens; under 0 where these may be any.
+
+    Each is its new tokens and its context, if there is any, with its classes beside those of the case.
+    """
+    free = not any(each.name == "queries" for each in space.dimensions) and row.get("others") != "equal"
+    fixed = not case.kv or row.get("contexts", row.get("others")) == "equal"
+    if fixed and not free:
+        return {}
+    draw = Draw(case.id)
+    new = _lengths((max(case.q) - 1) // part, draw) if free else sorted({*case.q} - {0})
+    context = [max(case.kv, default=0)] if fixed else _lengths((max(case.kv) - 1) // part, draw)
+    pairs = list(product(new, context))
+    if len(pairs) > _CANDIDATES:
+        pairs = [draw.pick(pairs, "request", number) for number in range(_CANDIDATES)]
+    # What bounds a batch of them all is no matter of one of them.
+    room = {"workspace": 2 * len(pairs) * case.page, "decodes": 0}
+    q, kv = (max(case.q), *(n for n, _ in pairs)), (max(case.kv, default=0), *(n for _, n in pairs))
+    many = replace(case, q=q, kv=kv if case.kv else (), **{name: n for name, n in room.items() if hasattr(case, name)})
+    found: dict[int, dict[Lengths, Row]] = {}
+    known = set[tuple[int, ...]]()
+    for request, pair in enumerate(pairs, 1):
+        of = space.row_of_request(row, many, request)
+        key = 0 if free else pair[0]
+        if (labels := (key, *of.values())) not in known:
+            known.add(labels)
+            found.setdefault(key, {})[pair if case.kv else pair[:1]] = of
+    return found
+
+
+def _lengths(most: int, draw: Draw) -> list[int]:
+    """Lengths up to the most: those where tiles and magnitudes end, and drawn ones."""
+    drawn = (draw.near(1, max(1, most), "length", number) for number in range(_DRAWN))
+    return [length for length in dict.fromkeys((*_ENDS, *drawn)) if length <= most] or [1]
+
+
+def choose(cases: Sequence[Collection[ClassOf]], costs: Sequence[float], given: Iterable[ClassOf]) -> list[int]:
+    """Numbers of cheap cases that, with the ``given`` classes, hold every class that all of them hold."""
     missing = set().union(*cases) - set(given)
     chosen = []
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(missing.intersection(cases[number])))
+        best = max(range(len(cases)), key=lambda number: len(missing.intersection(cases[number])) / costs[number])
         chosen.append(best)
         missing.difference_update(cases[best])
     return sorted(chosen)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs, Triples, mixed
+from mla_conformance.cases.covering import Pairs, Triples, filled
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
@@ -154,7 +154,7 @@ class _Fitting:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
         case = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
         if case:
-            several = mixed(self.region.space, case, self._left)
+            several = filled(self.region.space, case, self._left, self._light)
             case = several if several == case or all(self._supports((several,))) else case
             self.region.cases.append(case)
             for row in self._add(case):

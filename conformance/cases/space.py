@@ -196,14 +196,17 @@ class Space:
         for case in cases:
             row = self.row_of(case)
             yield row
-            own = {name: of for name, of in self._of_requests.items() if row.get(name, NOTHING) != NOTHING}
-            known: set[tuple[str | None, ...]] = {tuple(row[name] for name in own)}
+            known = set[tuple[tuple[str, str], ...]]()
             requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
-            for request in requests.values():
-                labels = tuple(of(case, request) for of in own.values())
-                if labels not in known:
+            for other in (self.row_of_request(row, case, request) for request in requests.values()):
+                if (labels := tuple(other.items())) not in known and other != row:
                     known.add(labels)
-                    yield self._with(row, dict(zip(own, labels, strict=True)))
+                    yield other
+
+    def row_of_request(self, row: Row, case: Case, request: int) -> Row:
+        """The classes of a case with those of one request in place of its longest one's."""
+        own = {name: of(case, request) for name, of in self._of_requests.items() if row.get(name, NOTHING) != NOTHING}
+        return self._with(row, own)
 
     @staticmethod
     def _with(row: Row, others: Mapping[str, str | None]) -> Row:

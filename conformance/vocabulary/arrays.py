@@ -15,7 +15,7 @@ from itertools import chain, combinations, islice
 
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
+from mla_conformance.cases.covering import Pair, Pairs, cover, filled
 from mla_conformance.cases.dimensions import residues
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
@@ -81,9 +81,17 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
         found += cases
     # The first members alone, since what is drawn is hardly less work.
     largest, impossible = cover(
-        space, missing, lambda row, left: mixed(space, space.case_of(row), left), rows_of, small=True
+        space,
+        missing,
+        lambda row, left: filled(space, first := space.case_of(row), left, partial(_within, work_of(first))),
+        rows_of,
+        small=True,
     )
     return needed(space, given, [*found, *largest]), impossible
+
+
+def _within(most: float, case: Case) -> bool:
+    return work_of(case) <= most
 
 
 class _Members:
@@ -107,7 +115,7 @@ class _Members:
 
         best = max(rows, key=added)
         self._left.drop(rows[best])
-        return mixed(self._space, best, left)
+        return filled(self._space, best, left, partial(_within, most))
 
 
 def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:

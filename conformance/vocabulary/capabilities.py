@@ -22,7 +22,10 @@ from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
-_FIRST = 2
+_OF_A_CASE = 5e7
+"""Work that goes with any case, however small."""
+_LONG = "many_batches"
+"""The procedure of so many calls that the smoke tier has one case of it alone."""
 DUE_ON_GPU = "due on a GPU"
 """What the reason begins with why a CPU is not asked for a case."""
 CONFORMS = "conforms"
@@ -33,14 +36,20 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
     """What the smoke tier takes of some cases of a capability, in their order; those that kill in any case.
 
     Of a covering array few of those that a CPU is asked for, which with the cases ``before`` hold every class; else the
-    first ones, and the first of each role, since a decode has its laws too.
+    first one, and the first of each role of which none kills.
     """
     if capability in SPACES:
         space, light = SPACES[capability], [case for case in cases if work_of(case) <= CPU_WORK] or cases
         given = chain.from_iterable(map(space.classes_of, before))
-        taken = {light[number] for number in choose([space.classes_of(case) for case in light], given)}
+        costs = [_OF_A_CASE + work_of(case) for case in light]
+        taken = {light[number] for number in choose([space.classes_of(case) for case in light], costs, given)}
     else:
-        taken = {*cases[:_FIRST], *{case.role: case for case in reversed(cases)}.values()}
+        known = {case.role for case in cases if case.id in killing()}
+        alone = find_capability(capability).procedure == _LONG
+        taken = {
+            *cases[:1],
+            *({case.role: case for case in reversed(cases) if case.role not in known and not alone}).values(),
+        }
     return tuple(case for case in cases if case in taken or case.id in killing())
 
 

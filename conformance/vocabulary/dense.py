@@ -19,7 +19,7 @@ from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import Preference, Row, Space
 from mla_conformance.cases.work import is_light, work_of
 
-_BATCHES, _TRIES = 60, 80
+_BATCHES, _TRIES = 24, 80
 """Dense batches of a role, and how often one is drawn until a CPU is asked for it."""
 _REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
 _TREES = (2, 2, 3, 4, 5, 9, 17, 33)
