@@ -32,6 +32,8 @@ _ASIDE = -0.1
 """What a topic's query and the key of another token make."""
 _DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
 """Size of a decoy's query, and its weight."""
+_OF_ANOTHER = 2.0**-6
+"""Of the weight of a query, what each head has that has it as well as the one that decides."""
 _BLOCK = (7, *[2] * 16, *[1] * 15)
 """Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
 
@@ -192,7 +194,12 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
             found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
         q, asked = (torch.stack(rows) for rows in zip(*found, strict=True))  # [T, H, D] and [T, H]
         query = torch.arange(case.index_heads) % case.queries
-        weights = (asked / query.bincount())[:, query]
+        # Of the heads that have a query one decides, another one in each row, so that no share of them can do for all.
+        replicas = query.bincount()
+        deciding = torch.rand(asked.shape, generator=self.generator, dtype=torch.float64).mul(replicas).long()
+        deciding = deciding * case.queries + torch.arange(case.queries)
+        weights = _OF_ANOTHER * asked[:, query]
+        weights.scatter_(1, deciding, asked * (1 - _OF_ANOTHER * (replicas - 1)))
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
         back = form.rotation.table(-self.positions[self.new])
         before = rotated(Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
