@@ -23,6 +23,7 @@ _ENDS = tuple(
     sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
 )
 _DRAWN, _CANDIDATES = 60, 300
+_ANY = 0
 _COMPARED = 4
 """Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]
@@ -235,13 +236,12 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
     found = _requests(space, case, row, part) if part else {}
     for request in (n for n in range(len(q)) if n not in case.leading):
         slot, own = request % slots, space.row_of_request(row, case, request)
-        data = {DATA: regimes[slot]} if slot in regimes else {}
-        if q[request] and (not kv or kv[request]):  # those without keys stay so
-            known = found.get(q[request], found.get(0, {})).items()
-            gain, lengths = max(((missing.held_by({**of, **data}), new) for new, of in known), default=(0, ()))
-            if gain:
-                own = found.get(q[request], found.get(0, {}))[lengths]
-                q[request], kv[request : request + 1] = lengths[0], lengths[1:]
+        of_slot: Row = {DATA: regimes[slot]} if slot in regimes else {}
+        known = found.get(q[request], found.get(_ANY, {}))
+        if known and q[request] and (not kv or kv[request]):  # those without keys stay so
+            best = max(known, key=lambda lengths: missing.held_by({**known[lengths], **of_slot}))
+            if missing.held_by({**known[best], **of_slot}):
+                own, q[request], kv[request : request + 1] = known[best], best[0], best[1:]
         if many and slot not in regimes:
             regimes[slot] = max(space.regimes, key=lambda label: missing.held_by({**own, DATA: label}))
         missing.drop({**own, **({DATA: regimes[slot]} if many else {})})
@@ -250,7 +250,7 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
 
 
 def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Mapping[Lengths, Row]]:
-    """What other requests of a batch may be, by their new tokens; under 0 where these may be any.
+    """What other requests of a batch may be, by their new tokens, or all under ``_ANY`` where these may be any.
 
     Each is its new tokens and its context, if there is any, with its classes beside those of the case.
     """
@@ -258,24 +258,22 @@ def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Map
     fixed = not case.kv or row.get("contexts", row.get("others")) == "equal"
     if fixed and not free:
         return {}
-    draw = Draw(case.id)
+    draw, most = Draw(case.id), max(case.kv, default=0)
     new = _lengths((max(case.q) - 1) // part, draw) if free else sorted({*case.q} - {0})
-    context = [max(case.kv, default=0)] if fixed else _lengths((max(case.kv) - 1) // part, draw)
-    pairs = list(product(new, context))
+    pairs = list(product(new, [most] if fixed else _lengths((most - 1) // part, draw)))
     if len(pairs) > _CANDIDATES:
         pairs = [draw.pick(pairs, "request", number) for number in range(_CANDIDATES)]
-    # What bounds a batch of them all is no matter of one of them.
-    room = {"workspace": 2 * len(pairs) * case.page, "decodes": 0}
-    q, kv = (max(case.q), *(n for n, _ in pairs)), (max(case.kv, default=0), *(n for _, n in pairs))
-    many = replace(case, q=q, kv=kv if case.kv else (), **{name: n for name, n in room.items() if hasattr(case, name)})
-    found: dict[int, dict[Lengths, Row]] = {}
-    known = set[tuple[int, ...]]()
-    for request, pair in enumerate(pairs, 1):
-        of = space.row_of_request(row, many, request)
-        key = 0 if free else pair[0]
-        if (labels := (key, *of.values())) not in known:
+    # A batch of them all, behind the longest; what bounds it is no matter of one of them.
+    every: dict[str, Any] = {"q": (max(case.q), *(n for n, _ in pairs)), "workspace": 2 * len(pairs) * case.page}
+    every |= {"kv": (most, *(n for _, n in pairs))} if case.kv else {}
+    every |= {"decodes": 0} if hasattr(case, "decodes") else {}
+    batch, found = replace(case, **every), dict[int, dict[Lengths, Row]]()
+    known = set[tuple[int, tuple[str, ...]]]()
+    for request, lengths in enumerate(pairs, 1):
+        of, key = space.row_of_request(row, batch, request), _ANY if free else lengths[0]
+        if (labels := (key, tuple(of.values()))) not in known:
             known.add(labels)
-            found.setdefault(key, {})[pair if case.kv else pair[:1]] = of
+            found.setdefault(key, {})[lengths if case.kv else lengths[:1]] = of
     return found
 
 

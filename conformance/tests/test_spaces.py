@@ -116,7 +116,9 @@ def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=list(CAPABILITIES))
 def test_the_smoke_tier_meets_every_role(capability: Capability) -> None:
-    assert {case.role for case in capability.smoke} == {case.role for case in capability.cases}
+    # One case of over a hundred calls tells enough at first.
+    roles = {case.role for case in capability.cases[: 1 if capability.procedure == "many_batches" else None]}
+    assert {case.role for case in capability.smoke} == roles
     assert capability.smoke[0] is capability.cases[0] or capability.name in SPACES
 
 
