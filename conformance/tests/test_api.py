@@ -426,12 +426,12 @@ def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "test_mine.py").write_text(TESTS.replace('"decode_lse", q=1', '"kv_cache_fp8"'))
+    (tmp_path / "mine" / "test_mine.py").write_text(TESTS.replace('"decode_lse", q=1', '"decode"'))
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_right", "test_mine.py"]
     run = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, check=False)
     said = " ".join(run.stdout.split())
     assert run.returncode == 0 and "test_mine.py::test_right: right on " in said, run.stdout
-    assert re.search(r"Left out, unless named in mla\.cases: cache=fp8 \(\d+\)", said)
+    assert re.search(r"Left out, unless named in mla\.cases: .*dtype=fp16 \(\d+\)", said)
 
 
 def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(

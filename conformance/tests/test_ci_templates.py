@@ -159,7 +159,7 @@ def test_the_gate_script_leaves_failures_to_the_gate_and_stops_at_a_mistake(
 
 
 EDITS = {
-    "--device cuda": "--device cpu --capability softmax_scale --tier smoke -n1",
+    "--device cuda": "--device cpu --capability strided_inputs --tier smoke -n1",
     " --must-pass": " --require-tier none",
 }
 """What is edited in every template before it is run: the list is the smallest that makes two shards."""
