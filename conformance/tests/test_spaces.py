@@ -10,10 +10,10 @@ from hypothesis import given
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import fitting
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs, cover
+from mla_conformance.cases.covering import Pairs, cover, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
 from mla_conformance.cases.strategies import cases, profile
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.cli import main
 from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.vocabulary import tiers
@@ -206,3 +206,17 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
     }
     assert set(map(frozenset, Pairs(given, rows))) == possible
     assert set(map(frozenset, Pairs.every(given))) - possible == set(map(frozenset, impossible))
+
+
+@every_space
+def test_other_requests_of_a_row_hold_more_pairs_and_leave_its_classes(space: Space) -> None:
+    rows = (space.row_of(case) for case in array_of(space.capability) if is_light(case))
+    plain = next(
+        case for case in map(space.case_of, rows) if len(case.q) > 3 and "equal" not in space.row_of(case).values()
+    )
+    missing = Pairs.every(space)
+    other = filled(space, plain, missing, is_light)
+    assert space.row_of(other) == space.row_of(plain) and is_light(other)
+    more = missing.new_in(space.rows((other,))) - missing.new_in(space.rows((plain,)))
+    assert more > 0 or space.role is Role.SPARSE_LAYER  # of whose requests none has classes of its own
+    assert filled(space, plain, missing, lambda case: False) is plain
