@@ -150,6 +150,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     pins: _Pins = _Pins()
     traits: Traits = NO_TRAITS
+    speed: Speed | None = None
 
     @property
     def distributions(self) -> dict[str, str]:

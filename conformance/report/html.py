@@ -21,7 +21,7 @@ from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
-from mla_conformance.speed.times import remarks_of
+from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 
@@ -193,6 +193,7 @@ def html(run: summary.RunSummary) -> str:
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
     near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
     budget = [(backend, found) for backend in run_backends if (found := distributions(backend))]
+    timed = [(backend.name, backend.speed) for backend in run_backends if backend.speed]
     page = pages("mla_conformance.report").get_template("page.html.j2")
     return page.render(
         run=run,
@@ -201,8 +202,9 @@ def html(run: summary.RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         traits_of=[(backend.name, backend.traits) for backend in run_backends],
-        timed=[(backend.name, backend.speed) for backend in run_backends if backend.speed],
-        remarks_of=remarks_of,
+        timed=timed,
+        fastest=table_of(timed),
+        remarks=remarks_of(timed),
         waived=[(reason, records) for (_, reason), records in waived.items()],
         judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],

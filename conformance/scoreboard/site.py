@@ -46,6 +46,7 @@ from mla_conformance.scoreboard.board import (
     read_entries,
     versions_of,
 )
+from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
@@ -87,8 +88,11 @@ def page(board: Board) -> str:
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
     numbers = {case: number for number, case in enumerate(cases_on(board))}
     current = [entry for entry in board.newest if not entry.old]
+    named = [(f"{x.record.backend}, {x.versions}, {x.record.device}", x.record) for x in current]
+    timed = [(name, record.speed) for name, record in named if record.speed]
     # The ids of the page's parts with their names, for links to them.
     parts = [("kernels", "Kernels"), *([("models", "Models by kernel")] if board.deployed else [])]
+    parts += [("speed", "Speed")] if timed else []
     parts += [("engines", "What engines pick"), *((f"role-{role}", role) for role, _, _ in board.roles)]
     board_page = pages("mla_conformance.scoreboard").get_template("board.html.j2")
     return board_page.render(
@@ -96,7 +100,10 @@ def page(board: Board) -> str:
         parts=[*parts, ("failures", "Failures"), ("history", "History")],
         shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
-        traits_of=[(f"{x.record.backend}, {x.versions}, {x.record.device}", x.record.traits) for x in current],
+        traits_of=[(name, record.traits) for name, record in named],
+        timed=timed,
+        fastest=table_of(timed),
+        remarks=remarks_of(timed),
         sanitized=[(entry, found) for entry in current for found in entry.sanitized],
         style=_style,
         cell=_cell,

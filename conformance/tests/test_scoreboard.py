@@ -21,6 +21,7 @@ from mla_conformance.judging.record import Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.scoreboard.board import Board, read_entries
+from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.test_handed_in import PINS
 from mla_conformance.tests.test_handed_in import certificate as complete
 from mla_conformance.traits.sanitizer import CallsBegin, Sanitized, SanitizerError, Tool, Watch, Watched
@@ -30,6 +31,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]
 REASON = "the LSE is kept in 16 bits, see https://github.com/vllm-project/vllm/issues/47800."
+SPEED = Speed((Timed("decode", "decode 64 × 8k", "decode:q=[1]", Interval(212.0, 210.0, 214.0), share=0.81),), copy=2e3)
 NASTY = "</td><script>alert(1)</script>\x1b[31m"
 
 
@@ -56,7 +58,7 @@ def earlier(made: Certificate, **changes: Any) -> dict[str, Any]:
 
 RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
     "wrong": lambda: certificate("TRITON_MLA", WRONG).to_json(),
-    "right": lambda: certificate("FLASHMLA").to_json(),
+    "right": lambda: certificate("FLASHMLA", speed=SPEED).to_json(),
     "old": lambda: earlier(certificate("TRITON_MLA", WRONG[:1]), date="2025-12-01"),
     "vllm": lambda: earlier(certificate("FLASH_ATTN_MLA[vllm]")),
     "changed": lambda: {**certificate("CUDNN").to_json(), "date": "2020-01-01"},
@@ -100,6 +102,7 @@ def test_each_kernel_has_its_verdict_in_words_and_its_pairs_of_classes(page: str
     old = row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
     assert "pairs of classes not counted: its suite had others" in old and "claimed" not in old
     assert "pairs not judged" not in page
+    assert re.search(r"FLASHMLA, .* NVIDIA H200 212 µs ± 2 81 % ", row(page, "FLASHMLA", "speed"))
 
 
 def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:
