@@ -23,7 +23,9 @@ _ENDS = tuple(
     sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
 )
 _DRAWN, _CANDIDATES = 60, 300
+"""Lengths that are drawn besides, and requests of which the one that adds most is taken."""
 _ANY = 0
+"""In place of a number of new tokens, where a request may have any."""
 _COMPARED = 4
 """Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]
@@ -213,9 +215,9 @@ def cover(
 
 
 def filled(space: Space, case: Case, left: Missing, fits: Callable[[Case], bool]) -> Case:
-    """The case with other lengths and data regimes of requests that are not its longest, which hold what is missing.
+    """The case with other requests beside its longest one, whose lengths and data regimes hold what is missing.
 
-    Shorter ones are taken until the case ``fits``. One whose requests may not be others stays as it is.
+    They become shorter until the case ``fits``. A case that others add nothing to stays as it is.
     """
     row, before = space.row_of(case), left.new_in(space.rows((case,)))
     for part in (*_PARTS, 0) if len(case.q) > 1 else ():

@@ -65,7 +65,7 @@ class CapabilityError(InputError):
 
 class Tier(StrEnum):
     SMOKE = "smoke"
-    """The first cases of each capability, those that killed known defects, and every value of what is combined."""
+    """The first case of each capability, those that kill known defects, and every class of what is combined."""
     FULL = "full"
     """All cases; they hold every pair of these values."""
     NIGHTLY = "nightly"
