@@ -13,7 +13,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import is_light
+from mla_conformance.cases.work import CPU_WORK
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import SPACES
@@ -189,7 +189,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), size is Tier.NIGHTLY
             held = Pairs(space, space.rows(known))
-            fitting += fit(space, known, lambda some: list(map(fits, some)), held, is_light, triples).cases
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, CPU_WORK, triples).cases
         # By the smoke tier's own rules: it would hold few of what is asked for.
         found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if found:

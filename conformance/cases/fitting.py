@@ -10,6 +10,7 @@ from itertools import compress
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs, Triples, filled
 from mla_conformance.cases.space import ClassOf, Row, Space, held
+from mla_conformance.cases.work import work_of
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
@@ -53,21 +54,22 @@ def fit(
     listed: Sequence[Case],
     supports: Supports,
     reachable: Pairs,
-    light: Callable[[Case], bool],
+    most: float,
     triples: bool = False,
     salt: str = "",
 ) -> Region:
     """The region of a kernel, found by asking what it ``supports`` beside the cases that everybody is asked.
 
-    Its pairs are those that rows of the device's size can hold; cases that are not ``light`` are taken where a pair
-    needs them. The members of rows are drawn with the salt.
+    Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. The members
+    of rows are drawn with the salt.
     """
     cases = list(compress(listed, supports(listed)))
     if not cases:
         return Region(space, [])
-    fitting = _Fitting(space, cases, supports, reachable, light, salt)
+    fitting = _Fitting(space, cases, supports, reachable, most, salt)
     if triples:
-        fitting.find_triples(Pairs(space, space.rows(filter(light, (*cases, *fitting.region.cases)))))
+        light = (case for case in (*cases, *fitting.region.cases) if work_of(case) <= most)
+        fitting.find_triples(Pairs(space, space.rows(light)))
     return fitting.region
 
 
@@ -78,10 +80,10 @@ class _Fitting:
         cases: Iterable[Case],
         supports: Supports,
         reachable: Pairs,
-        light: Callable[[Case], bool],
+        most: float,
         salt: str,
     ) -> None:
-        self.region, self._supports, self._light, self._needs = Region(space, []), supports, light, True
+        self.region, self._supports, self._most, self._needs = Region(space, []), supports, most, True
         self._salt = salt
         self._left: Pairs | Triples
         self._refused: set[tuple[ClassOf, ...]] = set()
@@ -154,7 +156,7 @@ class _Fitting:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
         case = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
         if case:
-            several = filled(self.region.space, case, self._left, self._light)
+            several = filled(self.region.space, case, self._left, self._is_light)
             case = several if several == case or all(self._supports((several,))) else case
             self.region.cases.append(case)
             for row in self._add(case):
@@ -193,7 +195,10 @@ class _Fitting:
     def _member(self, row: Row) -> Case | None:
         """A supported case of a row: of light ones with drawn members that which adds most, or that with the first."""
         *drawn, plain = self.region.space.drawn(row, self._salt, _DRAWS)
-        for tried in (list(filter(self._light, drawn)), [plain] if self._needs or self._light(plain) else []):
+        for tried in (list(filter(self._is_light, drawn)), [plain] if self._needs or self._is_light(plain) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):
                 return max(supported, key=lambda case: self._left.new_in(self.region.space.rows((case,))))
         return None
+
+    def _is_light(self, case: Case) -> bool:
+        return work_of(case) <= self._most

@@ -216,10 +216,6 @@ class Space:
     def classes_of(self, case: Case) -> set[ClassOf]:
         return {value for row in self.rows((case,)) for value in held(row)}
 
-    def beside(self, row: Row, regime: str) -> Row:
-        """The classes of a row that hold for every request of its batch, with this data regime."""
-        return {**self._with(row, dict.fromkeys(self._of_requests)), DATA: regime}
-
     @cached_property
     def _of_requests(self) -> Mapping[str, Callable[[Any, int], str | None]]:
         return {each.name: each.of_request for each in self.dimensions if each.of_request}

@@ -7,7 +7,7 @@ from mla_conformance.cases.case import Call, Case
 CPU_WORK = 2e8
 """Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
 LARGE_CPU_WORK = 3e9
-"""Work of the largest case that a CPU is asked for where cases are about size."""
+"""Work of the largest case that a CPU is asked for where cases are about size, and that is fitted to a GPU's kernel."""
 GPU_WORK = 1e11
 """Work of a case beyond which its batch is small in all but the pair that it is for."""
 _OF_AN_OPERATION = 0.7
@@ -57,6 +57,6 @@ def _chunks(case: Case) -> int:
     return -(-max(case.kv) // share)
 
 
-def is_light(case: Case, device_type: str = "cpu") -> bool:
-    """Whether a device of this type is asked for a case of so much work, beside what only a few large ones hold."""
-    return work_of(case) <= (CPU_WORK if device_type == "cpu" else GPU_WORK)
+def is_light(case: Case) -> bool:
+    """Whether a CPU is asked for a case of so much work, beside what only a few large ones hold."""
+    return work_of(case) <= CPU_WORK

@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = 2
 _NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts
 _KEPT_BYTES = 2**28  # of the host's piece, what need not be given back
 _ALIGNMENT = 512
-_LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
+_LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once, or half of what there is
 
 
 class SharedRange(NamedTuple):
@@ -62,13 +62,14 @@ class Shared:
         self.openers: list[bytes] = []  # of pieces that the other process has not been told of
         self._wholes: dict[tuple[str, int], torch.Tensor] = {}
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
-        self._ends = {HOST: 0, "cuda": 0}
+        self._ends: dict[str, list[int]] = {HOST: [0], "cuda": []}  # of each piece, behind what lives there
 
     def add_cuda(self, size: int) -> bytes:
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
         self.pieces["cuda"].append(Piece(address.value, size))
+        self._ends["cuda"].append(0)
         _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), address))
         return bytes(handle) + size.to_bytes(8, "little")
 
@@ -115,30 +116,30 @@ class Shared:
             room = self.room(kind, size)
             if size > room.size:
                 raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
-            self._ends[kind] = room.at + size
-            place = SharedRange(kind, room.piece, room.at, size)
-            found = self._places[storage._cdata] = (StorageWeakRef(storage), place)
+            self._ends[kind][room.piece] = room.at + size
+            found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
         return found[1]
 
     def room(self, kind: str, size: int = 0) -> SharedRange:
-        """What is free, for an answer too; of a GPU at least so many bytes."""
-        pieces, at = self.pieces[kind], -(-self._ends[kind] // _ALIGNMENT) * _ALIGNMENT
-        free = max(0, pieces[-1].size - at) if pieces else 0
-        if kind == "cuda" and free < size:
-            free = max(size + _ALIGNMENT, _LEAST_PIECE)
-            self.openers.append(self.add_cuda(free))
-            at = self._ends[kind] = 0
-        return SharedRange(kind, max(0, len(pieces) - 1), at, free)
+        """The largest range that is free, for an answer too; of a GPU at least so many bytes."""
+        pieces, ends = self.pieces[kind], self._ends[kind]
+        free = [piece.size - -(-end // _ALIGNMENT) * _ALIGNMENT for piece, end in zip(pieces, ends, strict=True)]
+        if kind == "cuda" and max(free, default=0) < size:
+            # Half of what there is, or a large case would have a piece for each of its tensors.
+            free.append(max(size + _ALIGNMENT, _LEAST_PIECE, sum(piece.size for piece in pieces) // 2))
+            self.openers.append(self.add_cuda(free[-1]))
+        # For a tensor the least that is enough: larger ones come later, and each new piece stays until the end.
+        number = min(range(len(free)), key=lambda n: (free[n] < size, free[n] if size else -free[n]))
+        return SharedRange(kind, number, pieces[number].size - free[number], max(0, free[number]))
 
     def sweep(self) -> None:
         self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
-        ends = dict.fromkeys(self._ends, 0)
+        self._ends = {kind: [0] * len(pieces) for kind, pieces in self.pieces.items()}
         for _, place in self._places.values():
-            if place.piece == len(self.pieces[place.kind]) - 1:
-                ends[place.kind] = max(ends[place.kind], place.at + place.size)
-        if not ends[HOST] and len(self.map) > _KEPT_BYTES:
+            ends = self._ends[place.kind]
+            ends[place.piece] = max(ends[place.piece], place.at + place.size)
+        if not self._ends[HOST][0] and len(self.map) > _KEPT_BYTES:
             self.map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)  # let the system have most of the host's piece
-        self._ends = ends
 
 
 def _check(name: str, status: int) -> None:

@@ -19,7 +19,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.sharding import Extent
 from mla_conformance.cases.space import Row
-from mla_conformance.cases.work import is_light
+from mla_conformance.cases.work import LARGE_CPU_WORK
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest
@@ -167,7 +167,6 @@ def test_without_a_space_or_without_hypothesis_nothing_is_explored(
 
 HOPPER = DeviceCapability(9, 0)
 DECODE = SPACES["decode_combinations"]
-LIGHT = partial(is_light, device_type="cuda")
 
 
 def declared(name: str) -> Callable[[Sequence[Case]], list[bool]]:
@@ -193,8 +192,8 @@ def alike(base: Row, name: str, labels: Sequence[str], row: Row) -> list[str]:
 
 
 def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
-    supports, all_pairs = declared("FLASHMLA"), reachable(DECODE, "cuda")
-    region = fit(DECODE, listed(DECODE), supports, all_pairs, LIGHT)
+    supports, all_pairs = declared("FLASHMLA"), reachable(DECODE, LARGE_CPU_WORK)
+    region = fit(DECODE, listed(DECODE), supports, all_pairs, LARGE_CPU_WORK)
     assert all(supports(region.cases)) and not [case.id for case in region.cases if DECODE.outside(case)]
     missing, classes = all_pairs - Pairs(DECODE, region.rows), region.classes
     claimed = [pair for pair in missing if all(label in classes[name] for name, label in pair)]
@@ -206,9 +205,9 @@ def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
 
 def test_cases_without_data_regimes_are_fitted_too_and_are_others_by_another_salt() -> None:
     space, found = SPACES["cache_combinations"], list[set[Case]]()
-    cases, every = listed(space), reachable(space, "cuda")
+    cases, every = listed(space), reachable(space, LARGE_CPU_WORK)
     for salt in ("", "other"):
-        region = fit(space, cases, lambda asked: [case.page != 32 for case in asked], every, LIGHT, salt=salt)
+        region = fit(space, cases, lambda asked: [case.page != 32 for case in asked], every, LARGE_CPU_WORK, salt=salt)
         missing = every - Pairs(space, region.rows)
         assert missing and all(("page", "32") in pair for pair in missing if space.completed(pair))
         found.append(set(region.cases))

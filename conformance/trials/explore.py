@@ -10,7 +10,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, is_light, work_of
+from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.judge_one import OnStarted, judge_one
@@ -31,9 +31,8 @@ def region_of(subject: Subject, space: Space, triples: bool = False, salt: str =
 
     Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
     """
-    cases, device = listed(space), subject.device.type
-    light = partial(is_light, device_type=device)
-    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light, triples, salt)
+    cases, most = listed(space), CPU_WORK if subject.device.type == "cpu" else LARGE_CPU_WORK
+    region = fit(space, cases, partial(_supported, subject), reachable(space, most), most, triples, salt)
     cells = grid_cases(space, region.classes) if region.rows else []
     listed_or_fitted = {*cases, *region.cases}
     further = [case for case in cells if case not in listed_or_fitted]
@@ -41,10 +40,12 @@ def region_of(subject: Subject, space: Space, triples: bool = False, salt: str =
     return region
 
 
-def reachable(space: Space, device_type: str) -> Pairs:
-    """The pairs that cases hold which a device of this type is asked for."""
-    light = (case for case in listed(space) if device_type != "cpu" or work_of(case) <= CPU_WORK)
-    return Pairs(space, space.rows(light))
+def reachable(space: Space, most: float) -> Pairs:
+    """The pairs that listed cases of no more than so much work hold.
+
+    On a GPU heavier ones take half of a run once they are fitted to a kernel, and finding them half a minute.
+    """
+    return Pairs(space, space.rows(case for case in listed(space) if work_of(case) <= most))
 
 
 def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
