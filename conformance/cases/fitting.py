@@ -60,8 +60,8 @@ def fit(
 ) -> Region:
     """The region of a kernel, found by asking what it ``supports`` beside the cases that everybody is asked.
 
-    Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. The members
-    of rows are drawn with the salt.
+    Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Members of
+    rows are drawn with the salt.
     """
     cases = list(compress(listed, supports(listed)))
     if not cases:
