@@ -23,15 +23,10 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
-
-EARLIER = "earlier_cases"
-"""In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
-
-NUMBER = "listed"  # in ``suites.json``, how many cases a suite's list has; in a record they stand first, in their order
-
-SOURCES = "sources"
-"""In ``suites.json``, by module of this package that a kernel is reached through, digests that judge alike."""
-
+# In ``suites.json``: the digests of a suite's list before cases were added, on which what was judged stays valid; how
+# many cases its list has, which stand first in a record, in their order; and by module of this package that a kernel
+# is reached through, digests that judge alike.
+EARLIER, NUMBER, SOURCES = "earlier_cases", "listed", "sources"
 FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backend, a digest of its own
 
 
@@ -59,7 +54,6 @@ def version_digests() -> dict[str, str | int | list[str]]:
     return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
-@cache
 def locked_digests() -> dict[str, tuple[str, ...]]:
     return {name: tuple(_stored().get(name, ())) for name in LOCKED}
 

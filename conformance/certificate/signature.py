@@ -5,14 +5,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from mla_conformance.certificate.pins import Remark, Weight
 from mla_conformance.files.whole import InputError
 
 NAMESPACE = "mla-conformance"  # what a signature is for; one that the same key made for something else does not count
 _SUFFIX = ".sig"
-
-
-class SignatureError(Exception):
-    """A file that nobody signed who is allowed to; the message says why."""
 
 
 def signature_of(path: Path) -> Path:
@@ -26,30 +23,30 @@ def require_key(key: Path) -> None:
 
 
 def sign(content: str, key: Path) -> str:
-    done = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
-    if done.returncode:
-        raise InputError(f"--sign {key}: ssh-keygen refuses it: {_said(done)}")
-    return done.stdout
+    refused, said = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
+    if refused:
+        raise InputError(f"--sign {key}: ssh-keygen refuses it: {said}")
+    return said
 
 
-def signer(content: str, signature: str | None, name: str, signers: Path) -> str:
-    """Who signed a file or a record's seal, of those whom a file names; SignatureError for nobody of them."""
+def checked(content: str, signature: str | None, name: str, signers: Path) -> Remark:
+    """Who signed a file or a record's seal, of those whom a file names; nobody of them speaks against it."""
     if not signers.is_file():
         raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
     if signature is None:
-        raise SignatureError(f"it is not signed: there is no {name} beside it")
+        return Remark(Weight.AGAINST, f"it is not signed: there is no {name} beside it")
     with tempfile.NamedTemporaryFile("w", suffix=_SUFFIX, encoding="utf-8") as file:
         file.write(signature)
         file.flush()
         known = ("-f", str(signers), "-s", file.name)
-        found = _keygen("find-principals", content, *known)
-        if found.returncode:
-            raise SignatureError(f"{name} is of none of the signers of {signers}: {_said(found)}")
-        signed_by = found.stdout.splitlines()[0]
-        checked = _keygen("verify", content, *known, "-I", signed_by, "-n", NAMESPACE)
-    if checked.returncode:
-        raise SignatureError(f"{name} is no signature of {signed_by} under this content: {_said(checked)}")
-    return signed_by
+        refused, said = _keygen("find-principals", content, *known)
+        if refused:
+            return Remark(Weight.AGAINST, f"{name} is of none of the signers of {signers}: {said}")
+        signed_by = said.splitlines()[0]
+        refused, said = _keygen("verify", content, *known, "-I", signed_by, "-n", NAMESPACE)
+    if refused:
+        return Remark(Weight.AGAINST, f"{name} is no signature of {signed_by} under this content: {said}")
+    return Remark(Weight.REPORTED, f"signed by {signed_by}")
 
 
 def _require_program() -> None:
@@ -57,11 +54,10 @@ def _require_program() -> None:
         raise InputError("signatures are made and checked by ssh-keygen, which is not here: install OpenSSH's client")
 
 
-def _keygen(action: str, content: str, *options: str) -> "subprocess.CompletedProcess[str]":
+def _keygen(action: str, content: str, *options: str) -> tuple[bool, str]:
+    """Whether the program refuses, and why in one line, or else what it printed."""
     _require_program()
     command = ["ssh-keygen", "-Y", action, *options]
-    return subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
-
-
-def _said(done: "subprocess.CompletedProcess[str]") -> str:
-    return " ".join((done.stderr or done.stdout).split())
+    done = subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
+    why = " ".join((done.stderr or done.stdout).split())
+    return bool(done.returncode), why if done.returncode else done.stdout

@@ -1,11 +1,8 @@
-"""Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing.
-
-And giving its failures reasons that were found after the run, and executing some of its cases again.
-"""
+"""Verifying a certificate, giving its failures reasons that were found after the run, and running cases again."""
 
 import datetime
 import random
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Iterator, Set
 
 import msgspec
 
@@ -25,12 +22,10 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.differences import contradicts, differing
-from mla_conformance.report.summary import Counts, RunSummary
+from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
 from mla_conformance.vocabulary.capabilities import Tier
-
-_JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -45,10 +40,11 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     if stated != (certificate.device, certificate.suite):
         found.append(f"the environment names device and suite {stated}, the certificate of {certificate.device}")
     try:
-        date = datetime.date.fromisoformat(certificate.date)
+        if datetime.date.fromisoformat(certificate.date) > today:
+            found.append(f"date {certificate.date} lies in the future")
     except ValueError:
-        return [*found, f"date {certificate.date!r}: expected YYYY-MM-DD"]
-    return [*found, *([f"date {date} lies in the future"] if date > today else [])]
+        found.append(f"date {certificate.date!r}: expected YYYY-MM-DD")
+    return found
 
 
 def age(certificate: Certificate) -> str:
@@ -91,10 +87,6 @@ def not_yet_judged(certificate: Certificate) -> Set[str]:
     return digests.listed_ids() - digests.judged_list(certificate)
 
 
-def fitted_of(cases: Collection[str]) -> list[str]:
-    return sorted(set(cases).difference(digests.listed_ids()))
-
-
 def _verdicts(certificate: Certificate) -> Iterator[str]:
     listed = digests.judged_list(certificate)
     records = {each.case: each for each in records_of(certificate.backend, certificate.backend, certificate.cases)}
@@ -118,12 +110,11 @@ def _verdicts(certificate: Certificate) -> Iterator[str]:
 def _findings(certificate: Certificate) -> Iterator[str]:
     waived = {case for case, status in certificate.cases.items() if status is Status.EXPECTED_FAILURE}
     found = {finding.case: finding for finding in certificate.findings}
-    for case in sorted(waived - found.keys()):
-        yield f"case {case} is waived, but no finding says why"
-    for case in sorted(found.keys() - waived):
-        yield f"a finding waives {case}, which is not waived among the cases"
-    for case in sorted(waived & found.keys()):
-        if not found[case].expectation:
+    yield from (f"case {case} is waived, but no finding says why" for case in sorted(waived - found.keys()))
+    for case in sorted(found):
+        if case not in waived:
+            yield f"a finding waives {case}, which is not waived among the cases"
+        elif not found[case].expectation:
             yield f"the finding on {case} gives no reason"
     # A run explains a kernel's wrong numbers, or says why it does not; older records are silent about all.
     for each in certificate.findings:
@@ -170,7 +161,14 @@ def rerun(
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
+        with passing_run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt)) as run, run:
+            run.prepare()
+            if reasons := run.facts[0].reasons:
+                raise InputError("; ".join(reasons))
+            run.begin()
+            run.judge()
+            run.finish()
+        summary = run.summary()
     except (InputError, CaseError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
@@ -192,16 +190,6 @@ def rerun(
             yield Remark(Weight.REPORTED, f"{said} {gives}")
 
 
-def _run(request: RunRequest) -> RunSummary:
-    with passing_run(request) as run, run:
-        run.prepare()
-        if reasons := run.facts[0].reasons:
-            raise InputError("; ".join(reasons))
-        run.begin()
-        run.judge()
-        run.finish()
-    return run.summary()
-
-
 def judged_cases(certificate: Certificate) -> list[str]:
-    return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)
+    judged = (Status.PASS, Status.EXPECTED_FAILURE)
+    return sorted(case for case, status in certificate.cases.items() if status in judged)

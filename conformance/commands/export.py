@@ -13,8 +13,8 @@ import torch
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
-from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
-from mla_conformance.certificate.records import is_records, kept_records
+from mla_conformance.certificate.certificate import Certificate, read_certificate
+from mla_conformance.certificate.records import KeptRecord, is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.explainer import EXPLAINER
@@ -117,8 +117,9 @@ def _write_issue(options: argparse.Namespace) -> int:
         issues = issues_of(load_report(options.issue))
     else:
         path = report_file(options.issue)
-        kept = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
-        issues = [_of_failure(failure, shown) for shown in kept for failure in Entry(shown, "").failures]
+        kept = kept_records(path) if is_records(path) else [KeptRecord(read_certificate(path))]
+        entries = [Entry(each.certificate, "") for each in kept]
+        issues = [_of_failure(failure, entry.record) for entry in entries for failure in entry.failures]
     text = markdown_of(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
     if options.out:
         write_output(options.out, text)
@@ -127,20 +128,20 @@ def _write_issue(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_failure(failure: KnownFailure, shown: Shown) -> Issue:
+def _of_failure(failure: KnownFailure, record: Certificate) -> Issue:
     found = failure.example
     clause = CLAUSES[Check(found.check)] if found.check in set(Check) else ""
     example = Record(
-        shown.backend,
-        shown.reference,
+        record.backend,
+        record.reference,
         found.case.partition(":")[0],
         found.case,
         Status.FAIL,
         message=found.message.removesuffix(f" (SPEC {clause})"),
         check=found.check,
         clause=clause,
-        salt=shown.environment.get("salt", ""),
+        salt=record.salt,
     )
     further = tuple(each.case for each in failure.findings if each is not found)
-    machine = {"device": shown.device, **shown.environment}
-    return Issue(shown.backend, failure.reason, shown.distributions, machine, shown.suite, example, further)
+    machine = {"device": record.device, **record.environment}
+    return Issue(record.backend, failure.reason, record.distributions, machine, record.suite, example, further)

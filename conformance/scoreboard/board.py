@@ -13,19 +13,11 @@ from typing import Literal
 from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.certificate.certificate import (
-    Finding,
-    Outdated,
-    SanitizedKernel,
-    Shown,
-    read_certificate,
-    read_shown,
-    records_of,
-    sanitized_problems,
-    shown_of,
-)
+from mla_conformance.certificate import verify
+from mla_conformance.certificate.certificate import Certificate, Finding, SanitizedKernel, read_certificate
+from mla_conformance.certificate.certificate import records_of, sanitized_problems
+from mla_conformance.certificate.digests import listed_ids
 from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
-from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
@@ -59,7 +51,7 @@ class KnownFailure:
 
 @dataclass
 class Entry:
-    record: Shown  # what of it is shown
+    record: Certificate
     old: str  # why it counts for nothing here, and how to renew it; empty if it counts
     sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
     not_yet: int = 0  # number of cases of the list here that its own lacked
@@ -89,7 +81,8 @@ class Entry:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
         if self.record.suite != SUITE_VERSION:
             return None
-        return summary.total(summary.judged_pairs(self._records, fitted_of(self.record.cases)))
+        fitted = sorted(self.record.cases.keys() - listed_ids())
+        return summary.total(summary.judged_pairs(self._records, fitted))
 
     @property
     def pairs_in_words(self) -> str:
@@ -119,34 +112,33 @@ _NUMBERS = 6  # of a version, by which records are in order
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one; of an earlier form one is shown as far as it is read."""
-    found = list[Entry | RefusedRecord]()
+    """The records of files, and what cannot be taken for one."""
+    entries, refused = list[Entry](), list[RefusedRecord]()
+
+    def take(source: str, kept: KeptRecord) -> None:
+        record = kept.certificate
+        old = verify.age(record)
+        against = [problem for problem in verify.problems(record, datetime.date.today()) if problem != old]
+        against += sanitized_problems(record, kept.sanitized)
+        if against:
+            refused.append(RefusedRecord(source, "; ".join(against)))
+        else:
+            entries.append(Entry(record, old, kept.sanitized, len(verify.not_yet_judged(record))))
+
     for path in paths:
-        if is_records(path):
-            for line in read_records(path):
-                found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
-            continue
         try:
-            found.append(_entry(str(path), KeptRecord(read_certificate(path))))
-        except Outdated as outdated:
-            try:
-                found.append(Entry(read_shown(path), str(outdated)))
-            except InputError as error:
-                found.append(RefusedRecord(str(path), f"{outdated} ({error})"))
+            if not is_records(path):
+                take(str(path), KeptRecord(read_certificate(path)))
+                continue
         except InputError as error:
-            found.append(RefusedRecord(str(path), str(error)))
-    entries = [each for each in found if isinstance(each, Entry)]
-    return entries, [each for each in found if isinstance(each, RefusedRecord)]
-
-
-def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:
-    certificate = kept.certificate
-    old = age(certificate)
-    against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
-    against += sanitized_problems(certificate, kept.sanitized)
-    if against:
-        return RefusedRecord(source, "; ".join(against))
-    return Entry(shown_of(certificate), old, kept.sanitized, len(not_yet_judged(certificate)))
+            refused.append(RefusedRecord(str(path), str(error)))
+            continue
+        for line in read_records(path):
+            if line.kept:
+                take(line.source, line.kept)
+            else:
+                refused.append(RefusedRecord(line.source, line.why))
+    return entries, refused
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
