@@ -18,8 +18,7 @@ from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wra
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
-_K = TypeVar("_K")
-_T = TypeVar("_T")
+_K, _T = TypeVar("_K"), TypeVar("_T")
 UNWANTED = f"{ENDED}--no-explain"
 CauseKind = Literal["likely", "further", "seen"]
 
@@ -44,6 +43,7 @@ class Cause:
         # Least and largest error by its budget, of the failures whose error exceeds it.
         self.used = (min(exceeding), max(exceeding)) if exceeding else None
         # What is to be said behind its number of cases, where a likely cause stands beside it.
+        self.cases = counted(len(self.failures), "more case" if self.kind == "further" else "case")
         self.reserve = ", possibly the same bug" if self.kind == "further" else ""
         least, most = (f"{share:.3g}" for share in self.used) if self.used else ("", "")
         used = f", {least} to {most} × its budget" if least != most else f", {most} × its budget" if most else ""

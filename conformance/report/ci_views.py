@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, raised_at
-from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
+from mla_conformance.report.outcome import answers, closing_line, from_here, worst_of_passes
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 
@@ -29,7 +29,7 @@ def markdown(run: RunSummary) -> str:
     for backend in run.backends:
         for cause in backend.causes[:_MOST_CAUSES]:
             name = inline(backend.name)
-            lines.append(f"**{name} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}")
+            lines.append(f"**{name} · {cause.cases}**{cause.reserve} · {inline(cause.headline)}")
             lines += [f"<br>{inline(text)}" for text in _example(cause)]
             lines += ["", "```sh", shown_line(from_here(cause.example).replay), "```", ""]
         if hidden := sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:]):
@@ -56,8 +56,7 @@ def _row(backend: BackendSummary) -> list[str]:
 
 def _example(cause: Cause) -> Iterator[str]:
     example = cause.example
-    told = (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed)
-    return filter(None, told)
+    return filter(None, (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed))
 
 
 def inline(text: str) -> str:
@@ -78,7 +77,7 @@ def annotations(run: RunSummary) -> str:
     for backend in run.backends:
         for cause in backend.causes:
             replay = f"replay: {from_here(cause.example).replay}"
-            title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
+            title = f"{backend.name}: {cause.cases} of {', '.join(cause.capabilities)}{cause.reserve}"
             text += line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay)))
     unavailable = (backend for backend in run.backends if backend.reasons)
     return text + "".join(line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable)

@@ -19,7 +19,7 @@ from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question,
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
+from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -219,7 +219,6 @@ def html(run: summary.RunSummary) -> str:
         closest=sorted(near, key=lambda case: -case[2])[:8],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
-        cases_of=cases_of,
     )
 
 

@@ -14,21 +14,9 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.traits import ASKED, Answer, Question, Traits
 from mla_conformance.judging.verdict import FAILED, Status
+from mla_conformance.report import summary
 from mla_conformance.report.causes import Cause, advice, grouped, raised_at
-from mla_conformance.report.summary import (
-    FORESEEN,
-    SIGN,
-    BackendOutcome,
-    BackendSummary,
-    Counts,
-    Group,
-    JudgedPairs,
-    RunSummary,
-    right_on,
-    summarise,
-    total,
-    worst,
-)
+from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, Group, RunSummary
 from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
 from mla_conformance.speed.times import Kernels, remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
@@ -67,7 +55,8 @@ def of_cases(counts: Counts) -> list[str]:
 
 def worst_of_passes(records: Iterable[Record]) -> float:
     """The largest share of its error budget that a passed case used."""
-    return worst(share for record in records if record.status is Status.PASS for share in record.shares.values())
+    passed = (record.shares for record in records if record.status is Status.PASS)
+    return summary.worst(share for shares in passed for share in shares.values())
 
 
 def worst_error(records: Sequence[Record]) -> str:
@@ -91,15 +80,11 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             yield head
         for number, cause in enumerate(reported, start=before + 1):
             if numbered:
-                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
+                head = f"    {number}. {cause.cases}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
         if hidden:
             yield f"    … and {counted(sum(len(each.failures) for each in hidden), 'more case')} in the report"
         before += len(backend.causes)
-
-
-def cases_of(cause: Cause) -> str:
-    return counted(len(cause.failures), "more case" if cause.kind == "further" else "case")
 
 
 def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str]:
@@ -220,13 +205,12 @@ def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
         yield from wrapped(cut(remark), width, "  ", 2 * "  ")
 
 
-_TOUCHED = 0.01
-_SHOWN_KERNELS = 2
+_TOUCHED, _SHOWN_KERNELS = 0.01, 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")  # without template arguments and parameters
 _DETAIL = "  "
 _UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}  # roles in which no declared rounding class counts
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
-_SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])  # in this order
+_SIGNS = "✘!?✔"  # of capabilities, in the order in which they are told
 ANSWER_SIGN = {Answer.YES: "✔", Answer.NO: "✘", Answer.NOT_APPLICABLE: "–"}
 
 
@@ -262,7 +246,7 @@ def backend_lines(
     own = (record for record in backend.records if is_full or not judged or Case.parse(record.case).role in judged)
     remarks = list(_reasons(own)) if with_reasons else []
     remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
-    if backend.pairs and (is_full or total(backend.pairs).not_judged):
+    if backend.pairs and (is_full or summary.total(backend.pairs).not_judged):
         remarks.append(judged_of_claimed(backend.pairs, backend.records))
     if backend.facts.rounding and is_full and not (judged and judged <= _UNROUNDED):
         remarks.append(declared(backend.facts))
@@ -295,7 +279,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
-    return f"right: {right_on(backend.records)}"
+    return f"right: {summary.right_on(backend.records)}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
@@ -307,9 +291,9 @@ def _reasons(records: Iterable[Record]) -> Iterator[str]:
         yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
 
 
-def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record] = ()) -> str:
+def judged_of_claimed(pairs: Mapping[str, summary.JudgedPairs], records: Iterable[Record] = ()) -> str:
     """Over all roles, with a pair that was not judged, and how many of its ``records`` a CPU was not asked for."""
-    whole = total(pairs)
+    whole = summary.total(pairs)
     due = sum(record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU) for record in records)
     missing = f"; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else ""
     return f"{whole}" + (f"; {counted(due, 'case')} {DUE_ON_GPU}, not judged here" if due else "") + missing
@@ -356,5 +340,5 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
     for name, group in grouped(records, lambda record: record.backend).items():
-        summary = BackendSummary(BackendFacts(name), summarise(group))
-        yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)
+        found = BackendSummary(BackendFacts(name), summary.summarise(group))
+        yield from backend_lines(found, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

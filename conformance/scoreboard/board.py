@@ -4,7 +4,7 @@ import datetime
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -13,11 +13,9 @@ from typing import Literal
 from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.certificate import verify
-from mla_conformance.certificate.certificate import Certificate, Finding, SanitizedKernel, read_certificate
-from mla_conformance.certificate.certificate import records_of, sanitized_problems
+from mla_conformance.certificate import certificate, verify
 from mla_conformance.certificate.digests import listed_ids
-from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
+from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records, suite_order
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
@@ -31,18 +29,10 @@ def versions_of(distributions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in distributions.items()) or "version not stated"
 
 
-@dataclass(frozen=True)
-class RefusedRecord:
-    """A file, or a line of one, that is not shown as a record, and why."""
-
-    source: str
-    why: str
-
-
 @dataclass
 class KnownFailure:
     reason: str  # the sentence of the expectation that waives them, behind the place where it stands
-    findings: list[Finding]  # at least one
+    findings: list[certificate.Finding]  # at least one
 
     def __post_init__(self) -> None:
         self.example = min(self.findings, key=lambda finding: (len(finding.case), finding.case))
@@ -51,9 +41,9 @@ class KnownFailure:
 
 @dataclass
 class Entry:
-    record: Certificate
+    record: certificate.Certificate
     old: str  # why it counts for nothing here, and how to renew it; empty if it counts
-    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
+    sanitized: tuple[certificate.SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
     not_yet: int = 0  # number of cases of the list here that its own lacked
 
     def __post_init__(self) -> None:
@@ -61,13 +51,15 @@ class Entry:
         # Records of a later suite compare greater, then those of a newer library, then later ones.
         version = suite_order(next(iter(record.distributions.values()), ""))[:_NUMBERS]
         self.order = [*suite_order(record.suite), *version, *[0] * (_NUMBERS - len(version)), record.date]
-        self._records = records_of(record.backend, record.reference, record.cases)
+        self._records = certificate.records_of(record.backend, record.reference, record.cases)
         self.counts = summary.Counts.of(self._records)
         wrong, judged = self.counts.failed + self.counts.waived, self.counts.verdicts
         self.is_wrong, self.verdict = wrong > 0, "nothing judged"
         if judged:
             right = "" if wrong else f"right: {summary.right_on(self._records)}"
             self.verdict = right or f"wrong on {wrong:,} of {judged:,} judged cases"
+        # How the verdict looks: a style, and a sign.
+        self.shown = ("fail", "✘") if wrong else ("pass", "✔") if self.counts.judged else ("unsupported", "–")
         self.state = f"suite {record.suite}" + (f", {self.not_yet:,} cases not yet judged" if self.not_yet else "")
         if self.old:
             self.state = f"of suite {record.suite}: outdated"
@@ -86,8 +78,9 @@ class Entry:
 
     @property
     def pairs_in_words(self) -> str:
-        counted = str(self.pairs) if self.pairs and self.pairs.claimed else "claims no pair of classes"
-        return counted if self.pairs is not None else "pairs of classes not counted: its suite had others"
+        if self.pairs is None:
+            return "pairs of classes not counted: its suite had others"
+        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
 
     @property
     def unjudged_pairs(self) -> list[str]:
@@ -111,33 +104,29 @@ class Entry:
 _NUMBERS = 6  # of a version, by which records are in order
 
 
-def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one."""
-    entries, refused = list[Entry](), list[RefusedRecord]()
-
-    def take(source: str, kept: KeptRecord) -> None:
-        record = kept.certificate
-        old = verify.age(record)
-        against = [problem for problem in verify.problems(record, datetime.date.today()) if problem != old]
-        against += sanitized_problems(record, kept.sanitized)
-        if against:
-            refused.append(RefusedRecord(source, "; ".join(against)))
-        else:
-            entries.append(Entry(record, old, kept.sanitized, len(verify.not_yet_judged(record))))
-
+def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RecordLine]]:
+    """The records of files, and the files and lines that cannot be taken for one, each with why."""
+    lines = list[RecordLine]()
     for path in paths:
-        try:
-            if not is_records(path):
-                take(str(path), KeptRecord(read_certificate(path)))
-                continue
-        except InputError as error:
-            refused.append(RefusedRecord(str(path), str(error)))
+        if is_records(path):
+            lines += read_records(path)
             continue
-        for line in read_records(path):
-            if line.kept:
-                take(line.source, line.kept)
-            else:
-                refused.append(RefusedRecord(line.source, line.why))
+        try:
+            lines.append(RecordLine(str(path), "", KeptRecord(certificate.read_certificate(path))))
+        except InputError as error:
+            lines.append(RecordLine(str(path), "", None, str(error)))
+    entries, refused = list[Entry](), list[RecordLine]()
+    for line in lines:
+        if line.kept:
+            record, today = line.kept.certificate, datetime.date.today()
+            old = verify.age(record)
+            against = [problem for problem in verify.problems(record, today) if problem != old]
+            against += certificate.sanitized_problems(record, line.kept.sanitized)
+            if not against:
+                entries.append(Entry(record, old, line.kept.sanitized, len(verify.not_yet_judged(record))))
+                continue
+            line = replace(line, kept=None, why="; ".join(against))
+        refused.append(line)
     return entries, refused
 
 
@@ -169,7 +158,7 @@ def profiles() -> tuple[Profile, ...]:
 @dataclass(frozen=True)
 class Board:
     entries: tuple[Entry, ...]  # in any order
-    refused: tuple[RefusedRecord, ...]  # what is not shown as a record
+    refused: tuple[RecordLine, ...]  # what is not shown as a record
     profiles: tuple[Profile, ...]  # what engines pick
     deployed: tuple[summary.RunSummary, ...] = ()  # runs of ``certify --model``
 

@@ -26,6 +26,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import replay_line
+from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import CLAUSES, FAILED, Check, Status
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import find_model, model_names
@@ -34,7 +35,7 @@ from mla_conformance.report.causes import WRONG, grouped
 from mla_conformance.report.html import Cell, cell, pages
 from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.outcome import answers
-from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary, Group, RunSummary
+from mla_conformance.report.summary import CapabilitySummary, Group, RunSummary
 from mla_conformance.report.terminal import say, shown
 from mla_conformance.scoreboard.board import (
     Board,
@@ -100,12 +101,11 @@ def page(board: Board) -> str:
         parts=[*parts, ("failures", "Failures"), ("history", "History")],
         shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
-        traits_of=[(name, record.traits) for name, record in named],
+        traits_of=[(name, record.traits or NO_TRAITS) for name, record in named],
         timed=timed,
         fastest=table_of(timed),
         remarks=remarks_of(timed),
         sanitized=[(entry, found) for entry in current for found in entry.sanitized],
-        style=_style,
         cell=_cell,
         build=_build,
         anchor=lambda entry: anchors[id(entry)],
@@ -118,22 +118,14 @@ def page(board: Board) -> str:
     )
 
 
-def _style(entry: Entry) -> tuple[str, str]:
-    if not entry.counts.judged:
-        return "unsupported", "–"
-    return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
-
-
 def _cell(capability: CapabilitySummary) -> Cell:
     """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
     found, waived = cell(capability), capability.counts.waived
-    if not waived:
-        return found
-    return replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived:,} known to fail")
+    return replace(found, style="fail", sign="✘", note=f"{waived:,} known to fail") if waived else found
 
 
 def _replay(entry: Entry, case: str) -> str:
-    return replay_line(case, entry.record.reference, salt=entry.record.environment.get("salt", ""))
+    return replay_line(case, entry.record.reference, salt=entry.record.salt)
 
 
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
