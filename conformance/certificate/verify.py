@@ -22,7 +22,7 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.differences import contradicts, differing
-from mla_conformance.report.summary import Counts
+from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
 from mla_conformance.vocabulary.capabilities import Tier
@@ -161,14 +161,7 @@ def rerun(
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        with passing_run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt)) as run, run:
-            run.prepare()
-            if reasons := run.facts[0].reasons:
-                raise InputError("; ".join(reasons))
-            run.begin()
-            run.judge()
-            run.finish()
-        summary = run.summary()
+        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
     except (InputError, CaseError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
@@ -188,6 +181,17 @@ def rerun(
             yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
         elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
             yield Remark(Weight.REPORTED, f"{said} {gives}")
+
+
+def _run(request: RunRequest) -> RunSummary:
+    with passing_run(request) as run, run:
+        run.prepare()
+        if reasons := run.facts[0].reasons:
+            raise InputError("; ".join(reasons))
+        run.begin()
+        run.judge()
+        run.finish()
+    return run.summary()
 
 
 def judged_cases(certificate: Certificate) -> list[str]:

@@ -20,12 +20,12 @@ from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.machine import find_device, how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
-from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
+from mla_conformance.report.ci_views import Issue, issue_text, issues_of
 from mla_conformance.report.json_report import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
@@ -120,7 +120,7 @@ def _write_issue(options: argparse.Namespace) -> int:
         kept = kept_records(path) if is_records(path) else [KeptRecord(read_certificate(path))]
         entries = [Entry(each.certificate, "") for each in kept]
         issues = [_of_failure(failure, entry.record) for entry in entries for failure in entry.failures]
-    text = markdown_of(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
+    text = issue_text(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
     if options.out:
         write_output(options.out, text)
     else:

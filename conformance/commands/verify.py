@@ -11,9 +11,9 @@ from pathlib import Path
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal, sanitized_problems
 from mla_conformance.certificate.digests import listed_sources, unlike
+from mla_conformance.certificate.issue import checked, signature_of
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
-from mla_conformance.certificate.signature import checked, signature_of
 from mla_conformance.certificate.verify import judged_cases, not_yet_judged, problems, rerun, with_reasons
 from mla_conformance.engine.machine import this_machine
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations

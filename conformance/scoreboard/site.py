@@ -28,9 +28,8 @@ from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import CLAUSES, FAILED, Check, Status
-from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import find_model, model_names
-from mla_conformance.models.profile import Deployment
+from mla_conformance.models.profile import Deployment, cases_of, dims_of
 from mla_conformance.report.causes import WRONG, grouped
 from mla_conformance.report.html import Cell, cell, pages
 from mla_conformance.report.json_report import is_report, load_report, to_text

@@ -13,9 +13,8 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.files.whole import has_letters
-from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import _Config, find_model, model_names, read_config, stored_model
-from mla_conformance.models.profile import Deployment, ModelProfile
+from mla_conformance.models.profile import Deployment, ModelProfile, cases_of, dims_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Config = dict[str, Any]

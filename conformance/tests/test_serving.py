@@ -13,9 +13,8 @@ from mla_conformance.certificate.certificate import Finding, Shown
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import find_model
-from mla_conformance.models.profile import Deployment
+from mla_conformance.models.profile import Deployment, cases_of
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
