@@ -16,7 +16,7 @@ from mla_conformance.engine.folder import RUNS
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import inline
-from mla_conformance.report.differences import DRIFT, Change, compare, differing
+from mla_conformance.report.differences import DRIFT, SHOWN, Change, change_lines, compare, differing
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, say
@@ -25,7 +25,6 @@ from mla_conformance.speed.times import Speed, columns_of
 _SIDES = "before", "after"
 _JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
 _REGRESSED, _NOTHING_JUDGED = 1, 3
-_SHOWN = 20  # changes of a kind that are shown; the others stand in the two reports
 
 
 def bump(options: argparse.Namespace) -> int:
@@ -180,9 +179,7 @@ def bump_lines(bump: Bump) -> Iterator[str]:
     rows = (row for rows in bump.tables.values() for row in rows)
     yield from (f"{' '.join(names)} {before} → {after}" for *names, before, after in rows)
     for changes in bump.kinds:
-        yield from (change.line for change in changes[:_SHOWN])
-        if hidden := len(changes[_SHOWN:]):
-            yield f"  … and {hidden} more {changes[0].kind}"
+        yield from change_lines(changes, all_regressions=False)
     yield from (f"? {name}: {why}" for name, why in bump.unjudged.items())
     yield bump.sentence
 
@@ -196,7 +193,7 @@ def bump_markdown(bump: Bump) -> str:
         lines += _table([*names.split(","), "before", "after"], rows)
     for changes in bump.kinds:
         lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes)})", ""]
-        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:_SHOWN]])
+        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:SHOWN]])
     lines += _table(["not judged", "why"], bump.unjudged.items()) if bump.unjudged else []
     facts = " · ".join(f"{name} {value}" for name, value in bump.after.run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])

@@ -100,7 +100,6 @@ def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Prob
     )
 
 
-_TENSORS, _README = "tensors.pt", "README.md"
 _TOLD = """# {case}
 
 {backend}: {verdict}
@@ -129,7 +128,7 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
     verdict, drawn = (f"{record.status}: {record.message}" if record.message else record.status), ", ".join(pictures)
     told = _TOLD.format(case=case.id, backend=record.backend, verdict=verdict, pictures=drawn or "none was compared")
-    for name, text in ({_README: told} | pictures).items():
+    for name, text in ({"README.md": told} | pictures).items():
         write_output(folder / name, text)
     returned = {
         f"{name} of {each.call.name}": part
@@ -148,7 +147,8 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         },
         "budget": {name: part.allowed for name, part in parts.items()},
     }
+    file = folder / "tensors.pt"
     try:
-        torch.save(data, folder / _TENSORS)
+        torch.save(data, file)
     except OSError as error:
-        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
+        raise InputError(f"{file}: cannot be written: {error.strerror}") from error

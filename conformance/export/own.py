@@ -42,10 +42,8 @@ _STANDS_IN: dict[str, dict[str, str]] = {
     "declaration": dict.fromkeys(("Declaration", "Deviation", "LseClass", "Precision", "Rounding"), "MagicMock()"),
 }
 """What a script has in the place of names of the interface; no declaration decides, and nothing is to be refused."""
-_UNCALLED = (
-    "cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree",
-)  # fmt: skip
-"""Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone."""
+# Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone.
+_UNCALLED = ["cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree"]
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
     supported_dtypes = [torch.float16, torch.bfloat16]
     supports_dtype = classmethod(lambda cls, dtype: dtype in cls.supported_dtypes)

@@ -57,10 +57,9 @@ _Size = Annotated[int, Meta(ge=1, le=_MOST)]
 _Width = Annotated[int, Meta(ge=1, le=2**13)]
 _Columns = Annotated[int, Meta(ge=1, le=2**16)]
 _Layer = Annotated[str, Meta(max_length=64)]
+# What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``).
 _COMPRESSION = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-"""What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``)."""
-_WHOLE_COMPRESSED = 64
-"""Columns of the lists of layers that attend to all heavily compressed keys: they hold 8,192 tokens."""
+_WHOLE_COMPRESSED = 64  # columns of the lists of layers that attend to all heavily compressed keys: 8,192 tokens
 
 
 class _Rope(msgspec.Struct):

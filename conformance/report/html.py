@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
+from itertools import chain
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -37,7 +38,9 @@ def pages(room: str) -> Environment:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    environment.globals.update(counted=counted, definition=definition, traits_view=VIEW, picture=picture, words=words)
+    view = {"questions": ASKED, "answer_cell": answer_cell, "spread_rows": spread_rows}
+    view |= {"picture": spread_picture, "words": in_words}
+    environment.globals.update(counted=counted, definition=definition, traits_view=view, picture=picture, words=words)
     return environment
 
 
@@ -68,8 +71,8 @@ def definition(name: str) -> str:
 
 
 _STYLE = {Answer.YES: "pass", Answer.NO: "fail", Answer.NOT_APPLICABLE: "unsupported"}
+# Pixels of a picture, the error at its left edge, and powers of ten up to its right one.
 _WIDTH, _HEIGHT, _LEAST, _DECADES = 120, 12, 1e-3, 4
-"""Pixels of a picture, the error at its left edge, and powers of ten up to its right one."""
 
 
 def in_words(spread: ErrorSpread) -> str:
@@ -91,9 +94,8 @@ def answer_cell(traits: Traits, question: Question) -> dict[str, str] | None:
 
 def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[ErrorSpread | None]]]:
     """A row for each role, dtype and regime, with each kernel's errors there."""
-    found = [{(each.role, each.dtype, each.data): each for each in traits.accuracy} for _, traits in kernels]
-    keys = dict.fromkeys(key for spreads in found for key in spreads)
-    return [(" · ".join(key), [spreads.get(key) for spreads in found]) for key in keys]
+    found = [{f"{x.role} · {x.dtype} · {x.data}": x for x in traits.accuracy} for _, traits in kernels]
+    return [(key, [spreads.get(key) for spreads in found]) for key in dict.fromkeys(chain(*found))]
 
 
 def spread_picture(spread: ErrorSpread) -> str:
@@ -112,13 +114,6 @@ def spread_picture(spread: ErrorSpread) -> str:
     )
 
 
-VIEW = {
-    "questions": ASKED,
-    "answer_cell": answer_cell,
-    "spread_rows": spread_rows,
-    "picture": spread_picture,
-    "words": in_words,
-}
 _SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
 _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
@@ -140,9 +135,8 @@ def picture(heat_map: HeatMap) -> str:
     for digit in range(1, BEYOND + 1):  # the cells of each digit, neighbours in a line as one
         found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
         if runs := "".join(f"M{left} {y}h{end - left}v1h-{end - left}z" for y, (left, end) in found):
-            further = (
-                f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
-            )
+            within = f"up to 10^{digit} times the budget"
+            further = within if digit < BEYOND else "further over the budget, or no number"
             opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
             over += f'<path class="over" d="{runs}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
             over += f"<title>{further}</title></path>\n"

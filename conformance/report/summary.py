@@ -122,16 +122,14 @@ class CapabilitySummary:
         # What is too large for the device by the suite's own estimate takes nothing from the rest.
         counts = self.counts = Counts.of(self.records, self.listed)
         self.failures = tuple(record for record in self.records if record.failed)  # for a fault of the harness as well
-        if counts.failed:
-            self.outcome = BackendOutcome.FAIL
-        elif counts.not_run:
-            self.outcome = BackendOutcome.NOT_RUN
-        elif any(record.is_unjudged for record in self.records):
-            self.outcome = BackendOutcome.UNAVAILABLE
-        elif counts.passed or counts.waived:
-            self.outcome = BackendOutcome.PASS
-        else:
-            self.outcome = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        decisive = {
+            BackendOutcome.FAIL: counts.failed,
+            BackendOutcome.NOT_RUN: counts.not_run,
+            BackendOutcome.UNAVAILABLE: any(record.is_unjudged for record in self.records),
+            BackendOutcome.PASS: counts.passed or counts.waived,
+        }
+        rest = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        self.outcome = next((outcome for outcome, holds in decisive.items() if holds), rest)
         # What fails as expected does not hold.
         self.sign = FORESEEN if self.outcome is BackendOutcome.PASS and counts.waived else SIGN[self.outcome]
 
@@ -284,7 +282,7 @@ def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
     return JudgedPairs(claimed, judged, missing)
 
 
-OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or that names no case, nothing is known
+OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, nothing is known
 
 
 def right_on(records: Iterable[Record]) -> str:

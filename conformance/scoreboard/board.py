@@ -3,7 +3,7 @@
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
@@ -164,12 +164,17 @@ class Board:
 
     @cached_property
     def by_kernel(self) -> dict[str, list[Entry]]:
-        return {name: group for (name,), group in _groups(self.entries, lambda entry: (entry.record.backend,)).items()}
+        return dict(sorted(grouped(self._newest_first, lambda entry: entry.record.backend).items()))
 
     @cached_property
     def newest(self) -> list[Entry]:
-        groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
-        return [group[0] for group in groups.values()]
+        about = ((entry.record.backend, entry.record.device, entry.versions) for entry in self._newest_first)
+        first = dict(reversed(list(zip(about, self._newest_first, strict=True))))
+        return [entry for _, entry in sorted(first.items())]
+
+    @cached_property
+    def _newest_first(self) -> list[Entry]:
+        return sorted(self.entries, key=lambda entry: entry.order, reverse=True)
 
     @property
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
@@ -183,20 +188,12 @@ class Board:
 
     def answer(self, profile: Profile, candidate: RankedKernel) -> Entry | None:
         """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
-        found = [
-            entry
-            for entry in self.entries
-            if entry.record.backend == candidate.kernel
-            and entry.record.environment.get("compute_capability") == profile.compute_capability
-        ]
+        judged = (candidate.kernel, profile.compute_capability)
+        named = ((x, (x.record.backend, x.record.environment.get("compute_capability"))) for x in self.entries)
+        found = [entry for entry, name in named if name == judged]
         return max(found, key=lambda entry: (is_own_build(entry, candidate), entry.order), default=None)
 
 
 def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
     """Whether the record is of the packages that the engine itself brings or asks for."""
     return candidate.packages.items() <= entry.record.distributions.items()
-
-
-def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
-    newest_first = sorted(entries, key=lambda entry: entry.order, reverse=True)
-    return dict(sorted(grouped(newest_first, key).items()))

@@ -16,14 +16,17 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.certificate.certificate import Finding, Shown, Worst
+from mla_conformance.certificate.certificate import Finding, Worst
+from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.records import RecordLine
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.html import html
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.scoreboard.board import Board, Entry, RefusedRecord, profiles
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.scoreboard.board import Board, Entry, profiles
 from mla_conformance.scoreboard.site import page
+from mla_conformance.tests.test_handed_in import certificate
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -82,18 +85,18 @@ def scoreboard() -> str:
         _entry(LONG, cases, cases[::200]),
     ]
     old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
-    return page(Board((*entries, old), (RefusedRecord(LONG, LONG),), profiles()))
+    return page(Board((*entries, old), (RecordLine(LONG, "", None, LONG),), profiles()))
 
 
 def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
     found = tuple(Finding(case, Status.FAIL, "lse", LONG, f"file: bug: {case[:12]} {LONG}") for case in wrong)
     statuses = dict.fromkeys(cases, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE)
-    shown = Shown(
+    record = certificate(
         suite="2", date="2026-11-22", backend=backend, reference=backend, device="NVIDIA H200",
-        environment={"compute_capability": "9.0"}, rounding={}, counts=Counts(), worst={"lse": Worst(0.5, cases[0])},
-        findings=found, unjudged=(), lacking={}, cases=statuses, versions={"torch": LONG},
+        environment={"compute_capability": "9.0"}, worst={"lse": Worst(0.5, cases[0])}, findings=found, cases=statuses,
+        pins=Pins(versions={"torch": LONG}),
     )  # fmt: skip
-    return Entry(shown, "")
+    return Entry(record, "")
 
 
 PAGES = {"report": report, "scoreboard": scoreboard}

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.certificate.certificate import Finding, Shown
+from mla_conformance.certificate.certificate import Finding
+from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.config import find_model
 from mla_conformance.models.profile import Deployment, cases_of
 from mla_conformance.report.json_report import report_json, to_text
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
 from mla_conformance.scoreboard.site import kind_of, models, page, served
 from mla_conformance.tests.test_browser import BROWSER, FRAME, seen_in
+from mla_conformance.tests.test_handed_in import certificate
 from mla_conformance.version import SUITE_VERSION
 
 OWN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64;cache=fp8"
@@ -37,12 +39,11 @@ def entry(
     found = tuple(Finding(case, Status.FAIL, "lse", "LSE is off", "file: bug: known") for case in wrong)
     statuses = {case: Status.EXPECTED_FAILURE if case in wrong else Status.PASS for case in CASES}
     environment = {"compute_capability": "" if device == NASTY else "9.0"}
-    shown = Shown(
+    record = certificate(
         suite=suite or SUITE_VERSION, date="2026-11-22", backend=kernel, reference=kernel, device=device,
-        environment=environment, rounding={}, counts=Counts(), worst={}, findings=found, unjudged=(),
-        lacking={}, cases=statuses, versions={"flashinfer-python": version},
+        environment=environment, findings=found, cases=statuses, pins=Pins(versions={"flashinfer-python": version}),
     )  # fmt: skip
-    return Entry(shown, old)
+    return Entry(record, old)
 
 
 def board() -> Board:
