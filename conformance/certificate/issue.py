@@ -37,9 +37,8 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
     listed = listed_ids()
     for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
         if odd:
-            raise Refused(
-                f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
-            )
+            wanted = "expected the full tier, no selection and no shard"
+            raise Refused(f"{len(odd)} cases {what}, for example {min(odd)}; {wanted}")
     if drawn:
         raise Refused("drawn cases are in no list; certify without --explore")
     (backend,) = backends
@@ -126,12 +125,11 @@ def record(
     return msgspec.structs.replace(found, seal=seal(found))
 
 
-NAMESPACE = "mla-conformance"  # what a signature is for; one that the same key made for something else does not count
-_SUFFIX = ".sig"
+_PURPOSE = "mla-conformance"  # a signature that the same key made for something else does not count
 
 
 def signature_of(path: Path) -> Path:
-    return path.with_name(path.name + _SUFFIX)
+    return path.with_name(f"{path.name}.sig")
 
 
 def require_key(key: Path) -> None:
@@ -141,7 +139,7 @@ def require_key(key: Path) -> None:
 
 
 def sign(content: str, key: Path) -> str:
-    refused, said = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
+    refused, said = _keygen("sign", content, "-f", str(key), "-n", _PURPOSE)
     if refused:
         raise InputError(f"--sign {key}: ssh-keygen refuses it: {said}")
     return said
@@ -153,7 +151,7 @@ def checked(content: str, signature: str | None, name: str, signers: Path) -> Re
         raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
     if signature is None:
         return Remark(Weight.AGAINST, f"it is not signed: there is no {name} beside it")
-    with tempfile.NamedTemporaryFile("w", suffix=_SUFFIX, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".sig", encoding="utf-8") as file:
         file.write(signature)
         file.flush()
         known = ("-f", str(signers), "-s", file.name)
@@ -161,7 +159,7 @@ def checked(content: str, signature: str | None, name: str, signers: Path) -> Re
         if refused:
             return Remark(Weight.AGAINST, f"{name} is of none of the signers of {signers}: {said}")
         signed_by = said.splitlines()[0]
-        refused, said = _keygen("verify", content, *known, "-I", signed_by, "-n", NAMESPACE)
+        refused, said = _keygen("verify", content, *known, "-I", signed_by, "-n", _PURPOSE)
     if refused:
         return Remark(Weight.AGAINST, f"{name} is no signature of {signed_by} under this content: {said}")
     return Remark(Weight.REPORTED, f"signed by {signed_by}")

@@ -119,9 +119,8 @@ class Gate:
             found = report.environment["suite"]
             for what, suite in wanted.items():
                 if suite not in ("", found):
-                    raise InputError(
-                        f"{report.source}: {what} is of suite {suite} here, but the report is of suite {found}"
-                    )
+                    said = f"{what} is of suite {suite} here, but the report is of suite {found}"
+                    raise InputError(f"{report.source}: {said}")
             if found not in (SUITE_VERSION, *self.suites):
                 raise InputError(
                     f"{report.source}: expected a report of suite {SUITE_VERSION}, which is installed here, got one of "

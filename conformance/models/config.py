@@ -161,26 +161,24 @@ class _Reader:
         )
 
     def _need(self, field: str) -> int:
-        value = getattr(self.config, field)
-        if value is None:
+        if (value := getattr(self.config, field)) is None:
             raise InputError(f"{self.name}: {field}: expected a number, got none")
         return int(value)
 
     def _kinds(self) -> Sequence[str]:
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
+        usual = "full_attention" if self.family.attends == "all" else "deepseek_sparse_attention"
+        kinds: Sequence[str] = [usual] * count
         if self.config.layer_types:
-            kinds: Sequence[str] = self.config.layer_types[:count]
+            kinds = self.config.layer_types[:count]
         elif self.config.compress_ratios:
             ratios = self.config.compress_ratios[:count]
-            if unknown := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
+            if strange := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
                 known = ", ".join(map(str, _COMPRESSION))
-                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {unknown[0]}")
+                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {strange[0]}")
             kinds = [_COMPRESSION[ratio] for ratio in ratios]
         elif linear:
             kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
-        else:
-            attends_all = self.family.attends == "all"
-            kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
         if len(kinds) != count:
             raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
         return kinds

@@ -82,6 +82,10 @@ class Entry:
             return "pairs of classes not counted: its suite had others"
         return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
 
+    def is_own_build(self, candidate: "RankedKernel") -> bool:
+        """Whether the record is of the packages that the engine itself brings or asks for."""
+        return candidate.packages.items() <= self.record.distributions.items()
+
     @property
     def unjudged_pairs(self) -> list[str]:
         """Some of the pairs that are claimed and not judged, and the number of the others."""
@@ -191,9 +195,4 @@ class Board:
         judged = (candidate.kernel, profile.compute_capability)
         named = ((x, (x.record.backend, x.record.environment.get("compute_capability"))) for x in self.entries)
         found = [entry for entry, name in named if name == judged]
-        return max(found, key=lambda entry: (is_own_build(entry, candidate), entry.order), default=None)
-
-
-def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
-    """Whether the record is of the packages that the engine itself brings or asks for."""
-    return candidate.packages.items() <= entry.record.distributions.items()
+        return max(found, key=lambda entry: (entry.is_own_build(candidate), entry.order), default=None)
