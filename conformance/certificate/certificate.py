@@ -12,11 +12,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.whole import InputError, decode, read_text
-from mla_conformance.judging.record import Record, Traced
+from mla_conformance.judging import record, verdict
 from mla_conformance.judging.traits import Traits
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import DeviationForm
-from mla_conformance.report.summary import Counts
+from mla_conformance.report import json_report, summary
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
@@ -32,7 +30,7 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True):
     """A failure that an expectation waives; early records do not say what it looks like."""
 
     case: str
-    status: Status | None
+    status: verdict.Status | None
     check: str
     message: str
     expectation: str
@@ -63,17 +61,17 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     environment: dict[str, str]
     pins: Pins
     rounding: dict[str, str]
-    deviations: tuple[DeviationForm, ...]
+    deviations: tuple[json_report.DeviationForm, ...]
     evidence: tuple[dict[str, str], ...]
-    traced: Traced
+    traced: record.Traced
     digests: dict[str, str]
-    counts: Counts
+    counts: summary.Counts
     worst: dict[str, Worst]
     seconds: Annotated[float, Meta(ge=0)]
     findings: tuple[Finding, ...]
     unjudged: tuple[Unjudged, ...]
     lacking: dict[str, str]
-    cases: dict[str, Status]
+    cases: dict[str, verdict.Status]
     traits: Traits | UnsetType = UNSET
     speed: Speed | UnsetType = UNSET
     seal: str = ""
@@ -147,8 +145,8 @@ def read_certificate(path: Path) -> Certificate:
     return decode(text, Certificate, str(path))
 
 
-def records_of(backend: str, reference: str, cases: Mapping[str, Status]) -> list[Record]:
-    return [Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
+def records_of(backend: str, reference: str, cases: Mapping[str, verdict.Status]) -> list[record.Record]:
+    return [record.Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
 
 
 SANITIZED = "mla-conformance-sanitized/1"

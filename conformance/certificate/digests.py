@@ -18,8 +18,7 @@ from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.report.differences import differing
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import digest_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary import arrays, capabilities
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
@@ -43,7 +42,7 @@ def installed_digests() -> dict[str, str]:
 
 def record_digests(fitted: Iterable[str]) -> dict[str, str]:
     """Those that a record holds: of what is installed, and of the spaces with the ids of cases fitted to its kernel."""
-    return {**installed_digests(), FITTED: digest_of(fitted)}
+    return {**installed_digests(), FITTED: arrays.digest_of(fitted)}
 
 
 def version_digests() -> dict[str, str | int | list[str]]:
@@ -88,7 +87,7 @@ def own_list(certificate: Certificate) -> Set[str] | None:
 
 @cache
 def listed_ids() -> Set[str]:
-    return dict.fromkeys(case.id for entry in CAPABILITIES.values() for case in entry.cases).keys()
+    return dict.fromkeys(case.id for entry in capabilities.CAPABILITIES.values() for case in entry.cases).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:

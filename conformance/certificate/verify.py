@@ -6,9 +6,7 @@ from collections.abc import Iterator, Set
 
 import msgspec
 
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.loading import load_backend
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, known_variants
+from mla_conformance.backends import declaration, loading, references
 from mla_conformance.cases.case import CaseError
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
@@ -24,8 +22,7 @@ from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.differences import contradicts, differing
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
-from mla_conformance.vocabulary.capabilities import Tier
+from mla_conformance.vocabulary import arrays, capabilities
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -67,18 +64,18 @@ def _digests(certificate: Certificate) -> Iterator[str]:
             sources = f"suite {SUITE_VERSION} does not list the sources that are here"
             todo = f"; {sources}; to show that they judge alike: python ci/lock.py write, then python ci/accept.py"
         yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
-    if certificate.tier != Tier.FULL:
+    if certificate.tier != capabilities.Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
     listed = digests.judged_list(certificate)
     fitted = sorted(certificate.cases.keys() - listed)
-    foreign = {case for case in fitted if not could_be_fitted(case)}
+    foreign = {case for case in fitted if not arrays.could_be_fitted(case)}
     for what, odd in (("missing", listed - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    digest = digest_of(fitted, None if listed == digests.listed_ids() else listed)
+    digest = arrays.digest_of(fitted, None if listed == digests.listed_ids() else listed)
     if not foreign and certificate.digests.get(digests.FITTED) != digest:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
@@ -126,11 +123,11 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
-    for reference in (*known_backends(), *known_variants()):
+    for reference in (*references.known_backends(), *references.known_variants()):
         if reference.name == certificate.backend:
             try:
-                emulated = declaration_of(load_backend(reference)).emulated
-            except (ImportError, BackendReferenceError):
+                emulated = declaration.declaration_of(loading.load_backend(reference)).emulated
+            except (ImportError, references.BackendReferenceError):
                 return
             if emulated:
                 yield f"backend {reference.name} is an emulated kernel, which is never certified"
@@ -156,7 +153,7 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
 
 
 def rerun(
-    certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
+    certificate: Certificate, number: int, backend: references.BackendReference, device: str | None, salt: str
 ) -> Iterator[Remark]:
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))

@@ -10,9 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.backends import slots
-from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends import hub, packaged, slots
 from mla_conformance.export.program import LIBRARY, NotWritable, folded
 from mla_conformance.files.installed import is_followed, source_files
 from mla_conformance.trials.subject import Subject
@@ -148,9 +146,9 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         raise NotWritable(
             "its class is driven through another generation of the interface, which a script does not hold"
         )
-    if subject.backend.reference.startswith(HUB):
+    if subject.backend.reference.startswith(hub.HUB):
         raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
-    if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
+    if issubclass(loaded, packaged.LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
     location = subject.backend.reference.rpartition(":")[0]
     path = Path(location) if location.endswith(".py") else None

@@ -15,9 +15,8 @@ from mla_conformance.gating.mustpass import MustPass, Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import grouped
+from mla_conformance.report import causes, json_report
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
-from mla_conformance.report.json_report import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import counted, fitting
 from mla_conformance.version import SUITE_VERSION
@@ -81,7 +80,7 @@ class Gate:
             for name, expected, got in differing(_traits(runs[0]), _traits(report)):
                 raise InputError(f"{report.source}: expected {name} {expected} as in {runs[0].source}, got {got}")
         for runs in (self.reports, self.baseline):
-            require_one_code(runs)
+            json_report.require_one_code(runs)
         self._require_installed()
         now, changes = self.now, list[Change]()
         if self.baseline:
@@ -136,7 +135,7 @@ class Gate:
                 hint = f"; did you mean {meant}?" if meant else ""
                 yield GateRow(GateFinding.MISSING, required.name, "*", reason + hint)
         for name, parts in self._parts.items():
-            shards = grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
+            shards = causes.grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
             for count, present in shards.items():
                 for index in sorted({*range(1, count + 1)} - {shard.index for shard in present}):
                     yield GateRow(GateFinding.MISSING, name, f"shard {index}/{count}", "in no report")
@@ -166,7 +165,7 @@ class Gate:
     @cached_property
     def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
         pairs = ((report, backend) for report in self.reports for backend in report.backends)
-        return grouped(pairs, lambda pair: pair[1].name)
+        return causes.grouped(pairs, lambda pair: pair[1].name)
 
     def _bits(self) -> Iterator[GateRow]:
         for question, (name, parts) in product(self.bitwise, self._parts.items()):

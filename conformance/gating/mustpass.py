@@ -12,8 +12,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends import hub, references
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
@@ -147,8 +146,8 @@ class Required:
 
     @staticmethod
     def asked(text: str) -> "Required":
-        if text.startswith(HUB):
-            backend = parse_reference(text)
+        if text.startswith(hub.HUB):
+            backend = references.parse_reference(text)
             return Required(backend.name, backend.reference)
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""

@@ -13,8 +13,7 @@ from msgspec import Meta
 from mla_conformance.cases.case import Case, CaseError, parse_fields
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.files.whole import InputError
-from mla_conformance.reference.dimensions import PRESETS
-from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference import dimensions, entry_formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 _PRESETS = {
     (d.head.qk_nope_head_dim, d.head.qk_rope_head_dim, d.head.v_head_dim, d.kv_lora_rank): name
-    for name, d in PRESETS.items()
+    for name, d in dimensions.PRESETS.items()
 }
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""
@@ -150,7 +149,7 @@ def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:
         yield from _part("few_lists", fixed)
     if is_packed:
         yield from _part("few_lists", {**fixed, "scales": "float32"})
-    if cached["heads"] < _FEWEST_KERNEL_HEADS and layout in TILED_FORMATS:
+    if cached["heads"] < _FEWEST_KERNEL_HEADS and layout in entry_formats.TILED_FORMATS:
         filled_up = {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS}
         yield from _part("few_lists", filled_up)
         yield from _part("lists", filled_up)

@@ -18,8 +18,7 @@ from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report import summary
-from mla_conformance.report.causes import grouped
+from mla_conformance.report import causes, summary
 from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of, table_of
@@ -168,7 +167,7 @@ def _pixels(heat_map: HeatMap) -> int:
 def html(run: summary.RunSummary) -> str:
     run_backends = [backend for backend in run.backends if not backend.reasons]
     expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
-    waived = grouped(expected, lambda record: (record.backend, record.expectation))
+    waived = causes.grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     named = [{each.name: each for each in backend.capabilities} for backend in run_backends]
     matrix = []  # a cell for each backend that was asked, and where its failures stand, if it has any
@@ -181,7 +180,7 @@ def html(run: summary.RunSummary) -> str:
         refused = [record for record in backend.records if record.status is Status.UNSUPPORTED]
         rows = [
             (said, len(of), ", ".join(dict.fromkeys(record.capability for record in of)))
-            for said, of in grouped(refused, lambda record: record.message).items()
+            for said, of in causes.grouped(refused, lambda record: record.message).items()
         ]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))

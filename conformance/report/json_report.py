@@ -13,19 +13,17 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.backends.roles import outside
+from mla_conformance.cases import grammar, sharding
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.grammar import require_id
-from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.files.whole import InputError, decode, read_text, write_whole
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Share, Traced, written
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report import summary
+from mla_conformance.report import summary, terminal
 from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.differences import differences, differing
-from mla_conformance.report.terminal import shown
 from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION
 
@@ -137,7 +135,7 @@ class ReportForm(_Form, frozen=True, kw_only=True):
     suite: Annotated[str, Meta(description="Version of the suite and its case list.")]
     environment: Annotated[_Texts, Meta(extra_json_schema={"required": ENVIRONMENT})]
     cases: Annotated[_CaseList, Meta(description="Ids of the whole case list, of all shards.")]
-    shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
+    shard: Annotated[sharding.Shard | None, Meta(description="Which part of the list this run was to judge.")]
     date: Annotated[str, Meta(description="ISO date on which the run ended.")] = ""
     deployment: Annotated[Deployment | None, Meta(description="The model that the cases are of, if they are.")] = None
     code: Annotated[_Texts, Meta(description="SHA-256 of the modules that backends loaded and no wheel holds.")] = {}
@@ -268,7 +266,7 @@ def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
     if len(set(cases)) < len(cases) or not set(own) <= set(cases):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
     for case in cases:
-        require_id(case)
+        grammar.require_id(case)
     if missing := [name for name in ENVIRONMENT if name not in report.environment]:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     salt, role = (report.environment.get(name, "") for name in ("salt", "role"))
@@ -332,11 +330,11 @@ def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Rec
 
 
 def _brief(value: Any) -> str:
-    return shown(json.dumps(value, ensure_ascii=False), 80)
+    return terminal.shown(json.dumps(value, ensure_ascii=False), 80)
 
 
 def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
-    shards = list[tuple[str, Shard]]()
+    shards = list[tuple[str, sharding.Shard]]()
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
@@ -376,7 +374,7 @@ def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
                     )
 
 
-def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]) -> None:
+def _require_partition(shards: Sequence[tuple[str, sharding.Shard]], cases: Sequence[str]) -> None:
     """Every shard of one division once, and every case of the list in exactly one of them."""
     count, holder, owner = shards[0][1].count, dict[int, str](), dict[str, str]()
     if any(shard.count != count for _, shard in shards):

@@ -14,8 +14,7 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.traits import ASKED, Answer, Question, Traits
 from mla_conformance.judging.verdict import FAILED, Status
-from mla_conformance.report import summary
-from mla_conformance.report.causes import Cause, advice, grouped, raised_at
+from mla_conformance.report import causes, summary
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, Group, RunSummary
 from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
 from mla_conformance.speed.times import Kernels, remarks_of, table_of
@@ -87,13 +86,13 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
         before += len(backend.causes)
 
 
-def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str]:
+def _cause(head: str, cause: causes.Cause, run: RunSummary, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
     seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
     yield from wrapped(head, width, further=_INDENT)
-    for detail in (cause.only, seen, raised_at(cause.example), example.confirmed, advice(example)):
+    for detail in (cause.only, seen, causes.raised_at(cause.example), example.confirmed, causes.advice(example)):
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
     command = example.replay
     if run.source and len(example.after) > _MOST_AFTER:
@@ -121,7 +120,7 @@ def answer(backend: BackendSummary) -> str:
     if backend.reasons:
         return "; ".join(backend.reasons)
     judged, refused = [], {}
-    parts = grouped(backend.records, lambda record: _part_of(record.case))
+    parts = causes.grouped(backend.records, lambda record: _part_of(record.case))
     for part, records in parts.items():
         counts = Counts.of(records)
         # Why cases have no verdict, in the words of most of them.
@@ -331,7 +330,7 @@ def traits_lines(traits: Traits) -> Iterator[str]:
         reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
         yield f"same bits {ASKED[question]}: {reported}"
         yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
-    for (role, dtype), spreads in grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
+    for (role, dtype), spreads in causes.grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
         most = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
         median, tail, worst = most.budget
         said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
@@ -339,6 +338,6 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
-    for name, group in grouped(records, lambda record: record.backend).items():
+    for name, group in causes.grouped(records, lambda record: record.backend).items():
         found = BackendSummary(BackendFacts(name), summary.summarise(group))
         yield from backend_lines(found, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

@@ -12,10 +12,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import cached, covering, sharding
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.sharding import Shard
 from mla_conformance.cases.space import Row
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
@@ -180,7 +178,7 @@ class RunSummary:
     environment: dict[str, str]  # device, versions and suite, as the header shows them
     backends: tuple[BackendSummary, ...]  # one entry per backend of the run
     cases: tuple[str, ...] = ()  # ids of the whole case list, of all shards
-    shard: Shard | None = None  # which part of the list this run was to judge; None for all of it
+    shard: sharding.Shard | None = None  # which part of the list this run was to judge; None for all of it
     deployment: Deployment | None = None  # the model that the cases are of, if they are
     source: str = ""  # the report that it was read from, for messages
     date: str = ""  # ISO date on which it ended, or empty if the report does not tell
@@ -259,9 +257,9 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
     rows, found = list(map(_placed, fitted)), {}
     for space in (space for name, space in SPACES.items() if name in arrays):
         declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        judged = Pairs(space, (row for held, status in declared if status not in without for row in held))
+        judged = covering.Pairs(space, (row for held, status in declared if status not in without for row in held))
         of_cases = (*(held for held, _ in declared), *(held for role, held in rows if role is space.role))
-        if every := Pairs(space, chain.from_iterable(of_cases)):
+        if every := covering.Pairs(space, chain.from_iterable(of_cases)):
             left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
             found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
     return found
@@ -313,4 +311,4 @@ def role_and_page(case: str) -> tuple[str, int]:
         parsed = Case.parse(case)
     except ValueError:
         return OTHER_ROLE, 0
-    return str(parsed.role), parsed.page if isinstance(parsed, CachedCase) else 0
+    return str(parsed.role), parsed.page if isinstance(parsed, cached.CachedCase) else 0
