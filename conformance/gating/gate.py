@@ -75,10 +75,10 @@ class Gate:
     bitwise: Sequence[Question] = ()  # what each backend has to answer with yes, in every role that it applies to
 
     def rows(self) -> list[GateRow]:
-        runs = [*self.reports, *self.baseline]
-        for report in runs[1:]:  # or verdicts say nothing about each other
-            for name, expected, got in differing(_traits(runs[0]), _traits(report)):
-                raise InputError(f"{report.source}: expected {name} {expected} as in {runs[0].source}, got {got}")
+        alike = [*self.reports, *self.baseline]  # or verdicts say nothing about each other
+        for report in alike[1:]:
+            for name, expected, got in differing(_traits(alike[0]), _traits(report)):
+                raise InputError(f"{report.source}: expected {name} {expected} as in {alike[0].source}, got {got}")
         for runs in (self.reports, self.baseline):
             json_report.require_one_code(runs)
         self._require_installed()

@@ -18,7 +18,8 @@ from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wra
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
-_K, _T = TypeVar("_K"), TypeVar("_T")
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 UNWANTED = f"{ENDED}--no-explain"
 CauseKind = Literal["likely", "further", "seen"]
 

@@ -11,7 +11,7 @@ from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.report.causes import Cause, causes, raised_at
 from mla_conformance.report.html import definition
-from mla_conformance.report.outcome import answers, closing_line, from_here, worst_of_passes
+from mla_conformance.report.outcome import answers, closing_line, from_here
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 from mla_conformance.version import __version__
@@ -56,7 +56,7 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     passed = f"{counts.passed} / {counts.judged}" if counts.judged else "–"
     numbers = [passed, *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
+    worst = f"{backend.worst:.2f}" if counts.passed else "–"
     return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 
 

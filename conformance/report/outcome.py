@@ -40,9 +40,9 @@ def closing_line(run: RunSummary) -> str:
     groups = [group for group in Group if found[group]]
     backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
     backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
-    cases, said = of_cases(run.counts), worst_error(run.records)
+    cases, said = of_cases(run.counts), worst_error(run.backends)
     if said and len(run.backends) > 1:
-        said += f", {max(run.backends, key=lambda backend: worst_of_passes(backend.records)).name}"
+        said += f", {max(run.backends, key=lambda backend: backend.worst).name}"
     return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], said]))
 
 
@@ -52,16 +52,10 @@ def of_cases(counts: Counts) -> list[str]:
     return [*reported, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
 
 
-def worst_of_passes(records: Iterable[Record]) -> float:
-    """The largest share of its error budget that a passed case used."""
-    passed = (record.shares for record in records if record.status is Status.PASS)
-    return summary.worst(share for shares in passed for share in shares.values())
-
-
-def worst_error(records: Sequence[Record]) -> str:
+def worst_error(backends: Sequence[BackendSummary]) -> str:
     """How much of its budget the largest error of a passed case used; empty without a pass."""
-    passed = any(record.status is Status.PASS for record in records)
-    return f"worst passing error {worst_of_passes(records):.2f} of its budget" if passed else ""
+    passed = any(backend.counts.passed for backend in backends)
+    return f"worst passing error {max(backend.worst for backend in backends):.2f} of its budget" if passed else ""
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:

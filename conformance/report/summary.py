@@ -149,6 +149,8 @@ class BackendSummary:
         self.name, self.reasons = self.facts.name, self.facts.reasons  # why it is unavailable; empty if it was run
         self.records = [record for capability in self.capabilities for record in capability.records]
         counts = self.counts = sum((capability.counts for capability in self.capabilities), Counts())
+        # The largest share of its error budget that a passed case used.
+        self.worst = worst(x for r in self.records if r.status is Status.PASS for x in r.shares.values())
         why = f": {self.stopped}" if self.stopped else ""
         self.not_run = f"{counts.not_run} NOT RUN{why}" if counts.not_run else ""
         # What the library says of its kernels, each once.
