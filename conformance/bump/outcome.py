@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 from packaging.utils import canonicalize_name
 
@@ -176,8 +176,7 @@ def bump_lines(bump: Bump) -> Iterator[str]:
     """The verdict, last, and before it everything that it follows from."""
     rows = (row for rows in bump.tables.values() for row in rows)
     yield from (f"{' '.join(names)} {before} → {after}" for *names, before, after in rows)
-    for changes in bump.kinds:
-        yield from change_lines(changes, all_regressions=False)
+    yield from change_lines(chain(*bump.kinds), all_regressions=False)
     yield from (f"? {name}: {why}" for name, why in bump.unjudged.items())
     yield bump.sentence
 

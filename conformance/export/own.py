@@ -117,7 +117,7 @@ class OwnClass:
 
     @property
     def needs(self) -> list[str]:
-        """What whoever runs the script needs of it, in words."""
+        """What whoever runs the script needs of it."""
         beside = (os.path.relpath(file, self.path.parent) for file in self.files[1:]) if self.path else ()
         return [self.module, *beside]
 

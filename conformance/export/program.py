@@ -108,10 +108,10 @@ class Program:
         return f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
 
     def _place(self, source: Any, name: str) -> str:
-        if not isinstance(source, str):
-            return f"{self._known(id(source), source)}{name}"
         number = str(len(self.modules) + 1) if self.modules else ""
-        return f"{self.modules.setdefault(source, LIBRARY + number)}{name}"
+        is_module = isinstance(source, str)
+        root = self.modules.setdefault(source, LIBRARY + number) if is_module else self._known(id(source), source)
+        return f"{root}{name}"
 
     def _known(self, key: int, value: Any) -> str:
         if key not in self._names:

@@ -150,12 +150,11 @@ def bare(value: Any) -> Any:
 def leaves(value: Any) -> Iterator[torch.Tensor | Handle]:
     if isinstance(value, torch.Tensor | Handle):
         yield value
-    elif isinstance(value, dict):
-        yield from leaves([*value, *value.values()])
-    elif isinstance(value, tuple | list):
-        yield from (leaf for part in value for leaf in leaves(part))
-    elif is_dataclass(value):
-        yield from leaves(vars(value))
+        return
+    value = vars(value) if is_dataclass(value) else value
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    for part in parts if isinstance(parts, tuple | list) else ():
+        yield from leaves(part)
 
 
 def owner_of(leaf: torch.Tensor | Handle) -> int:
@@ -179,8 +178,7 @@ def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]
 
 
 def _storages(value: Any) -> set[int]:
-    tensors = (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-    return {pointer for tensor in tensors if (pointer := tensor.untyped_storage().data_ptr())}
+    return {x.untyped_storage().data_ptr() for x in leaves(value) if isinstance(x, torch.Tensor)} - {0}
 
 
 def _view_of(x: Any) -> tuple[Any, ...]:
