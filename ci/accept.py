@@ -17,7 +17,7 @@ from pathlib import Path
 import lock
 
 from mla_conformance.backends.references import known_backends, known_variants
-from mla_conformance.certificate.certificate import RECORDS, Certificate, Outdated, read_certificate
+from mla_conformance.certificate.certificate import RECORDS, Certificate, read_certificate
 from mla_conformance.certificate.digests import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
@@ -104,7 +104,7 @@ def main() -> int:
             sys.stderr.write(f"{problem}\n")
         if found or lock.compare(options.before, options.after):
             return 1
-    except (lock.NoLock, InputError, Outdated) as error:
+    except (lock.NoLock, InputError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     append(options.records)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pages
 from msgspec import structs
 
-from mla_conformance.certificate.certificate import Shown, shown_of
+from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.records import read_records
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.report.causes import grouped
@@ -21,13 +21,13 @@ RECORDS = ROOT / "fixtures" / "records"
 _REST = re.compile("; |, (?:so that|such as|whose) ")
 
 
-def newest(folder: Path) -> list[Shown]:
+def newest(folder: Path) -> list[Certificate]:
     """The newest record of each kernel, and those of its suite in other versions or on other devices, which say so."""
     records = []
     for line in (line for path in sorted(folder.glob("*.jsonl")) for line in read_records(path)):
         if line.kept is None:
             raise InputError(line.why)
-        records.append(shown_of(line.kept.certificate))
+        records.append(line.kept.certificate)
     found = []
     for _, group in sorted(grouped(records, lambda record: record.backend).items()):
         first, *others = sorted(group, key=lambda record: Entry(record, "").order, reverse=True)
@@ -39,7 +39,7 @@ def newest(folder: Path) -> list[Shown]:
     return found
 
 
-def kernels(records: list[Shown]) -> str:
+def kernels(records: list[Certificate]) -> str:
     """A line for each record below where and when it was made; first where most were."""
     made = grouped(records, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
     parts = []
@@ -55,7 +55,7 @@ def kernels(records: list[Shown]) -> str:
     return "\n\n".join(parts)
 
 
-def failures(records: list[Shown]) -> str:
+def failures(records: list[Certificate]) -> str:
     """A line for each reason why kernels fail, shortened, with the shortest of the cases that show it."""
     found = ((record.backend, finding) for record in records for finding in record.findings)
     rows = []

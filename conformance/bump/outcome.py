@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 from packaging.utils import canonicalize_name
 
@@ -15,17 +15,14 @@ from mla_conformance.bump.version import Environment, Pin, two_versions
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.ci_views import inline
-from mla_conformance.report.differences import DRIFT, Change, compare, differing
-from mla_conformance.report.json_report import load_report
-from mla_conformance.report.summary import BackendSummary, RunSummary
+from mla_conformance.report import ci_views, json_report, summary
+from mla_conformance.report.differences import DRIFT, SHOWN, Change, change_lines, compare, differing
 from mla_conformance.report.terminal import counted, say
 from mla_conformance.speed.times import Speed, columns_of
 
 _SIDES = "before", "after"
 _JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
 _REGRESSED, _NOTHING_JUDGED = 1, 3
-_SHOWN = 20  # changes of a kind that are shown; the others stand in the two reports
 
 
 def bump(options: argparse.Namespace) -> int:
@@ -81,7 +78,7 @@ def _judged(environment: Environment, names: Sequence[str], options: argparse.Na
     if status not in _JUDGED:
         raise InputError(f"certify with {pin} ended with status {status}")
     versions = {name: found.version for name, found in environment.find(names).items()}
-    judged = JudgedVersion(pin, load_report(folder), versions)
+    judged = JudgedVersion(pin, json_report.load_report(folder), versions)
     judged.require_loaded()
     return judged
 
@@ -89,7 +86,7 @@ def _judged(environment: Environment, names: Sequence[str], options: argparse.Na
 @dataclass(frozen=True)
 class JudgedVersion:
     pin: Pin
-    run: RunSummary
+    run: summary.RunSummary
     versions: dict[str, str]  # of what was installed for either version, as it is found here; empty if it is not
 
     def require_loaded(self) -> None:
@@ -110,7 +107,7 @@ class Bump:
     after: JudgedVersion
 
     @cached_property
-    def pairs(self) -> list[tuple[BackendSummary, BackendSummary]]:
+    def pairs(self) -> list[tuple[summary.BackendSummary, summary.BackendSummary]]:
         return list(zip(self.before.run.backends, self.after.run.backends, strict=True))
 
     @cached_property
@@ -179,10 +176,7 @@ def bump_lines(bump: Bump) -> Iterator[str]:
     """The verdict, last, and before it everything that it follows from."""
     rows = (row for rows in bump.tables.values() for row in rows)
     yield from (f"{' '.join(names)} {before} → {after}" for *names, before, after in rows)
-    for changes in bump.kinds:
-        yield from (change.line for change in changes[:_SHOWN])
-        if hidden := len(changes[_SHOWN:]):
-            yield f"  … and {hidden} more {changes[0].kind}"
+    yield from change_lines(chain(*bump.kinds), all_regressions=False)
     yield from (f"? {name}: {why}" for name, why in bump.unjudged.items())
     yield bump.sentence
 
@@ -190,19 +184,19 @@ def bump_lines(bump: Bump) -> Iterator[str]:
 def bump_markdown(bump: Bump) -> str:
     """The same, the verdict first."""
     old, new = bump.before.pin, bump.after.pin
-    title = inline(f"{old.name} {old.version} → {new.version}")
-    lines = [f"## MLA conformance: {title}", "", inline(bump.sentence), ""]
+    title = ci_views.inline(f"{old.name} {old.version} → {new.version}")
+    lines = [f"## MLA conformance: {title}", "", ci_views.inline(bump.sentence), ""]
     for names, rows in bump.tables.items():
         lines += _table([*names.split(","), "before", "after"], rows)
     for changes in bump.kinds:
         lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes)})", ""]
-        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:_SHOWN]])
+        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:SHOWN]])
     lines += _table(["not judged", "why"], bump.unjudged.items()) if bump.unjudged else []
     facts = " · ".join(f"{name} {value}" for name, value in bump.after.run.environment.items() if value)
-    return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
+    return "\n".join([*lines, f"<sub>{ci_views.inline(facts)}</sub>", ""])
 
 
-def _counts(backend: BackendSummary) -> str:
+def _counts(backend: summary.BackendSummary) -> str:
     if backend.reasons:
         return "unavailable"
     counts = backend.counts
@@ -211,5 +205,5 @@ def _counts(backend: BackendSummary) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    cells = [head, ["---"] * len(head), *([inline(cell) for cell in row] for row in rows)]
+    cells = [head, ["---"] * len(head), *([ci_views.inline(cell) for cell in row] for row in rows)]
     return [*(f"| {' | '.join(row)} |" for row in cells), ""]

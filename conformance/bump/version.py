@@ -96,8 +96,7 @@ class Environment:
         try:
             venv.EnvBuilder(symlinks=True).create(folder)
             if find_spec("pip") is None:
-                pip = made.run("ensurepip", "--default-pip", capture=True)
-                _require_success(pip, f"{folder} gets no pip, ensurepip failed")
+                made.run("ensurepip", "--default-pip", otherwise=f"{folder} gets no pip, ensurepip failed")
             # Its Python looks, behind its own packages, where this one looks, ``.pth`` files included.
             own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
             places = [place for place in (*own, *site.getsitepackages()) if Path(place).is_dir()]
@@ -107,12 +106,14 @@ class Environment:
             raise InputError(f"{folder}: no virtual environment can be made: {error}") from error
         options = ["--disable-pip-version-check", "--no-input"]
         options += ["--no-index", "--find-links", str(wheels)] if wheels else []
-        pip = made.run("pip", "install", *options, pin.requirement, capture=True)
-        _require_success(pip, f"{pin} is not installed, pip failed")
+        made.run("pip", "install", *options, pin.requirement, otherwise=f"{pin} is not installed, pip failed")
         return made
 
-    def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run a module by the environment's Python; a signal that stops this process ends all of it as well."""
+    def run(self, module: str, *arguments: str, otherwise: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a module by the environment's Python; a signal that stops this process ends all of it as well.
+
+        Where it has to succeed, ``otherwise`` says what a failure means, and its output is captured.
+        """
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         reported, running = list[int](), list[int]()
@@ -126,7 +127,7 @@ class Environment:
             reported.append(number)
             send(number)
 
-        to = subprocess.PIPE if capture else None
+        to = subprocess.PIPE if otherwise else None
         with heeded(forward):
             # In a session of its own, or a terminal's Ctrl-C would reach it twice.
             with subprocess.Popen(
@@ -146,6 +147,9 @@ class Environment:
             if reported:
                 send(signal.SIGKILL)
                 raise Stopped(reported[0])
+        if otherwise and process.returncode:
+            say(*said.strip().splitlines()[-8:], error=True)
+            raise InputError(f"{otherwise} with status {process.returncode}")
         return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
     @property
@@ -157,8 +161,8 @@ class Environment:
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:
-        asked = self.run("mla_conformance.bump.version", *names, capture=True)
-        _require_success(asked, f"{self.python} failed to list what it finds")
+        said = f"{self.python} failed to list what it finds"
+        asked = self.run("mla_conformance.bump.version", *names, otherwise=said)
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
@@ -175,13 +179,6 @@ class Environment:
     @property
     def _packages(self) -> Path:
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.folder)}))
-
-
-def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
-    """Show the end of what a process that failed has to say, and raise what it means."""
-    if finished.returncode:
-        say(*finished.stderr.strip().splitlines()[-8:], error=True)
-        raise InputError(f"{otherwise} with status {finished.returncode}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 from mla_conformance.vocabulary.case_files import place_of, write_case
 
-VARIABLE = "MLA_CONFORMANCE_CAPTURE"
-LIMIT = 1000
+VARIABLE, LIMIT = "MLA_CONFORMANCE_CAPTURE", 1000
 _PREPARE = "prepare_metadata"
 _ROLES = ((_PREPARE, "run_prefill_new_tokens", "run_prefill_context_chunk"), (_PREPARE, "run_decode"))
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
@@ -49,8 +48,7 @@ def capture(backend: Any, directory: str | Path, values: bool = False, limit: in
 
 def capture_from_environment(backend: Any) -> None:
     """Capture the calls of a backend for good, if MLA_CONFORMANCE_CAPTURE names a folder."""
-    directory = os.environ.get(VARIABLE)
-    if directory:
+    if directory := os.environ.get(VARIABLE):
         _install(backend, _Capture(Path(directory), values=False, limit=LIMIT))
 
 
@@ -89,18 +87,15 @@ class _Capture:
                 return
             self._seen.add(case.id)
         path = place_of(case, self.directory)
-        if not path.exists():  # another rank may have written it
-            seen = {  # every tensor of the call, as it was
-                name: {
-                    "shape": list(value.shape),
-                    "stride": list(value.stride()),
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "device": value.device.type,
-                }
-                for name, value in arguments.items()
-                if isinstance(value, torch.Tensor)
-            }
-            write_case(path, case, {"backend": type(backend).__name__, **seen})
+        if path.exists():  # another rank has written it
+            return
+        seen: dict[str, Any] = {"backend": type(backend).__name__}  # and every tensor of the call, as it was
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                seen[name] = {"shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
+                seen[name]["device"] = value.device.type
+        write_case(path, case, seen)
 
 
 def _install(backend: Any, recording: _Capture) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What a certificate holds, what of a record of an earlier form can still be shown, and what a sanitizer reported."""
+"""What a certificate holds, and what a sanitizer reported of its kernel."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.whole import InputError, decode, read_text
-from mla_conformance.judging.record import Record, Traced
-from mla_conformance.judging.traits import NO_TRAITS, Traits
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import DeviationForm
-from mla_conformance.report.summary import Counts
+from mla_conformance.judging import record, verdict
+from mla_conformance.judging.traits import Traits
+from mla_conformance.report import json_report, summary
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
@@ -29,10 +27,10 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class Finding(Struct, frozen=True, forbid_unknown_fields=True):
-    """A failure that an expectation waives; what it looks like is missing in records that were made before that was."""
+    """A failure that an expectation waives; early records do not say what it looks like."""
 
     case: str
-    status: Status | None
+    status: verdict.Status | None
     check: str
     message: str
     expectation: str
@@ -50,7 +48,7 @@ class Worst(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a complete run of one real kernel found: its record, and a certificate if no must-pass case is lacking."""
+    """What a complete run of one real kernel found: its record, and a certificate if it lacks no must-pass case."""
 
     schema: str = SCHEMA
     suite: Text
@@ -63,17 +61,17 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     environment: dict[str, str]
     pins: Pins
     rounding: dict[str, str]
-    deviations: tuple[DeviationForm, ...]
+    deviations: tuple[json_report.DeviationForm, ...]
     evidence: tuple[dict[str, str], ...]
-    traced: Traced
+    traced: record.Traced
     digests: dict[str, str]
-    counts: Counts
+    counts: summary.Counts
     worst: dict[str, Worst]
     seconds: Annotated[float, Meta(ge=0)]
     findings: tuple[Finding, ...]
     unjudged: tuple[Unjudged, ...]
     lacking: dict[str, str]
-    cases: dict[str, Status]
+    cases: dict[str, verdict.Status]
     traits: Traits | UnsetType = UNSET
     speed: Speed | UnsetType = UNSET
     seal: str = ""
@@ -86,9 +84,35 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def salt(self) -> str:
         return self.environment.get("salt", "")
 
+    @property
+    def worst_share(self) -> float:
+        """The largest share of its error budget that a passed case used; 0 without one."""
+        return max((entry.share for entry in self.worst.values()), default=0.0)
+
+    @property
+    def distributions(self) -> dict[str, str]:
+        """The versions that its adapters declare, or else all that are pinned."""
+        pinned = self.pins.versions
+        return {name: pinned[name] for name in _declared(self.reference) if name in pinned} or pinned
+
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
+
+
+@cache
+def _declared(reference: str) -> tuple[str, ...]:
+    """The distributions of a registered backend; nothing of any other, whose code a record must not run."""
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a list of commands does without
+    from mla_conformance.backends.loading import load_role, roles_of
+
+    try:
+        backend = parse_reference(reference)
+        roles = roles_of(backend) if backend.members() else ()
+        declared = [declaration_of(load_role(backend, role)).distributions for role in roles]
+    except (BackendReferenceError, ImportError):
+        return ()
+    return tuple(dict.fromkeys(name for names in declared for name in names))
 
 
 def renewal(reference: str, device: str) -> str:
@@ -97,8 +121,8 @@ def renewal(reference: str, device: str) -> str:
     return f"mla-conformance certify --backend {shlex.quote(reference)} {where} --submission {RECORDS}"
 
 
-class Outdated(Exception):
-    """A certificate that an earlier suite wrote in a form of its own; the message says how to renew it."""
+class Outdated(InputError):
+    """A certificate that an earlier suite wrote in a form of its own."""
 
 
 class _Head(Struct):
@@ -109,13 +133,11 @@ class _Head(Struct):
 
 
 def read_certificate(path: Path) -> Certificate:
-    """The certificate of a file; Outdated if it is of an earlier form."""
-    text = read_text(path)
-    head = decode(text, _Head, str(path))
+    head = decode(text := read_text(path), _Head, str(path))
     name, _, version = head.schema.partition("/")
     if name == _NAME and version in map(str, range(1, _VERSION)):
         raise Outdated(
-            f"of suite {head.suite}, whose form {head.schema} pins too little to be verified; renew it: "
+            f"{path}: of suite {head.suite}, whose form {head.schema} pins too little to be verified; renew it: "
             f"{renewal(head.reference, head.device)}"
         )
     if head.schema != SCHEMA:
@@ -123,68 +145,8 @@ def read_certificate(path: Path) -> Certificate:
     return decode(text, Certificate, str(path))
 
 
-def records_of(backend: str, reference: str, cases: Mapping[str, Status]) -> list[Record]:
-    return [Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
-
-
-class _Pins(Struct, frozen=True):
-    versions: dict[str, str] = {}
-
-
-class Shown(Struct, frozen=True, kw_only=True):
-    """A record of any form; of an earlier one its cases, reasons and figures are read, and nothing is verified."""
-
-    suite: str
-    date: str
-    backend: str
-    reference: str
-    device: str
-    environment: dict[str, str]
-    rounding: dict[str, str]
-    counts: Counts
-    worst: dict[str, Worst]
-    findings: tuple[Finding, ...]
-    unjudged: tuple[Unjudged, ...]
-    lacking: dict[str, str]
-    cases: dict[str, Status]
-    versions: dict[str, str] = {}
-    pins: _Pins = _Pins()
-    traits: Traits = NO_TRAITS
-    speed: Speed | None = None
-
-    @property
-    def distributions(self) -> dict[str, str]:
-        found = {name: self.pins.versions[name] for name in _declared(self.reference) if name in self.pins.versions}
-        return self.versions or found or dict(self.pins.versions)
-
-    @property
-    def worst_share(self) -> float:
-        """The largest share of its error budget that a passed case used; 0 without one."""
-        return max((entry.share for entry in self.worst.values()), default=0.0)
-
-
-@cache
-def _declared(reference: str) -> tuple[str, ...]:
-    """What the adapters of a registered backend declare; nothing of any other, whose code a record must not run."""
-    from mla_conformance.backends.declaration import declaration_of  # torch, which a list of commands does without
-    from mla_conformance.backends.loading import load_role, roles_of
-
-    try:
-        backend = parse_reference(reference)
-        if not backend.members():
-            return ()
-        declared = [declaration_of(load_role(backend, role)).distributions for role in roles_of(backend)]
-    except (BackendReferenceError, ImportError):
-        return ()
-    return tuple(dict.fromkeys(name for names in declared for name in names))
-
-
-def shown_of(certificate: Certificate) -> Shown:
-    return msgspec.convert(certificate.to_json(), Shown)
-
-
-def read_shown(path: Path) -> Shown:
-    return decode(read_text(path), Shown, str(path))
+def records_of(backend: str, reference: str, cases: Mapping[str, verdict.Status]) -> list[record.Record]:
+    return [record.Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
 
 
 SANITIZED = "mla-conformance-sanitized/1"
@@ -200,17 +162,17 @@ class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    schema: str = SANITIZED  # of the report
-    suite: Text  # version of the suite
+    schema: str = SANITIZED
+    suite: Text
     version: Text  # of this project
-    date: Text  # ISO date
-    backend: Text  # its name
-    reference: Text  # what loads it
-    device: Text  # where
+    date: Text
+    backend: Text
+    reference: Text
+    device: Text
     environment: dict[str, str]  # device, driver, CUDA, torch and Python
     versions: dict[str, str]  # of the distributions behind the backend
     tool: Text  # of compute-sanitizer
-    tool_version: Text  # its version
+    tool_version: Text
     tool_cuda: str = ""  # the CUDA toolkit that it is of; empty where that does not tell
     # seconds of the calls of each case that the tool watched
     checked: Annotated[dict[str, Annotated[float, Meta(ge=0)]], Meta(min_length=1)]

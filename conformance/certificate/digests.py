@@ -18,20 +18,14 @@ from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.report.differences import differing
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import digest_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary import arrays, capabilities
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
-
-EARLIER = "earlier_cases"
-"""In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
-
-NUMBER = "listed"  # in ``suites.json``, how many cases a suite's list has; in a record they stand first, in their order
-
-SOURCES = "sources"
-"""In ``suites.json``, by module of this package that a kernel is reached through, digests that judge alike."""
-
+# In ``suites.json``: the digests of a suite's list before cases were added, on which what was judged stays valid; how
+# many cases its list has, which stand first in a record, in their order; and by module of this package that a kernel
+# is reached through, digests that judge alike.
+EARLIER, NUMBER, SOURCES = "earlier_cases", "listed", "sources"
 FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backend, a digest of its own
 
 
@@ -48,7 +42,7 @@ def installed_digests() -> dict[str, str]:
 
 def record_digests(fitted: Iterable[str]) -> dict[str, str]:
     """Those that a record holds: of what is installed, and of the spaces with the ids of cases fitted to its kernel."""
-    return {**installed_digests(), FITTED: digest_of(fitted)}
+    return {**installed_digests(), FITTED: arrays.digest_of(fitted)}
 
 
 def version_digests() -> dict[str, str | int | list[str]]:
@@ -59,7 +53,6 @@ def version_digests() -> dict[str, str | int | list[str]]:
     return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
-@cache
 def locked_digests() -> dict[str, tuple[str, ...]]:
     return {name: tuple(_stored().get(name, ())) for name in LOCKED}
 
@@ -94,7 +87,7 @@ def own_list(certificate: Certificate) -> Set[str] | None:
 
 @cache
 def listed_ids() -> Set[str]:
-    return dict.fromkeys(case.id for entry in CAPABILITIES.values() for case in entry.cases).keys()
+    return dict.fromkeys(case.id for entry in capabilities.CAPABILITIES.values() for case in entry.cases).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:

@@ -1,14 +1,22 @@
-"""Issuing a certificate: only for a complete, unfiltered run of the full tier by one real kernel."""
+"""Issuing a certificate, only for a complete, unfiltered run of the full tier by one real kernel; and signing it.
+
+Signatures are made and checked by ``ssh-keygen``; the cryptography is OpenSSH's alone.
+"""
 
 import datetime
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
 from mla_conformance.certificate.digests import listed_ids, record_digests, seal
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, Remark, Weight
+from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.judging.verdict import Status
@@ -29,9 +37,8 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
     listed = listed_ids()
     for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
         if odd:
-            raise Refused(
-                f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
-            )
+            wanted = "expected the full tier, no selection and no shard"
+            raise Refused(f"{len(odd)} cases {what}, for example {min(odd)}; {wanted}")
     if drawn:
         raise Refused("drawn cases are in no list; certify without --explore")
     (backend,) = backends
@@ -116,3 +123,57 @@ def record(
     for case, why in found.lacking.items() if certifies else ():
         raise Refused(f"must-pass case {case} did not pass: {why}; --record FILE takes it with what it lacks")
     return msgspec.structs.replace(found, seal=seal(found))
+
+
+_PURPOSE = "mla-conformance"  # a signature that the same key made for something else does not count
+
+
+def signature_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sig")
+
+
+def require_key(key: Path) -> None:
+    _require_program()
+    if not key.is_file():
+        raise InputError(f"--sign {key}: expected the file of an SSH key")
+
+
+def sign(content: str, key: Path) -> str:
+    refused, said = _keygen("sign", content, "-f", str(key), "-n", _PURPOSE)
+    if refused:
+        raise InputError(f"--sign {key}: ssh-keygen refuses it: {said}")
+    return said
+
+
+def checked(content: str, signature: str | None, name: str, signers: Path) -> Remark:
+    """Who signed a file or a record's seal, of those whom a file names; nobody of them speaks against it."""
+    if not signers.is_file():
+        raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
+    if signature is None:
+        return Remark(Weight.AGAINST, f"it is not signed: there is no {name} beside it")
+    with tempfile.NamedTemporaryFile("w", suffix=".sig", encoding="utf-8") as file:
+        file.write(signature)
+        file.flush()
+        known = ("-f", str(signers), "-s", file.name)
+        refused, said = _keygen("find-principals", content, *known)
+        if refused:
+            return Remark(Weight.AGAINST, f"{name} is of none of the signers of {signers}: {said}")
+        signed_by = said.splitlines()[0]
+        refused, said = _keygen("verify", content, *known, "-I", signed_by, "-n", _PURPOSE)
+    if refused:
+        return Remark(Weight.AGAINST, f"{name} is no signature of {signed_by} under this content: {said}")
+    return Remark(Weight.REPORTED, f"signed by {signed_by}")
+
+
+def _require_program() -> None:
+    if shutil.which("ssh-keygen") is None:
+        raise InputError("signatures are made and checked by ssh-keygen, which is not here: install OpenSSH's client")
+
+
+def _keygen(action: str, content: str, *options: str) -> tuple[bool, str]:
+    """Whether the program refuses, and why in one line, or else what it printed."""
+    _require_program()
+    command = ["ssh-keygen", "-Y", action, *options]
+    done = subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
+    why = " ".join((done.stderr or done.stdout).split())
+    return bool(done.returncode), why if done.returncode else done.stdout

@@ -4,7 +4,7 @@ import base64
 import csv
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,6 @@ from mla_conformance.judging.record import Traced
 from mla_conformance.report.differences import differing
 
 _OF_A_MACHINE = ("device", "compute_capability", "driver", "cuda", "cudnn", "torch", "python")
-
 _EVERYBODYS = ("mla-conformance", "torch", "numpy")
 _CHOSEN = "triton"  # torch brings it, and kernels are written in it
 
@@ -82,17 +81,17 @@ def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str
         name = place_of(Path(path))
         top = name.partition("/")[0].removesuffix(".py")
         said = "sha256=" + base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
-        owner = next((each for each in owners.get(top, ()) if _recorded(each).get(name) == said), None)
-        if owner is None and path not in harness:
+        owner = next((each for each in owners.get(top, ()) if _recorded(each).get(name) == said), "")
+        if not owner and path not in harness:
             own[path] = digest
-        elif owner is not None and canonicalize_name(owner) not in _everybodys():
+        elif owner and canonicalize_name(owner) not in _everybodys():
             found[owner] = None
     return sorted(found), own
 
 
 @cache
 def _recorded(name: str) -> dict[str, str]:
-    """What a wheel's RECORD says of its files, by their names: the digest in URL-safe base64 without padding."""
+    """By its file's names, the digests that a wheel tells, in URL-safe base64 without padding."""
     lines = csv.reader((distribution(name).read_text("RECORD") or "").splitlines())
     return {line[0]: line[1] for line in lines if len(line) == 3}
 
@@ -157,7 +156,11 @@ def compare(
             continue
         if not joined or source_digest(name, path) not in alike.get(name, ()):
             yield Remark(Weight.AGAINST, f"source {name}: it is the backend's here, and the certificate is of another")
-    found = {name: own[name] if name in own else _source(name, backend) for name in pins.sources}
+    found = {}
+    for name in pins.sources:
+        is_module = all(map(str.isidentifier, name.split("."))) and not name.endswith((".py", ".pyc", ".zip"))
+        elsewhere = module_file if is_module else partial(find_place, beside=backend.file)
+        found[name] = own[name] if name in own else elsewhere(name)
     yield from _absent("sources were", found)
     for name, path in found.items():
         if path is None or (here := source_digest(name, path)) == pins.sources[name]:
@@ -178,11 +181,6 @@ def compare(
         )
         changed = ", from a checkout with changes" if pins.harness.clean is False else ""
         yield Remark(Weight.REPORTED, f"judged by the harness {theirs}{changed}; here is {ours}")
-
-
-def _source(name: str, backend: BackendReference) -> Path | None:
-    is_module = all(map(str.isidentifier, name.split("."))) and not name.endswith((".py", ".pyc", ".zip"))
-    return module_file(name) if is_module else find_place(name, backend.file)
 
 
 def _library(name: str, what: str, stated: str, here: str) -> Iterator[Remark]:

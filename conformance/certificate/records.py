@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
@@ -40,8 +39,7 @@ class KeptRecord:
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    # All fields of the record but the cases. ``@N`` is text N of the line, ``#N`` case N; a text that begins with
-    # either sign has another @ in front.
+    # All but the cases: ``@N`` is text N, ``#N`` case N; a text that begins with either has another @ in front
     record: dict[str, Any]
     listed: int  # so many of the file's ids were known when it was written; the record's cases are these, then its own
     statuses: str  # of the cases, a letter and how often it comes
@@ -133,9 +131,8 @@ def _bounded(texts: Iterable[str]) -> list[str]:
 
 
 def _spread(statuses: str, number: int) -> Iterator[Status | None]:
-    runs = re.findall(r"([a-z-])(\d{1,9})", statuses, re.ASCII)
-    total = sum(int(times) for _, times in runs)
-    if "".join(map("".join, runs)) != statuses or total != number or not {run[0] for run in runs} <= _STATUSES.keys():
+    runs = re.findall(rf"([{''.join(_STATUSES)}])(\d{{1,9}})", statuses, re.ASCII)
+    if "".join(map("".join, runs)) != statuses or sum(int(times) for _, times in runs) != number:
         raise ValueError(f"its statuses are not those of {number} cases")
     for letter, times in runs:
         yield from [_STATUSES[letter]] * int(times)
@@ -165,10 +162,10 @@ class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RecordLine:
-    source: str  # the file and the line's number
-    text: str  # as it stands there
+    source: str  # the file, and the line's number
+    text: str  # as it stands there; empty of a file of one record
     kept: KeptRecord | None  # what it holds; None if it is refused
-    why: str = ""  # it is refused, behind the source; empty if it is not
+    why: str = ""  # it is refused
 
 
 def suite_order(suite: str) -> list[int]:
@@ -232,7 +229,7 @@ def require_records(path: Path) -> None:
 
 
 def write_record(path: Path, certificate: Certificate, signature: str = "") -> None:
-    """Write a record of this suite in place of an earlier one of the kernel in the same versions on the same device."""
+    """Write a record in place of an earlier one of the kernel in the same versions on the same device."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         others = [each for each in records if _key(each.certificate) != _key(certificate)]
@@ -258,7 +255,13 @@ def write_sanitized(path: Path, found: SanitizedKernel) -> None:
 
 def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRecord]]) -> None:
     """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end."""
-    with _alone(path):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # kernels may be certified at once
         suite, ids, lines = _read(path) if path.exists() else ("", [], [])
         unchanged = {id(line.kept): line.text for line in lines if line.kept}
         after = sorted(change([line.kept for line in lines if line.kept]), key=lambda each: _key(each.certificate))
@@ -271,18 +274,5 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
             *(line.text for line in lines if not line.kept),
         ]
         write_output(path, "".join(f"{text}\n" for text in texts))
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from writing files of this folder: kernels may be certified at once."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(folder)

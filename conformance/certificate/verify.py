@@ -1,17 +1,12 @@
-"""Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing.
-
-And giving its failures reasons that were found after the run, and executing some of its cases again.
-"""
+"""Verifying a certificate, giving its failures reasons that were found after the run, and running cases again."""
 
 import datetime
 import random
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Iterator, Set
 
 import msgspec
 
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.loading import load_backend
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, known_variants
+from mla_conformance.backends import declaration, loading, references
 from mla_conformance.cases.case import CaseError
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
@@ -27,10 +22,7 @@ from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.differences import contradicts, differing
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
-from mla_conformance.vocabulary.capabilities import Tier
-
-_JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
+from mla_conformance.vocabulary import arrays, capabilities
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -45,10 +37,11 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     if stated != (certificate.device, certificate.suite):
         found.append(f"the environment names device and suite {stated}, the certificate of {certificate.device}")
     try:
-        date = datetime.date.fromisoformat(certificate.date)
+        if datetime.date.fromisoformat(certificate.date) > today:
+            found.append(f"date {certificate.date} lies in the future")
     except ValueError:
-        return [*found, f"date {certificate.date!r}: expected YYYY-MM-DD"]
-    return [*found, *([f"date {date} lies in the future"] if date > today else [])]
+        found.append(f"date {certificate.date!r}: expected YYYY-MM-DD")
+    return found
 
 
 def age(certificate: Certificate) -> str:
@@ -71,28 +64,24 @@ def _digests(certificate: Certificate) -> Iterator[str]:
             sources = f"suite {SUITE_VERSION} does not list the sources that are here"
             todo = f"; {sources}; to show that they judge alike: python ci/lock.py write, then python ci/accept.py"
         yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
-    if certificate.tier != Tier.FULL:
+    if certificate.tier != capabilities.Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
     listed = digests.judged_list(certificate)
     fitted = sorted(certificate.cases.keys() - listed)
-    foreign = {case for case in fitted if not could_be_fitted(case)}
+    foreign = {case for case in fitted if not arrays.could_be_fitted(case)}
     for what, odd in (("missing", listed - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    digest = digest_of(fitted, None if listed == digests.listed_ids() else listed)
+    digest = arrays.digest_of(fitted, None if listed == digests.listed_ids() else listed)
     if not foreign and certificate.digests.get(digests.FITTED) != digest:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
 def not_yet_judged(certificate: Certificate) -> Set[str]:
     return digests.listed_ids() - digests.judged_list(certificate)
-
-
-def fitted_of(cases: Collection[str]) -> list[str]:
-    return sorted(set(cases).difference(digests.listed_ids()))
 
 
 def _verdicts(certificate: Certificate) -> Iterator[str]:
@@ -118,12 +107,11 @@ def _verdicts(certificate: Certificate) -> Iterator[str]:
 def _findings(certificate: Certificate) -> Iterator[str]:
     waived = {case for case, status in certificate.cases.items() if status is Status.EXPECTED_FAILURE}
     found = {finding.case: finding for finding in certificate.findings}
-    for case in sorted(waived - found.keys()):
-        yield f"case {case} is waived, but no finding says why"
-    for case in sorted(found.keys() - waived):
-        yield f"a finding waives {case}, which is not waived among the cases"
-    for case in sorted(waived & found.keys()):
-        if not found[case].expectation:
+    yield from (f"case {case} is waived, but no finding says why" for case in sorted(waived - found.keys()))
+    for case in sorted(found):
+        if case not in waived:
+            yield f"a finding waives {case}, which is not waived among the cases"
+        elif not found[case].expectation:
             yield f"the finding on {case} gives no reason"
     # A run explains a kernel's wrong numbers, or says why it does not; older records are silent about all.
     for each in certificate.findings:
@@ -135,11 +123,11 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
-    for reference in (*known_backends(), *known_variants()):
+    for reference in (*references.known_backends(), *references.known_variants()):
         if reference.name == certificate.backend:
             try:
-                emulated = declaration_of(load_backend(reference)).emulated
-            except (ImportError, BackendReferenceError):
+                emulated = declaration.declaration_of(loading.load_backend(reference)).emulated
+            except (ImportError, references.BackendReferenceError):
                 return
             if emulated:
                 yield f"backend {reference.name} is an emulated kernel, which is never certified"
@@ -165,7 +153,7 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
 
 
 def rerun(
-    certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
+    certificate: Certificate, number: int, backend: references.BackendReference, device: str | None, salt: str
 ) -> Iterator[Remark]:
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
@@ -204,4 +192,5 @@ def _run(request: RunRequest) -> RunSummary:
 
 
 def judged_cases(certificate: Certificate) -> list[str]:
-    return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)
+    judged = (Status.PASS, Status.EXPECTED_FAILURE)
+    return sorted(case for case, status in certificate.cases.items() if status in judged)

@@ -13,7 +13,6 @@ from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.certificate import issue
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
-from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
@@ -25,9 +24,8 @@ from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import BackendFacts
-from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import find_model, read_config
-from mla_conformance.models.profile import Deployment
+from mla_conformance.models.profile import Deployment, cases_of
 from mla_conformance.report.json_report import load_report, to_text
 from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary
@@ -40,7 +38,7 @@ def certify(options: argparse.Namespace) -> int:
     kinds = ("certificate", "record", "submission")
     kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
     if options.sign:
-        require_key(options.sign)
+        issue.require_key(options.sign)
     if options.role:
         why = "{}: cannot be combined with --role, by whose file nothing is certified or recorded"
         _refuse(options, ("certificate", "submission", "record", "sanitize", "model", "config"), why)
@@ -172,13 +170,13 @@ class Issuing:
             say(f"mla-conformance: no {self.kind}: {reason}", error=True)
             return 1
         if self.kind == "submission":
-            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
+            write_record(self.path, certificate, issue.sign(certificate.seal, self.key) if self.key else "")
         else:
             text = to_text(certificate.to_json())
             write_output(self.path, text)
-            signature_of(self.path).unlink(missing_ok=True)
+            issue.signature_of(self.path).unlink(missing_ok=True)
             if self.key:
-                write_output(signature_of(self.path), sign(text, self.key))
+                write_output(issue.signature_of(self.path), issue.sign(text, self.key))
         say(f"wrote {self.path}", error=True)
         return status
 

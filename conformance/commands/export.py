@@ -13,19 +13,19 @@ import torch
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
-from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
-from mla_conformance.certificate.records import is_records, kept_records
+from mla_conformance.certificate.certificate import Certificate, read_certificate
+from mla_conformance.certificate.records import KeptRecord, is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.machine import find_device, how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
-from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
+from mla_conformance.report.ci_views import Issue, issue_text, issues_of
 from mla_conformance.report.json_report import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
@@ -117,9 +117,10 @@ def _write_issue(options: argparse.Namespace) -> int:
         issues = issues_of(load_report(options.issue))
     else:
         path = report_file(options.issue)
-        kept = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
-        issues = [_of_failure(failure, shown) for shown in kept for failure in Entry(shown, "").failures]
-    text = markdown_of(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
+        kept = kept_records(path) if is_records(path) else [KeptRecord(read_certificate(path))]
+        entries = [Entry(each.certificate, "") for each in kept]
+        issues = [_of_failure(failure, entry.record) for entry in entries for failure in entry.failures]
+    text = issue_text(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
     if options.out:
         write_output(options.out, text)
     else:
@@ -127,20 +128,20 @@ def _write_issue(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_failure(failure: KnownFailure, shown: Shown) -> Issue:
+def _of_failure(failure: KnownFailure, record: Certificate) -> Issue:
     found = failure.example
     clause = CLAUSES[Check(found.check)] if found.check in set(Check) else ""
     example = Record(
-        shown.backend,
-        shown.reference,
+        record.backend,
+        record.reference,
         found.case.partition(":")[0],
         found.case,
         Status.FAIL,
         message=found.message.removesuffix(f" (SPEC {clause})"),
         check=found.check,
         clause=clause,
-        salt=shown.environment.get("salt", ""),
+        salt=record.salt,
     )
     further = tuple(each.case for each in failure.findings if each is not found)
-    machine = {"device": shown.device, **shown.environment}
-    return Issue(shown.backend, failure.reason, shown.distributions, machine, shown.suite, example, further)
+    machine = {"device": record.device, **record.environment}
+    return Issue(record.backend, failure.reason, record.distributions, machine, record.suite, example, further)

@@ -14,9 +14,8 @@ from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import passing_run
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.judging.record import BackendFacts
-from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import StoredModel, find_model, model_names, stored_model
-from mla_conformance.models.profile import Deployment, ModelProfile
+from mla_conformance.models.profile import Deployment, ModelProfile, cases_of
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary import tiers

@@ -3,7 +3,7 @@
 import argparse
 import datetime
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +11,9 @@ from pathlib import Path
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal, sanitized_problems
 from mla_conformance.certificate.digests import listed_sources, unlike
+from mla_conformance.certificate.issue import checked, signature_of
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
-from mla_conformance.certificate.signature import SignatureError, signature_of, signer
 from mla_conformance.certificate.verify import judged_cases, not_yet_judged, problems, rerun, with_reasons
 from mla_conformance.engine.machine import this_machine
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
@@ -35,10 +35,7 @@ def write_reasons(options: argparse.Namespace) -> int:
         if is_records(path):
             change_records(path, lambda records: [_explained(each, known) for each in records])
             continue
-        try:
-            before = KeptRecord(read_certificate(path))
-        except Outdated as old:
-            raise InputError(f"{path}: {old}") from old
+        before = KeptRecord(read_certificate(path))
         after = _explained(before, known)
         if after is not before:
             write_output(path, to_text(after.certificate.to_json()))
@@ -59,7 +56,7 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
         try:
             kept, beside = KeptRecord(read_certificate(path)), signature_of(path)
         except Outdated as old:
-            say(f"{path}: {old}", error=True)
+            say(str(old), error=True)
             yield 1
             return
         signature = read_text(beside) if beside.is_file() else None
@@ -90,7 +87,7 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     against, reported = list[str](), list[str]()
 
-    def take(remarks: Iterator[Remark]) -> None:
+    def take(remarks: Iterable[Remark]) -> None:
         for weight, sentence in remarks:
             if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and again):
                 against.append(sentence)
@@ -100,7 +97,11 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
 
     against += problems(certificate, datetime.date.today())
     against += sanitized_problems(certificate, kept.sanitized)
-    take(_signature(*signed, options.signers))
+    content, signature, name = signed
+    if options.signers is not None:
+        take([checked(content, signature, name, options.signers)])
+    elif signature is not None:
+        take([Remark(Weight.REPORTED, f"{name} was not checked; add --signers FILE")])
     if new := not_yet_judged(certificate):
         reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
     if certificate.is_current:
@@ -124,16 +125,6 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
     say(f"{source}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{run}{lacking}")
     return 0
-
-
-def _signature(content: str, signature: str | None, name: str, signers: Path | None) -> Iterator[Remark]:
-    if signers is not None:
-        try:
-            yield Remark(Weight.REPORTED, f"signed by {signer(content, signature, name, signers)}")
-        except SignatureError as error:
-            yield Remark(Weight.AGAINST, str(error))
-    elif signature is not None:
-        yield Remark(Weight.REPORTED, f"{name} was not checked; add --signers FILE")
 
 
 def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) -> Iterator[Remark]:

@@ -21,7 +21,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
-from mla_conformance.report.outcome import cases_of, cause_lines, of_cases, worst_error
+from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.report.terminal import columns, counted, is_read, say, say_wrapped
 
@@ -95,11 +95,11 @@ class _Watch:
         self.failed = [*(record.case for record in failed), *sorted(left)]
         if self._has_changed():
             return  # it is judged again at once
-        counts = Counts.of(records, len(cases))
+        counts, judged = Counts.of(records, len(cases)), BackendSummary(facts, summarise(records))
         outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        told = filter(None, [*of_cases(counts), worst_error(records), clock(time.monotonic() - progress.began)])
+        told = filter(None, [*of_cases(counts), worst_error([judged]), clock(time.monotonic() - progress.began)])
         self._say(SIGN[BackendOutcome.FAIL if counts.failed else outcome], " · ".join(told))
-        say(*cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records)),)), columns()))
+        say(*cause_lines(RunSummary({}, (judged,)), columns()))
         if failed and self.run.explains:
             progress.phase(f"looking what {counted(len(failed), 'failure')} are like, for up to a minute each kind")
             with live(lambda: progress.line):
@@ -107,7 +107,7 @@ class _Watch:
             known = {cause.sentence for cause in causes(records)}
             for cause in () if self._has_changed() else causes(explained):
                 if cause.sentence not in known:
-                    say_wrapped(f"explained: {cases_of(cause)}: {cause.sentence}", " " * 7)
+                    say_wrapped(f"explained: {cause.cases}: {cause.sentence}", " " * 7)
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         tasks = Tasks([[Judge(self._backend.reference, case)] for case in cases])

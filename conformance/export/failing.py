@@ -14,8 +14,7 @@ from mla_conformance.export.program import NotWritable
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
-from mla_conformance.problems.calls import AttentionCall, Problem
-from mla_conformance.problems.operands import Draw
+from mla_conformance.problems import calls, operands
 from mla_conformance.report.html import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -31,14 +30,14 @@ _CACHES = ("auto", "fp8")
 class Reproduced:
     subject: Subject  # the backend on its device
     case: Case  # what was asked for
-    problem: Problem  # inputs of the call that decided, the only one of its problem
+    problem: calls.Problem  # inputs of the call that decided, the only one of its problem
     record: Record  # a pass, or a failure by a wrong number
     excused: tuple[int, ...] = ()  # requests whose inputs were spoiled, so that their own rows are not judged
     is_redrawn: bool = False  # whether the call is one of several, with other operands than the case gives it
     looks_like: str = ""  # what the failure looks like; empty where nothing explains it
 
     @property
-    def call(self) -> AttentionCall:
+    def call(self) -> calls.AttentionCall:
         return self.problem.attention[0]
 
 
@@ -76,19 +75,19 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     return Reproduced(subject, case, made, record, tuple(spoiled))
 
 
-def called(seen: Observed) -> Problem:
+def called(seen: Observed) -> calls.Problem:
     """The calls that were made, which may have other inputs than those they were judged by."""
     return replace(seen.problem, calls=tuple(returned.call for returned in seen.observation.returned))
 
 
-def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Problem:
+def _wrong_call(made: calls.Problem, seen: Observed, declaration: Declaration) -> calls.Problem:
     """The first of several calls that is wrong by itself, on operands that its seed draws, since keys of a chunk come
     out of a cache and through a projection; whether it is wrong on these as well, only the script can tell.
     """
     wrong = {part.part for part in heat_maps(compared(seen, declaration)) if part.wrong}
     for call in made.calls:
         if isinstance(call, PrefillCall) and wrong & {f"output of {call.name}", f"LSE of {call.name}"}:
-            generator = Draw(made.case, torch.device("cpu")).generator
+            generator = operands.Draw(made.case, torch.device("cpu")).generator
             keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
             for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):  # in the order in which a script draws
                 x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
@@ -100,7 +99,6 @@ def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Prob
     )
 
 
-_TENSORS, _README = "tensors.pt", "README.md"
 _TOLD = """# {case}
 
 {backend}: {verdict}
@@ -129,7 +127,7 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
     verdict, drawn = (f"{record.status}: {record.message}" if record.message else record.status), ", ".join(pictures)
     told = _TOLD.format(case=case.id, backend=record.backend, verdict=verdict, pictures=drawn or "none was compared")
-    for name, text in ({_README: told} | pictures).items():
+    for name, text in ({"README.md": told} | pictures).items():
         write_output(folder / name, text)
     returned = {
         f"{name} of {each.call.name}": part
@@ -148,7 +146,8 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         },
         "budget": {name: part.allowed for name, part in parts.items()},
     }
+    file = folder / "tensors.pt"
     try:
-        torch.save(data, folder / _TENSORS)
+        torch.save(data, file)
     except OSError as error:
-        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
+        raise InputError(f"{file}: cannot be written: {error.strerror}") from error

@@ -181,10 +181,8 @@ def _cached_entries(call: DecodeCall) -> torch.Tensor:
     """[S, width] entries of all requests, one after the other, from the pages."""
     page, table = call.kv_cache.shape[1], call.metadata.block_table.long()
     tokens = [torch.arange(length, device=table.device) for length in call.metadata.seq_lens_cpu.tolist()]
-    parts = [
-        call.kv_cache.view(torch.uint8)[table[request, token // page], token % page]
-        for request, token in enumerate(tokens)
-    ]
+    data = call.kv_cache.view(torch.uint8)
+    parts = [data[table[request, token // page], token % page] for request, token in enumerate(tokens)]
     return torch.cat(parts).view(call.kv_cache.dtype)
 
 

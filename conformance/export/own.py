@@ -10,9 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.backends import slots
-from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends import hub, packaged, slots
 from mla_conformance.export.program import LIBRARY, NotWritable, folded
 from mla_conformance.files.installed import is_followed, source_files
 from mla_conformance.trials.subject import Subject
@@ -42,10 +40,8 @@ _STANDS_IN: dict[str, dict[str, str]] = {
     "declaration": dict.fromkeys(("Declaration", "Deviation", "LseClass", "Precision", "Rounding"), "MagicMock()"),
 }
 """What a script has in the place of names of the interface; no declaration decides, and nothing is to be refused."""
-_UNCALLED = (
-    "cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree",
-)  # fmt: skip
-"""Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone."""
+# Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone.
+_UNCALLED = ["cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree"]
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
     supported_dtypes = [torch.float16, torch.bfloat16]
     supports_dtype = classmethod(lambda cls, dtype: dtype in cls.supported_dtypes)
@@ -121,7 +117,7 @@ class OwnClass:
 
     @property
     def needs(self) -> list[str]:
-        """What whoever runs the script needs of it, in words."""
+        """What whoever runs the script needs of it."""
         beside = (os.path.relpath(file, self.path.parent) for file in self.files[1:]) if self.path else ()
         return [self.module, *beside]
 
@@ -150,9 +146,9 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         raise NotWritable(
             "its class is driven through another generation of the interface, which a script does not hold"
         )
-    if subject.backend.reference.startswith(HUB):
+    if subject.backend.reference.startswith(hub.HUB):
         raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
-    if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
+    if issubclass(loaded, packaged.LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
     location = subject.backend.reference.rpartition(":")[0]
     path = Path(location) if location.endswith(".py") else None

@@ -41,9 +41,8 @@ class Program:
         self.lines: list[str] = []  # none wider than WIDTH; a device is called DEVICE
         self.modules: dict[str, str] = {}  # what they call, with the names that they give it
         self.used: set[str] = set()  # names of the inputs that they mention
-        uses = [
-            (index, owner_of(x)) for index, step in enumerate(steps) for x in leaves([step.arguments, step.keywords])
-        ]
+        mentioned = ((at, leaves([step.arguments, step.keywords])) for at, step in enumerate(steps))
+        uses = [(at, owner_of(x)) for at, found in mentioned for x in found]
         returned = list(map(owner_of, results))
         self._uses = Counter([*(key for _, key in uses), *returned])
         self._returned = dict(zip(returned, ("output", "lse"), strict=False))
@@ -109,10 +108,10 @@ class Program:
         return f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
 
     def _place(self, source: Any, name: str) -> str:
-        if not isinstance(source, str):
-            return f"{self._known(id(source), source)}{name}"
         number = str(len(self.modules) + 1) if self.modules else ""
-        return f"{self.modules.setdefault(source, LIBRARY + number)}{name}"
+        is_module = isinstance(source, str)
+        root = self.modules.setdefault(source, LIBRARY + number) if is_module else self._known(id(source), source)
+        return f"{root}{name}"
 
     def _known(self, key: int, value: Any) -> str:
         if key not in self._names:
@@ -136,7 +135,7 @@ class Program:
         if isinstance(value, torch.Tensor):
             return self._known(owner_of(value), value)
         if isinstance(value, Handle):
-            return self._place(*value.place)
+            return self._place(value._source, value._name)
         if isinstance(value, dict):
             return "{" + ", ".join(f"{self._text(key)}: {self._text(x)}" for key, x in value.items()) + "}"
         if isinstance(value, list):

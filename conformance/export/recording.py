@@ -22,10 +22,12 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, t
 
 @dataclass(frozen=True)
 class Step:
+    """A call; a library's objects among its arguments and its results are handles."""
+
     name: str  # of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it
-    arguments: tuple[Any, ...]  # positional ones; a library's objects among them are handles
-    keywords: dict[str, Any]  # the others
-    result: Any  # what came back; a library's objects are handles
+    arguments: tuple[Any, ...]  # positional ones
+    keywords: dict[str, Any]
+    result: Any
     source: Any = None  # the module, as text, or the library's object that the names begin at; None for torch
 
     @property
@@ -72,10 +74,6 @@ class Handle:
     def _within(self, value: Any, name: str) -> "Handle":
         return Handle(value, self._recorder, self._source, self._name + name)
 
-    @property
-    def place(self) -> tuple[Any, str]:
-        return self._source, self._name
-
 
 class Recorder(TorchFunctionMode):
     """Keeps the steps that are made while it is entered, with all that they mention."""
@@ -119,10 +117,9 @@ class Recorder(TorchFunctionMode):
             setattr(cls, _LOAD, load)
 
     def call(self, handle: Handle, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        source, name = handle.place
         with self._library():
             result = self._handed(bare(handle)(*bare(arguments), **bare(keywords)))
-        self.steps.append(Step(name, arguments, keywords, result, source))
+        self.steps.append(Step(handle._name, arguments, keywords, result, handle._source))
         return result
 
     @contextmanager
@@ -153,17 +150,16 @@ def bare(value: Any) -> Any:
 def leaves(value: Any) -> Iterator[torch.Tensor | Handle]:
     if isinstance(value, torch.Tensor | Handle):
         yield value
-    elif isinstance(value, dict):
-        yield from leaves([*value, *value.values()])
-    elif isinstance(value, tuple | list):
-        yield from (leaf for part in value for leaf in leaves(part))
-    elif is_dataclass(value):
-        yield from leaves(vars(value))
+        return
+    value = vars(value) if is_dataclass(value) else value
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    for part in parts if isinstance(parts, tuple | list) else ():
+        yield from leaves(part)
 
 
 def owner_of(leaf: torch.Tensor | Handle) -> int:
     """The id of a tensor, or of the object that a handle's names begin at."""
-    return id(leaf.place[0]) if isinstance(leaf, Handle) else id(leaf)
+    return id(leaf._source) if isinstance(leaf, Handle) else id(leaf)
 
 
 def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]:
@@ -182,8 +178,7 @@ def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]
 
 
 def _storages(value: Any) -> set[int]:
-    tensors = (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-    return {pointer for tensor in tensors if (pointer := tensor.untyped_storage().data_ptr())}
+    return {x.untyped_storage().data_ptr() for x in leaves(value) if isinstance(x, torch.Tensor)} - {0}
 
 
 def _view_of(x: Any) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import nearest
@@ -15,9 +15,8 @@ from mla_conformance.gating.mustpass import MustPass, Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import grouped
+from mla_conformance.report import causes, json_report
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
-from mla_conformance.report.json_report import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import counted, fitting
 from mla_conformance.version import SUITE_VERSION
@@ -51,11 +50,8 @@ class GateRow:
     cases: int = 1  # how many it adds to those of its kind
 
 
-_CHANGES = {
-    ChangeKind.BACKEND_REMOVED: GateFinding.LOST,
-    ChangeKind.NO_LONGER_AVAILABLE: GateFinding.LOST,
-    ChangeKind.CASE_REMOVED: GateFinding.LOST,
-    ChangeKind.LOST: GateFinding.LOST,
+_GONE = (ChangeKind.BACKEND_REMOVED, ChangeKind.NO_LONGER_AVAILABLE, ChangeKind.CASE_REMOVED, ChangeKind.LOST)
+_CHANGES = dict.fromkeys(_GONE, GateFinding.LOST) | {
     ChangeKind.NEWLY_PASSING: GateFinding.NEWLY_PASSING,
     ChangeKind.GREW: GateFinding.DRIFTED,
 }
@@ -79,30 +75,27 @@ class Gate:
     bitwise: Sequence[Question] = ()  # what each backend has to answer with yes, in every role that it applies to
 
     def rows(self) -> list[GateRow]:
-        for report in [*self.reports, *self.baseline][1:]:  # or verdicts say nothing about each other
-            first = [*self.reports, *self.baseline][0]
-            for name, expected, got in differing(_traits(first), _traits(report)):
-                raise InputError(f"{report.source}: expected {name} {expected} as in {first.source}, got {got}")
+        alike = [*self.reports, *self.baseline]  # or verdicts say nothing about each other
+        for report in alike[1:]:
+            for name, expected, got in differing(_traits(alike[0]), _traits(report)):
+                raise InputError(f"{report.source}: expected {name} {expected} as in {alike[0].source}, got {got}")
         for runs in (self.reports, self.baseline):
-            require_one_code(runs)
+            json_report.require_one_code(runs)
         self._require_installed()
         now, changes = self.now, list[Change]()
         if self.baseline:
             limit = DRIFT if self.max_drift is None else self.max_drift
             changes = compare(_joined(self.baseline, self.expectations), now, limit)
         newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
-        found = [
-            *self._missing(),
-            *self._incomplete(),
-            *(row for each in now.records for row in _of_record(each, newly)),
-        ]
+        found = [*self._missing(), *self._incomplete()]
+        found += [row for each in now.records for row in _of_record(each, newly)]
         found += [GateRow(GateFinding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
         found += [GateRow(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
             assert self.must_pass
             missing = self.must_pass.missing({record.key: record for record in backend.records})
             found += [GateRow(GateFinding.MUST_PASS, backend.name, *each) for each in missing]
-        found += [row for question in self.bitwise for row in self._bits(question)]
+        found += self._bits()
         return sorted(found, key=lambda row: list(GateFinding).index(row.finding))
 
     @cached_property
@@ -125,9 +118,8 @@ class Gate:
             found = report.environment["suite"]
             for what, suite in wanted.items():
                 if suite not in ("", found):
-                    raise InputError(
-                        f"{report.source}: {what} is of suite {suite} here, but the report is of suite {found}"
-                    )
+                    said = f"{what} is of suite {suite} here, but the report is of suite {found}"
+                    raise InputError(f"{report.source}: {said}")
             if found not in (SUITE_VERSION, *self.suites):
                 raise InputError(
                     f"{report.source}: expected a report of suite {SUITE_VERSION}, which is installed here, got one of "
@@ -143,7 +135,7 @@ class Gate:
                 hint = f"; did you mean {meant}?" if meant else ""
                 yield GateRow(GateFinding.MISSING, required.name, "*", reason + hint)
         for name, parts in self._parts.items():
-            shards = grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
+            shards = causes.grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
             for count, present in shards.items():
                 for index in sorted({*range(1, count + 1)} - {shard.index for shard in present}):
                     yield GateRow(GateFinding.MISSING, name, f"shard {index}/{count}", "in no report")
@@ -173,10 +165,10 @@ class Gate:
     @cached_property
     def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
         pairs = ((report, backend) for report in self.reports for backend in report.backends)
-        return grouped(pairs, lambda pair: pair[1].name)
+        return causes.grouped(pairs, lambda pair: pair[1].name)
 
-    def _bits(self, question: Question) -> Iterator[GateRow]:
-        for name, parts in self._parts.items():
+    def _bits(self) -> Iterator[GateRow]:
+        for question, (name, parts) in product(self.bitwise, self._parts.items()):
             answers = [found for _, backend in parts for found in backend.traits.answers(question).values()]
             if not answers and not all(backend.reasons for _, backend in parts):
                 yield GateRow(GateFinding.BITWISE, name, question, "not measured; certify with --bitwise")

@@ -1,10 +1,7 @@
 """What has to be judged, and what to be passed: backends, and must-pass lists by capability profile.
 
-A profile is what a case asks for beyond bf16, its role's usual head dims (DeepSeek-R1's) and the two required entries,
-declared determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that
-decodes, ``sparse_decode``, ``sparse_prefill``, ``index_logits`` and ``index_topk`` those that have these calls; each
-backend is bound by one of them at least. Any other profile binds a backend unless all of its cases are unsupported:
-it declares so, or they are those that only a GPU is asked for (``gpu``), so that a list is that of a device.
+A profile is what a case asks for beyond bf16, its role's usual head dims and the two required entries. It binds a
+backend unless all of its cases are unsupported, as those are on a CPU that only a GPU is asked for.
 """
 
 import hashlib
@@ -15,8 +12,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends import hub, references
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
@@ -25,23 +21,17 @@ from mla_conformance.report.summary import BackendSummary
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
-CORE = "core"
-SHIPPED = "shipped"  # the suite's own list, by name
+CORE, SHIPPED = "core", "shipped"  # a profile, and the suite's own list, by name
 _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")  # one at least binds
 
 
 def profile_of(case: Case) -> str:
-    if CAPABILITIES[case.capability].probes_refusals:
+    capability = CAPABILITIES[case.capability]
+    if capability.probes_refusals:
         return case.profile or CORE
-    asked = (
-        case.profile,
-        CAPABILITIES[case.capability].needs,
-        f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else "",
-        case.dtype if case.dtype != "bf16" else "",
-        CAPABILITIES[case.capability].profile,
-        "gpu" if is_due_on_gpu(case) else "",
-        *case.asks,
-    )
+    dims = f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else ""
+    dtype, gpu = case.dtype if case.dtype != "bf16" else "", "gpu" if is_due_on_gpu(case) else ""
+    asked = (case.profile, capability.needs, dims, dtype, capability.profile, gpu, *case.asks)
     return "+".join(filter(None, asked)) or CORE
 
 
@@ -119,9 +109,8 @@ class MustPass:
         return MustPass.of(pairs)
 
     def to_text(self) -> str:
-        head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`."
-        lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
-        return "\n".join([head, *lines]) + "\n"
+        head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`.\n"
+        return head + "".join(f"{profile} {case}\n" for profile, cases in self.profiles.items() for case in cases)
 
     @property
     def digest(self) -> str:
@@ -135,7 +124,7 @@ class MustPass:
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of binding profiles that were not passed, each with why; ``waivable`` lets what is explained pass."""
-        # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
+        # The core binds a backend that has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
         binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
         if not set(_CORES) & set(binding) and not self.demanded:
@@ -157,8 +146,8 @@ class Required:
 
     @staticmethod
     def asked(text: str) -> "Required":
-        if text.startswith(HUB):
-            backend = parse_reference(text)
+        if text.startswith(hub.HUB):
+            backend = references.parse_reference(text)
             return Required(backend.name, backend.reference)
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""

@@ -57,10 +57,9 @@ _Size = Annotated[int, Meta(ge=1, le=_MOST)]
 _Width = Annotated[int, Meta(ge=1, le=2**13)]
 _Columns = Annotated[int, Meta(ge=1, le=2**16)]
 _Layer = Annotated[str, Meta(max_length=64)]
+# What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``).
 _COMPRESSION = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-"""What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``)."""
-_WHOLE_COMPRESSED = 64
-"""Columns of the lists of layers that attend to all heavily compressed keys: they hold 8,192 tokens."""
+_WHOLE_COMPRESSED = 64  # columns of the lists of layers that attend to all heavily compressed keys: 8,192 tokens
 
 
 class _Rope(msgspec.Struct):
@@ -162,26 +161,24 @@ class _Reader:
         )
 
     def _need(self, field: str) -> int:
-        value = getattr(self.config, field)
-        if value is None:
+        if (value := getattr(self.config, field)) is None:
             raise InputError(f"{self.name}: {field}: expected a number, got none")
         return int(value)
 
     def _kinds(self) -> Sequence[str]:
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
+        usual = "full_attention" if self.family.attends == "all" else "deepseek_sparse_attention"
+        kinds: Sequence[str] = [usual] * count
         if self.config.layer_types:
-            kinds: Sequence[str] = self.config.layer_types[:count]
+            kinds = self.config.layer_types[:count]
         elif self.config.compress_ratios:
             ratios = self.config.compress_ratios[:count]
-            if unknown := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
+            if strange := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
                 known = ", ".join(map(str, _COMPRESSION))
-                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {unknown[0]}")
+                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {strange[0]}")
             kinds = [_COMPRESSION[ratio] for ratio in ratios]
         elif linear:
             kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
-        else:
-            attends_all = self.family.attends == "all"
-            kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
         if len(kinds) != count:
             raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
         return kinds

@@ -44,6 +44,7 @@ class Cause:
         # Least and largest error by its budget, of the failures whose error exceeds it.
         self.used = (min(exceeding), max(exceeding)) if exceeding else None
         # What is to be said behind its number of cases, where a likely cause stands beside it.
+        self.cases = counted(len(self.failures), "more case" if self.kind == "further" else "case")
         self.reserve = ", possibly the same bug" if self.kind == "further" else ""
         least, most = (f"{share:.3g}" for share in self.used) if self.used else ("", "")
         used = f", {least} to {most} × its budget" if least != most else f", {most} × its budget" if most else ""
@@ -64,7 +65,7 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     named = {sentence for sentence, group in said.items() if any(map(_named, group))}
-    # Of sentences that name a mistake, not those that leave open whether it is one of the others.
+    # Not those that leave open whether it is one of the others.
     likely = {one for one in named if not any(other in one for other in named - {one})}
     found = []
     for sentence, group in said.items():
@@ -128,7 +129,7 @@ def raised_at(record: Record) -> str:
 
 
 def simplicity(record: Record) -> tuple[int, int, str]:
-    """Fields that its case sets, which are those that differ from the default; then heads × tokens, old and new."""
+    """Fields that its case sets beside the defaults; then heads × tokens, old and new."""
     case = Case.parse(record.case)
     return record.case.count(";"), case.heads * (sum(case.q) + sum(case.kv)), record.case
 
@@ -183,7 +184,7 @@ def symptom(record: Record) -> str:
     return WRONG.get(record.check, record.check) if record.check else record.message
 
 
-_FEWEST = 3  # failures that can have something in common which is no accident of a few cases
+_FEWEST = 3  # failures that can have something in common by no accident
 _MOST_PASSING = 4  # one of so many passing cases may have what all failures have, and it is still told
 
 
@@ -196,8 +197,8 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     common = _facts(failing[0], least)  # with the fields that decide each
     shared = frozenset(common).intersection(*(_facts(case, least) for case in failing))
     roles = {case.role for case in failing}
-    passed = (record for record in records if record.status is Status.PASS and record.capability != EXPLORED)
-    right = [case for case in map(Case.parse, (record.case for record in passed)) if case.role in roles]
+    passed = (r.case for r in records if r.status is Status.PASS and r.capability != EXPLORED)
+    right = [case for case in map(Case.parse, passed) if case.role in roles]
     passing = [frozenset(_facts(case, least)) for case in right]
     without = {fact: [case for case, facts in zip(right, passing, strict=True) if fact not in facts] for fact in shared}
     shared = frozenset(fact for fact, others in without.items() if _decides(common[fact], failing, others))
@@ -216,7 +217,7 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
 
 
 def _decides(fields: Sequence[str], failing: Sequence[Case], passing: Sequence[Case]) -> bool:
-    """Whether a failing case and a passing one differ in nothing but some of these fields, and what goes with them."""
+    """Whether a failing case and a passing one differ in these fields, and what goes with them, alone."""
     along = {"cache": ("kscale", "scales"), "quant": ("oscale",)}  # fields that mean something only with others
     aside = {"capability", "seed", *fields, *chain(*(along.get(name, ()) for name in fields))}
 
@@ -226,8 +227,8 @@ def _decides(fields: Sequence[str], failing: Sequence[Case], passing: Sequence[C
     return not {rest(case) for case in failing}.isdisjoint(map(rest, passing))
 
 
+# Fields whose single values are no kind of case.
 _MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
-"""Fields whose single values are no kind of case."""
 
 
 def _keys(case: Case) -> int:
@@ -267,8 +268,7 @@ def advice(record: Record) -> str:
     return ""
 
 
-_MOST_CAUSES = 3
-_INDENT = " " * 5
+_MOST_CAUSES, _INDENT = 3, " " * 5
 _KEPT = (
     "passes when run alone: the function keeps something from earlier calls (a plan, lengths, buffers), or equal calls "
     "give different results"
@@ -278,26 +278,22 @@ _KEPT = (
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
     """What is wrong with a test's function, whose simplest failure may pass alone; each reference is a test's id."""
     failing, found = tuple(record for record in records if record.failed), causes(records)
-    likely = sum(cause.kind == "likely" for cause in found)
     head = f"{name}: {len(failing)} of {counted(len(records), 'case')} fail{'s' if len(failing) == 1 else ''}"
-    common = "" if passes_alone else circumstances(failing, records)
+    common, test = "", ""
     if passes_alone:
-        yield from wrapped(head, columns(), further=_INDENT)
-        yield from _cause("", Cause(_KEPT, failing), common, failing[0].reference.partition("[")[0])
-        return
-    yield from wrapped(f"{head}, {counted(likely, 'likely cause')}" if likely else head, columns(), further=_INDENT)
+        found, test = (Cause(_KEPT, failing),), failing[0].reference.partition("[")[0]
+    else:
+        common, likely = circumstances(failing, records), sum(cause.kind == "likely" for cause in found)
+        head += f", {counted(likely, 'likely cause')}" if likely else ""
+    yield from wrapped(head, columns(), further=_INDENT)
     yield from wrapped(common, columns(), _INDENT, _INDENT)
     for number, cause in enumerate(found[:_MOST_CAUSES], start=1):
-        cases = f"{number}. {counted(len(cause.failures), 'case')}{cause.reserve}: "
-        yield from _cause(cases, cause, "" if common else cause.only, cause.example.reference)
+        example, cases = cause.example, f"{number}. {counted(len(cause.failures), 'case')}{cause.reserve}: "
+        said, _, _ = example.message.removesuffix(f" (SPEC {example.clause})").partition(", first at")
+        seen = "" if example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
+        yield from wrapped(f"{'' if passes_alone else cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)
+        for detail in ("" if common else cause.only, seen, raised_at(example), advice(example)):
+            yield from wrapped(detail, columns(), _INDENT, _INDENT)
+        yield f"{_INDENT}replay: pytest {shlex.quote(test or example.reference)}"
     if hidden := sum(len(cause.failures) for cause in found[_MOST_CAUSES:]):
         yield f"  … and {counted(hidden, 'more case')}"
-
-
-def _cause(cases: str, cause: Cause, only: str, test: str) -> Iterator[str]:
-    said, _, _ = cause.example.message.removesuffix(f" (SPEC {cause.example.clause})").partition(", first at")
-    seen = "" if cause.example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
-    yield from wrapped(f"{cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)
-    for detail in (only, seen, raised_at(cause.example), advice(cause.example)):
-        yield from wrapped(detail, columns(), _INDENT, _INDENT)
-    yield f"{_INDENT}replay: pytest {shlex.quote(test)}"

@@ -1,14 +1,20 @@
-"""The outcome of a run for CI systems: Markdown for a step summary, annotations for GitHub, JUnit XML."""
+"""The outcome of a run for others: a step summary, annotations, JUnit XML; an issue for who maintains a kernel."""
 
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from mla_conformance.backends.foreign import LINE, cut
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, raised_at
-from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
+from mla_conformance.judging.record import Record, replay_line
+from mla_conformance.judging.verdict import ARITHMETIC, Status
+from mla_conformance.report.causes import Cause, causes, raised_at
+from mla_conformance.report.html import definition
+from mla_conformance.report.outcome import answers, closing_line, from_here
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
+from mla_conformance.version import __version__
 
 SIGN = dict(zip(BackendOutcome, "✅❌➖⚪❔", strict=True))
 _MOST_CAUSES = 7
@@ -29,7 +35,7 @@ def markdown(run: RunSummary) -> str:
     for backend in run.backends:
         for cause in backend.causes[:_MOST_CAUSES]:
             name = inline(backend.name)
-            lines.append(f"**{name} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}")
+            lines.append(f"**{name} · {cause.cases}**{cause.reserve} · {inline(cause.headline)}")
             lines += [f"<br>{inline(text)}" for text in _example(cause)]
             lines += ["", "```sh", shown_line(from_here(cause.example).replay), "```", ""]
         if hidden := sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:]):
@@ -50,14 +56,13 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     passed = f"{counts.passed} / {counts.judged}" if counts.judged else "–"
     numbers = [passed, *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
+    worst = f"{backend.worst:.2f}" if counts.passed else "–"
     return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 
 
 def _example(cause: Cause) -> Iterator[str]:
     example = cause.example
-    told = (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed)
-    return filter(None, told)
+    return filter(None, (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed))
 
 
 def inline(text: str) -> str:
@@ -78,7 +83,7 @@ def annotations(run: RunSummary) -> str:
     for backend in run.backends:
         for cause in backend.causes:
             replay = f"replay: {from_here(cause.example).replay}"
-            title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
+            title = f"{backend.name}: {cause.cases} of {', '.join(cause.capabilities)}{cause.reserve}"
             text += line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay)))
     unavailable = (backend for backend in run.backends if backend.reasons)
     return text + "".join(line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable)
@@ -117,3 +122,66 @@ def junit(run: RunSummary) -> str:
     ElementTree.indent(root)
     # ASCII, whose declaration is true wherever the text goes: what else there is becomes character references.
     return ElementTree.tostring(root, encoding="us-ascii", xml_declaration=True).decode("ascii") + "\n"
+
+
+_EXPECTED = re.compile(r"\bexpected (.+?)(?=: | × |, wrong in |; the | \(SPEC |$)")
+_WITHIN = "Every number is within its error budget around the result in float64, by the declared rounding."
+_MOST_CASES = 20
+_MACHINE = ("device", "compute_capability", "driver", "torch", "cuda", "python")
+
+
+@dataclass(frozen=True)
+class Issue:
+    kernel: str  # name in reports
+    sentence: str  # what is wrong
+    versions: Mapping[str, str]  # of the distributions behind the kernel
+    environment: Mapping[str, str]  # device, torch and what else the run tells of the machine
+    suite: str  # version of the suite that found it
+    example: Record  # the failure of the simplest case
+    further: tuple[str, ...] = ()  # ids of the other cases that fail of it
+
+    @property
+    def title(self) -> str:
+        return f"{self.kernel}: {self.sentence}"
+
+
+def issues_of(run: RunSummary) -> list[Issue]:
+    """One for each cause, in the order in which the run prints them, then what its expectations excuse."""
+    wrong = [(backend, cause) for backend in run.backends for cause in backend.causes]
+    for backend in run.backends:
+        excused = [record.as_judged for record in backend.records if record.status is Status.EXPECTED_FAILURE]
+        wrong += [(backend, cause) for cause in causes(excused)]
+    found = []
+    for backend, cause in wrong:
+        example, about = from_here(cause.example), (backend.facts.versions, run.environment)
+        further = tuple(record.case for record in cause.failures if record.case != example.case)
+        suite = run.environment.get("suite", "")
+        found.append(Issue(backend.name, cause.headline, *about, suite, example, further))
+    return found
+
+
+def issue_text(issue: Issue) -> str:
+    """Title, versions, reproducer, expected and seen, to be pasted."""
+    example, machine = issue.example, {name: told for name in _MACHINE if (told := issue.environment.get(name))}
+    found = {**issue.versions, **machine, "mla-conformance": f"{__version__}, suite {issue.suite}"}
+    lines = [f"# {shown_line(issue.title)}", "", "## Versions", ""]
+    lines += [f"- {inline(name)} {inline(version)}" for name, version in found.items()]
+    lines += ["", "## Reproducer", "", "```sh", shown_line(example.replay), "```", ""]
+    if not example.after:
+        place = f"{shlex.quote(example.case)} --backend {shlex.quote(example.reference)}"
+        lines += ["As a script that needs torch and the library alone, where one call shows it:", ""]
+        lines += ["```sh", shown_line(f"mla-conformance export {place} --out reproducer.py"), "```", ""]
+    clause = f" (SPEC {example.clause})" if example.clause else ""
+    demanded = _WITHIN if example.check in ARITHMETIC else definition(example.capability)
+    lines += ["## Expected", "", inline(demanded) + clause]
+    if expected := _EXPECTED.search(example.message):
+        lines += ["", f"Here: {inline(expected[1])}"]
+    lines += ["", "## Seen", "", inline(example.message), *(f"<br>{inline(remark)}" for remark in example.remarks), ""]
+    if issue.further:
+        fail = "fail" if len(issue.further) > 1 else "fails"
+        lines += [f"{counted(len(issue.further), 'more case')} {fail} in this way:", "", "```sh"]
+        further = (replay_line(case, example.reference, salt=example.salt) for case in issue.further[:_MOST_CASES])
+        lines += [*map(shown_line, further), "```"]
+        lines += [f"… and {len(issue.further) - _MOST_CASES} more"] if len(issue.further) > _MOST_CASES else []
+        lines += [""]
+    return "\n".join(lines)

@@ -12,7 +12,7 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 _K = TypeVar("_K")
-_SHOWN = 20  # changes of a kind that are no regressions
+SHOWN = 20  # changes of a kind
 DRIFT = 0.1  # share of the error budget by which an error may grow before it counts
 
 
@@ -94,11 +94,11 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
     return sorted(changes, key=lambda change: _ORDER.index(change.kind))
 
 
-def change_lines(changes: Iterable[Change]) -> Iterator[str]:
-    """Every regression; of each other kind some changes, and how many more there are."""
+def change_lines(changes: Iterable[Change], all_regressions: bool = True) -> Iterator[str]:
+    """Of each kind some changes, or all if they are regressions, and how many more there are."""
     for kind, group in groupby(changes, key=lambda change: change.kind):
         of_kind = list(group)
-        shown = of_kind if of_kind[0].regression else of_kind[:_SHOWN]
+        shown = of_kind if all_regressions and of_kind[0].regression else of_kind[:SHOWN]
         yield from (change.line for change in shown)
         if hidden := len(of_kind) - len(shown):
             yield f"  … and {hidden} more {kind}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
+from itertools import chain
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -17,9 +18,8 @@ from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report import summary
-from mla_conformance.report.causes import grouped
-from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
+from mla_conformance.report import causes, summary
+from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -37,7 +37,9 @@ def pages(room: str) -> Environment:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    environment.globals.update(counted=counted, definition=definition, traits_view=VIEW, picture=picture, words=words)
+    view = {"questions": ASKED, "answer_cell": answer_cell, "spread_rows": spread_rows}
+    view |= {"picture": spread_picture, "words": in_words}
+    environment.globals.update(counted=counted, definition=definition, traits_view=view, picture=picture, words=words)
     return environment
 
 
@@ -68,8 +70,8 @@ def definition(name: str) -> str:
 
 
 _STYLE = {Answer.YES: "pass", Answer.NO: "fail", Answer.NOT_APPLICABLE: "unsupported"}
+# Pixels of a picture, the error at its left edge, and powers of ten up to its right one.
 _WIDTH, _HEIGHT, _LEAST, _DECADES = 120, 12, 1e-3, 4
-"""Pixels of a picture, the error at its left edge, and powers of ten up to its right one."""
 
 
 def in_words(spread: ErrorSpread) -> str:
@@ -91,9 +93,8 @@ def answer_cell(traits: Traits, question: Question) -> dict[str, str] | None:
 
 def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[ErrorSpread | None]]]:
     """A row for each role, dtype and regime, with each kernel's errors there."""
-    found = [{(each.role, each.dtype, each.data): each for each in traits.accuracy} for _, traits in kernels]
-    keys = dict.fromkeys(key for spreads in found for key in spreads)
-    return [(" · ".join(key), [spreads.get(key) for spreads in found]) for key in keys]
+    found = [{f"{x.role} · {x.dtype} · {x.data}": x for x in traits.accuracy} for _, traits in kernels]
+    return [(key, [spreads.get(key) for spreads in found]) for key in dict.fromkeys(chain(*found))]
 
 
 def spread_picture(spread: ErrorSpread) -> str:
@@ -112,13 +113,6 @@ def spread_picture(spread: ErrorSpread) -> str:
     )
 
 
-VIEW = {
-    "questions": ASKED,
-    "answer_cell": answer_cell,
-    "spread_rows": spread_rows,
-    "picture": spread_picture,
-    "words": in_words,
-}
 _SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
 _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
@@ -140,9 +134,8 @@ def picture(heat_map: HeatMap) -> str:
     for digit in range(1, BEYOND + 1):  # the cells of each digit, neighbours in a line as one
         found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
         if runs := "".join(f"M{left} {y}h{end - left}v1h-{end - left}z" for y, (left, end) in found):
-            further = (
-                f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
-            )
+            within = f"up to 10^{digit} times the budget"
+            further = within if digit < BEYOND else "further over the budget, or no number"
             opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
             over += f'<path class="over" d="{runs}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
             over += f"<title>{further}</title></path>\n"
@@ -174,7 +167,7 @@ def _pixels(heat_map: HeatMap) -> int:
 def html(run: summary.RunSummary) -> str:
     run_backends = [backend for backend in run.backends if not backend.reasons]
     expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
-    waived = grouped(expected, lambda record: (record.backend, record.expectation))
+    waived = causes.grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     named = [{each.name: each for each in backend.capabilities} for backend in run_backends]
     matrix = []  # a cell for each backend that was asked, and where its failures stand, if it has any
@@ -187,7 +180,7 @@ def html(run: summary.RunSummary) -> str:
         refused = [record for record in backend.records if record.status is Status.UNSUPPORTED]
         rows = [
             (said, len(of), ", ".join(dict.fromkeys(record.capability for record in of)))
-            for said, of in grouped(refused, lambda record: record.message).items()
+            for said, of in causes.grouped(refused, lambda record: record.message).items()
         ]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
@@ -219,7 +212,6 @@ def html(run: summary.RunSummary) -> str:
         closest=sorted(near, key=lambda case: -case[2])[:8],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
-        cases_of=cases_of,
     )
 
 

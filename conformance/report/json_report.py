@@ -13,19 +13,17 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.backends.roles import outside
+from mla_conformance.cases import grammar, sharding
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.grammar import require_id
-from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.files.whole import InputError, decode, read_text, write_whole
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Share, Traced, written
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report import summary
+from mla_conformance.report import summary, terminal
 from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.differences import differences, differing
-from mla_conformance.report.terminal import shown
 from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION
 
@@ -137,7 +135,7 @@ class ReportForm(_Form, frozen=True, kw_only=True):
     suite: Annotated[str, Meta(description="Version of the suite and its case list.")]
     environment: Annotated[_Texts, Meta(extra_json_schema={"required": ENVIRONMENT})]
     cases: Annotated[_CaseList, Meta(description="Ids of the whole case list, of all shards.")]
-    shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
+    shard: Annotated[sharding.Shard | None, Meta(description="Which part of the list this run was to judge.")]
     date: Annotated[str, Meta(description="ISO date on which the run ended.")] = ""
     deployment: Annotated[Deployment | None, Meta(description="The model that the cases are of, if they are.")] = None
     code: Annotated[_Texts, Meta(description="SHA-256 of the modules that backends loaded and no wheel holds.")] = {}
@@ -229,11 +227,14 @@ def is_report(path: Path) -> bool:
     return False
 
 
+class _Head(Struct):
+    schema: str = ""
+
+
 def load_report(path: Path) -> summary.RunSummary:
     """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
-    text = read_text(path)
-    schema = decode(text, _Head, str(path)).schema
+    schema = decode(text := read_text(path), _Head, str(path)).schema
     name, _, version = schema.partition("/")
     if name != SCHEMA_NAME or not (version.isascii() and version.isdecimal() and len(version) < 9):
         raise InputError(f"{path}: expected a report with schema {SCHEMA_NAME}/{SCHEMA_VERSION}, got {_brief(schema)}")
@@ -247,19 +248,14 @@ def load_report(path: Path) -> summary.RunSummary:
         raise InputError(f"{path}: malformed report: {error}") from error
     for backend in run.backends if report.suite == SUITE_VERSION else ():  # other suites have other spaces
         if backend.pairs and dict(backend.pairs) != summary.judged_pairs(backend.records, backend.facts.fitted):
-            raise InputError(
-                f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
-            )
+            said = "the pairs that it says were judged do not follow from its records"
+            raise InputError(f"{path}: {backend.name}: {said}")
     for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
         raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
     return run
 
 
 _NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")  # a registered name, one with a variant, or of a class
-
-
-class _Head(msgspec.Struct):
-    schema: str = ""
 
 
 def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
@@ -270,9 +266,8 @@ def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
     if len(set(cases)) < len(cases) or not set(own) <= set(cases):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
     for case in cases:
-        require_id(case)
-    missing = [name for name in ENVIRONMENT if name not in report.environment]
-    if missing:
+        grammar.require_id(case)
+    if missing := [name for name in ENVIRONMENT if name not in report.environment]:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     salt, role = (report.environment.get(name, "") for name in ("salt", "role"))
     path, _, digest = role.partition("@")
@@ -293,8 +288,7 @@ def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, r
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
-    unmapped = part.heat.keys() - {record.case for record in records if is_mapped(record)}
-    if unmapped:
+    if unmapped := part.heat.keys() - {record.case for record in records if is_mapped(record)}:
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     drawn = [EXPLORED] if EXPLORED in part.capabilities else []
     capabilities = () if part.reasons else summary.summarise(records, (*cases, *drawn))
@@ -336,13 +330,15 @@ def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Rec
 
 
 def _brief(value: Any) -> str:
-    return shown(json.dumps(value, ensure_ascii=False), 80)
+    return terminal.shown(json.dumps(value, ensure_ascii=False), 80)
 
 
 def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
+    shards = list[tuple[str, sharding.Shard]]()
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
+        shards.append((run.source, run.shard))
         if any(record.capability == EXPLORED for record in run.records):
             raise InputError(f"{run.source}: holds drawn cases, which no shard has")
     first, *others = runs
@@ -357,9 +353,8 @@ def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
         if run.cases != first.cases:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
     require_one_code(runs)
-    _require_partition([(run.source, run.shard) for run in runs if run.shard], first.cases)
-    parts = zip(*(run.backends for run in runs), strict=True)
-    joined = tuple(_joined(part, first.cases) for part in parts)
+    _require_partition(shards, first.cases)
+    joined = tuple(_joined(parts, first.cases) for parts in zip(*(run.backends for run in runs), strict=True))
     code = {place: digest for run in runs for place, digest in run.code.items()}
     return summary.RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
 
@@ -379,37 +374,33 @@ def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
                     )
 
 
-def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]) -> None:
+def _require_partition(shards: Sequence[tuple[str, sharding.Shard]], cases: Sequence[str]) -> None:
     """Every shard of one division once, and every case of the list in exactly one of them."""
-    counts = {shard.count for _, shard in shards}
-    if len(counts) > 1:
+    count, holder, owner = shards[0][1].count, dict[int, str](), dict[str, str]()
+    if any(shard.count != count for _, shard in shards):
         raise InputError(f"expected shards of one division, got {', '.join(str(shard) for _, shard in shards)}")
-    holder: dict[int, str] = {}
     for name, shard in shards:
         if shard.index in holder:
             raise InputError(f"{name}: expected each shard once, got {shard} here and in {holder[shard.index]}")
         holder[shard.index] = name
-    (count,) = counts
     missing = [f"{index}/{count}" for index in range(1, count + 1) if index not in holder]
     if missing:
         raise InputError(f"{', '.join(holder.values())}: missing shard {', '.join(missing)}")
-    owner: dict[str, str] = {}
     for name, shard in shards:
         for case in shard.cases:
             if case in owner:
                 raise InputError(f"{name}: overlaps with {owner[case]}: both hold {case}")
             owner[case] = name
-    absent = [case for case in cases if case not in owner]
-    if absent:
+    if absent := [case for case in cases if case not in owner]:
         raise InputError(f"{len(absent)} cases of the list are in no shard, the first is {absent[0]}")
 
 
 def _joined(parts: Sequence[summary.BackendSummary], cases: Sequence[str]) -> summary.BackendSummary:
-    position = {case: index for index, case in enumerate((*cases, *parts[0].facts.fitted))}
-    records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
     first = parts[0]
     if first.reasons:
         return first
+    position = {case: index for index, case in enumerate((*cases, *first.facts.fitted))}
+    records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     traced = reduce(Traced.joined, (part.traced for part in parts))
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}

@@ -14,21 +14,8 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.traits import ASKED, Answer, Question, Traits
 from mla_conformance.judging.verdict import FAILED, Status
-from mla_conformance.report.causes import Cause, advice, grouped, raised_at
-from mla_conformance.report.summary import (
-    FORESEEN,
-    SIGN,
-    BackendOutcome,
-    BackendSummary,
-    Counts,
-    Group,
-    JudgedPairs,
-    RunSummary,
-    right_on,
-    summarise,
-    total,
-    worst,
-)
+from mla_conformance.report import causes, summary
+from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, Group, RunSummary
 from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
 from mla_conformance.speed.times import Kernels, remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
@@ -53,9 +40,9 @@ def closing_line(run: RunSummary) -> str:
     groups = [group for group in Group if found[group]]
     backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
     backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
-    cases, said = of_cases(run.counts), worst_error(run.records)
+    cases, said = of_cases(run.counts), worst_error(run.backends)
     if said and len(run.backends) > 1:
-        said += f", {max(run.backends, key=lambda backend: worst_of_passes(backend.records)).name}"
+        said += f", {max(run.backends, key=lambda backend: backend.worst).name}"
     return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], said]))
 
 
@@ -65,15 +52,10 @@ def of_cases(counts: Counts) -> list[str]:
     return [*reported, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
 
 
-def worst_of_passes(records: Iterable[Record]) -> float:
-    """The largest share of its error budget that a passed case used."""
-    return worst(share for record in records if record.status is Status.PASS for share in record.shares.values())
-
-
-def worst_error(records: Sequence[Record]) -> str:
+def worst_error(backends: Sequence[BackendSummary]) -> str:
     """How much of its budget the largest error of a passed case used; empty without a pass."""
-    passed = any(record.status is Status.PASS for record in records)
-    return f"worst passing error {worst_of_passes(records):.2f} of its budget" if passed else ""
+    passed = any(backend.counts.passed for backend in backends)
+    return f"worst passing error {max(backend.worst for backend in backends):.2f} of its budget" if passed else ""
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
@@ -91,24 +73,20 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             yield head
         for number, cause in enumerate(reported, start=before + 1):
             if numbered:
-                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
+                head = f"    {number}. {cause.cases}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
         if hidden:
             yield f"    … and {counted(sum(len(each.failures) for each in hidden), 'more case')} in the report"
         before += len(backend.causes)
 
 
-def cases_of(cause: Cause) -> str:
-    return counted(len(cause.failures), "more case" if cause.kind == "further" else "case")
-
-
-def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str]:
+def _cause(head: str, cause: causes.Cause, run: RunSummary, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
     seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
     yield from wrapped(head, width, further=_INDENT)
-    for detail in (cause.only, seen, raised_at(cause.example), example.confirmed, advice(example)):
+    for detail in (cause.only, seen, causes.raised_at(cause.example), example.confirmed, causes.advice(example)):
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
     command = example.replay
     if run.source and len(example.after) > _MOST_AFTER:
@@ -136,7 +114,7 @@ def answer(backend: BackendSummary) -> str:
     if backend.reasons:
         return "; ".join(backend.reasons)
     judged, refused = [], {}
-    parts = grouped(backend.records, lambda record: _part_of(record.case))
+    parts = causes.grouped(backend.records, lambda record: _part_of(record.case))
     for part, records in parts.items():
         counts = Counts.of(records)
         # Why cases have no verdict, in the words of most of them.
@@ -220,13 +198,12 @@ def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
         yield from wrapped(cut(remark), width, "  ", 2 * "  ")
 
 
-_TOUCHED = 0.01
-_SHOWN_KERNELS = 2
+_TOUCHED, _SHOWN_KERNELS = 0.01, 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")  # without template arguments and parameters
 _DETAIL = "  "
 _UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}  # roles in which no declared rounding class counts
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
-_SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])  # in this order
+_SIGNS = "✘!?✔"  # of capabilities, in the order in which they are told
 ANSWER_SIGN = {Answer.YES: "✔", Answer.NO: "✘", Answer.NOT_APPLICABLE: "–"}
 
 
@@ -262,7 +239,7 @@ def backend_lines(
     own = (record for record in backend.records if is_full or not judged or Case.parse(record.case).role in judged)
     remarks = list(_reasons(own)) if with_reasons else []
     remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
-    if backend.pairs and (is_full or total(backend.pairs).not_judged):
+    if backend.pairs and (is_full or summary.total(backend.pairs).not_judged):
         remarks.append(judged_of_claimed(backend.pairs, backend.records))
     if backend.facts.rounding and is_full and not (judged and judged <= _UNROUNDED):
         remarks.append(declared(backend.facts))
@@ -295,7 +272,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
-    return f"right: {right_on(backend.records)}"
+    return f"right: {summary.right_on(backend.records)}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
@@ -307,9 +284,9 @@ def _reasons(records: Iterable[Record]) -> Iterator[str]:
         yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
 
 
-def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record] = ()) -> str:
+def judged_of_claimed(pairs: Mapping[str, summary.JudgedPairs], records: Iterable[Record] = ()) -> str:
     """Over all roles, with a pair that was not judged, and how many of its ``records`` a CPU was not asked for."""
-    whole = total(pairs)
+    whole = summary.total(pairs)
     due = sum(record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU) for record in records)
     missing = f"; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else ""
     return f"{whole}" + (f"; {counted(due, 'case')} {DUE_ON_GPU}, not judged here" if due else "") + missing
@@ -347,7 +324,7 @@ def traits_lines(traits: Traits) -> Iterator[str]:
         reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
         yield f"same bits {ASKED[question]}: {reported}"
         yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
-    for (role, dtype), spreads in grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
+    for (role, dtype), spreads in causes.grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
         most = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
         median, tail, worst = most.budget
         said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
@@ -355,6 +332,6 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
-    for name, group in grouped(records, lambda record: record.backend).items():
-        summary = BackendSummary(BackendFacts(name), summarise(group))
-        yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)
+    for name, group in causes.grouped(records, lambda record: record.backend).items():
+        found = BackendSummary(BackendFacts(name), summary.summarise(group))
+        yield from backend_lines(found, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

@@ -12,10 +12,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import cached, covering, sharding
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.sharding import Shard
 from mla_conformance.cases.space import Row
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
@@ -122,16 +120,14 @@ class CapabilitySummary:
         # What is too large for the device by the suite's own estimate takes nothing from the rest.
         counts = self.counts = Counts.of(self.records, self.listed)
         self.failures = tuple(record for record in self.records if record.failed)  # for a fault of the harness as well
-        if counts.failed:
-            self.outcome = BackendOutcome.FAIL
-        elif counts.not_run:
-            self.outcome = BackendOutcome.NOT_RUN
-        elif any(record.is_unjudged for record in self.records):
-            self.outcome = BackendOutcome.UNAVAILABLE
-        elif counts.passed or counts.waived:
-            self.outcome = BackendOutcome.PASS
-        else:
-            self.outcome = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        decisive = {
+            BackendOutcome.FAIL: counts.failed,
+            BackendOutcome.NOT_RUN: counts.not_run,
+            BackendOutcome.UNAVAILABLE: any(record.is_unjudged for record in self.records),
+            BackendOutcome.PASS: counts.passed or counts.waived,
+        }
+        rest = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        self.outcome = next((outcome for outcome, holds in decisive.items() if holds), rest)
         # What fails as expected does not hold.
         self.sign = FORESEEN if self.outcome is BackendOutcome.PASS and counts.waived else SIGN[self.outcome]
 
@@ -153,6 +149,8 @@ class BackendSummary:
         self.name, self.reasons = self.facts.name, self.facts.reasons  # why it is unavailable; empty if it was run
         self.records = [record for capability in self.capabilities for record in capability.records]
         counts = self.counts = sum((capability.counts for capability in self.capabilities), Counts())
+        # The largest share of its error budget that a passed case used.
+        self.worst = worst(x for r in self.records if r.status is Status.PASS for x in r.shares.values())
         why = f": {self.stopped}" if self.stopped else ""
         self.not_run = f"{counts.not_run} NOT RUN{why}" if counts.not_run else ""
         # What the library says of its kernels, each once.
@@ -182,7 +180,7 @@ class RunSummary:
     environment: dict[str, str]  # device, versions and suite, as the header shows them
     backends: tuple[BackendSummary, ...]  # one entry per backend of the run
     cases: tuple[str, ...] = ()  # ids of the whole case list, of all shards
-    shard: Shard | None = None  # which part of the list this run was to judge; None for all of it
+    shard: sharding.Shard | None = None  # which part of the list this run was to judge; None for all of it
     deployment: Deployment | None = None  # the model that the cases are of, if they are
     source: str = ""  # the report that it was read from, for messages
     date: str = ""  # ISO date on which it ended, or empty if the report does not tell
@@ -261,9 +259,9 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
     rows, found = list(map(_placed, fitted)), {}
     for space in (space for name, space in SPACES.items() if name in arrays):
         declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        judged = Pairs(space, (row for held, status in declared if status not in without for row in held))
+        judged = covering.Pairs(space, (row for held, status in declared if status not in without for row in held))
         of_cases = (*(held for held, _ in declared), *(held for role, held in rows if role is space.role))
-        if every := Pairs(space, chain.from_iterable(of_cases)):
+        if every := covering.Pairs(space, chain.from_iterable(of_cases)):
             left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
             found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
     return found
@@ -284,7 +282,7 @@ def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
     return JudgedPairs(claimed, judged, missing)
 
 
-OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or that names no case, nothing is known
+OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, nothing is known
 
 
 def right_on(records: Iterable[Record]) -> str:
@@ -315,4 +313,4 @@ def role_and_page(case: str) -> tuple[str, int]:
         parsed = Case.parse(case)
     except ValueError:
         return OTHER_ROLE, 0
-    return str(parsed.role), parsed.page if isinstance(parsed, CachedCase) else 0
+    return str(parsed.role), parsed.page if isinstance(parsed, cached.CachedCase) else 0

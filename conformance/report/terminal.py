@@ -16,6 +16,9 @@ from typing import TextIO
 from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
 _HALF = 600  # characters at each end of a reason that are always printed
+_LINE_WIDTH, _UNBROKEN = 80, "\xa0"
+_INSTALL = re.compile(r"\(pip install [^()]*\)")
+_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")  # a word of a command, or an option with its value
 _lost: list[OSError] = []
 _COMMAND = re.compile(r"#(?=#\w*\[)")  # what CI systems obey wherever it stands: ``##[name]``, ``##vso[name]``
 _COMMAND_LINE = re.compile(r"^(\s*):(?=:)")  # what GitHub reads as one where a line begins with it: ``::name::``
@@ -64,12 +67,6 @@ def put(text: str, error: bool = False) -> None:
 
 def is_read() -> bool:
     return not _lost
-
-
-_LINE_WIDTH = 80
-_UNBROKEN = "\xa0"
-_INSTALL = re.compile(r"\(pip install [^()]*\)")
-_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")  # a word of a command, or an option with its value
 
 
 def near(path: Path) -> Path:

@@ -3,8 +3,8 @@
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -13,19 +13,8 @@ from typing import Literal
 from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.certificate.certificate import (
-    Finding,
-    Outdated,
-    SanitizedKernel,
-    Shown,
-    read_certificate,
-    read_shown,
-    records_of,
-    sanitized_problems,
-    shown_of,
-)
-from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
-from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
+from mla_conformance.certificate import certificate, digests, verify
+from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records, suite_order
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
@@ -39,18 +28,10 @@ def versions_of(distributions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in distributions.items()) or "version not stated"
 
 
-@dataclass(frozen=True)
-class RefusedRecord:
-    """A file, or a line of one, that is not shown as a record, and why."""
-
-    source: str
-    why: str
-
-
 @dataclass
 class KnownFailure:
     reason: str  # the sentence of the expectation that waives them, behind the place where it stands
-    findings: list[Finding]  # at least one
+    findings: list[certificate.Finding]  # at least one
 
     def __post_init__(self) -> None:
         self.example = min(self.findings, key=lambda finding: (len(finding.case), finding.case))
@@ -59,9 +40,9 @@ class KnownFailure:
 
 @dataclass
 class Entry:
-    record: Shown  # what of it is shown
+    record: certificate.Certificate
     old: str  # why it counts for nothing here, and how to renew it; empty if it counts
-    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
+    sanitized: tuple[certificate.SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
     not_yet: int = 0  # number of cases of the list here that its own lacked
 
     def __post_init__(self) -> None:
@@ -69,13 +50,15 @@ class Entry:
         # Records of a later suite compare greater, then those of a newer library, then later ones.
         version = suite_order(next(iter(record.distributions.values()), ""))[:_NUMBERS]
         self.order = [*suite_order(record.suite), *version, *[0] * (_NUMBERS - len(version)), record.date]
-        self._records = records_of(record.backend, record.reference, record.cases)
+        self._records = certificate.records_of(record.backend, record.reference, record.cases)
         self.counts = summary.Counts.of(self._records)
         wrong, judged = self.counts.failed + self.counts.waived, self.counts.verdicts
         self.is_wrong, self.verdict = wrong > 0, "nothing judged"
         if judged:
             right = "" if wrong else f"right: {summary.right_on(self._records)}"
             self.verdict = right or f"wrong on {wrong:,} of {judged:,} judged cases"
+        # How the verdict looks: a style, and a sign.
+        self.shown = ("fail", "✘") if wrong else ("pass", "✔") if self.counts.judged else ("unsupported", "–")
         self.state = f"suite {record.suite}" + (f", {self.not_yet:,} cases not yet judged" if self.not_yet else "")
         if self.old:
             self.state = f"of suite {record.suite}: outdated"
@@ -89,12 +72,18 @@ class Entry:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
         if self.record.suite != SUITE_VERSION:
             return None
-        return summary.total(summary.judged_pairs(self._records, fitted_of(self.record.cases)))
+        fitted = sorted(self.record.cases.keys() - digests.listed_ids())
+        return summary.total(summary.judged_pairs(self._records, fitted))
 
     @property
     def pairs_in_words(self) -> str:
-        counted = str(self.pairs) if self.pairs and self.pairs.claimed else "claims no pair of classes"
-        return counted if self.pairs is not None else "pairs of classes not counted: its suite had others"
+        if self.pairs is None:
+            return "pairs of classes not counted: its suite had others"
+        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
+
+    def is_own_build(self, candidate: "RankedKernel") -> bool:
+        """Whether the record is of the packages that the engine itself brings or asks for."""
+        return candidate.packages.items() <= self.record.distributions.items()
 
     @property
     def unjudged_pairs(self) -> list[str]:
@@ -118,35 +107,30 @@ class Entry:
 _NUMBERS = 6  # of a version, by which records are in order
 
 
-def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one; of an earlier form one is shown as far as it is read."""
-    found = list[Entry | RefusedRecord]()
+def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RecordLine]]:
+    """The records of files, and the files and lines that cannot be taken for one, each with why."""
+    lines = list[RecordLine]()
     for path in paths:
         if is_records(path):
-            for line in read_records(path):
-                found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
+            lines += read_records(path)
             continue
         try:
-            found.append(_entry(str(path), KeptRecord(read_certificate(path))))
-        except Outdated as outdated:
-            try:
-                found.append(Entry(read_shown(path), str(outdated)))
-            except InputError as error:
-                found.append(RefusedRecord(str(path), f"{outdated} ({error})"))
+            lines.append(RecordLine(str(path), "", KeptRecord(certificate.read_certificate(path))))
         except InputError as error:
-            found.append(RefusedRecord(str(path), str(error)))
-    entries = [each for each in found if isinstance(each, Entry)]
-    return entries, [each for each in found if isinstance(each, RefusedRecord)]
-
-
-def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:
-    certificate = kept.certificate
-    old = age(certificate)
-    against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
-    against += sanitized_problems(certificate, kept.sanitized)
-    if against:
-        return RefusedRecord(source, "; ".join(against))
-    return Entry(shown_of(certificate), old, kept.sanitized, len(not_yet_judged(certificate)))
+            lines.append(RecordLine(str(path), "", None, str(error)))
+    entries, refused = list[Entry](), list[RecordLine]()
+    for line in lines:
+        if line.kept:
+            record, today = line.kept.certificate, datetime.date.today()
+            old = verify.age(record)
+            against = [problem for problem in verify.problems(record, today) if problem != old]
+            against += certificate.sanitized_problems(record, line.kept.sanitized)
+            if not against:
+                entries.append(Entry(record, old, line.kept.sanitized, len(verify.not_yet_judged(record))))
+                continue
+            line = replace(line, kept=None, why="; ".join(against))
+        refused.append(line)
+    return entries, refused
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,18 +161,23 @@ def profiles() -> tuple[Profile, ...]:
 @dataclass(frozen=True)
 class Board:
     entries: tuple[Entry, ...]  # in any order
-    refused: tuple[RefusedRecord, ...]  # what is not shown as a record
+    refused: tuple[RecordLine, ...]  # what is not shown as a record
     profiles: tuple[Profile, ...]  # what engines pick
     deployed: tuple[summary.RunSummary, ...] = ()  # runs of ``certify --model``
 
     @cached_property
     def by_kernel(self) -> dict[str, list[Entry]]:
-        return {name: group for (name,), group in _groups(self.entries, lambda entry: (entry.record.backend,)).items()}
+        return dict(sorted(grouped(self._newest_first, lambda entry: entry.record.backend).items()))
 
     @cached_property
     def newest(self) -> list[Entry]:
-        groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
-        return [group[0] for group in groups.values()]
+        about = ((entry.record.backend, entry.record.device, entry.versions) for entry in self._newest_first)
+        first = dict(reversed(list(zip(about, self._newest_first, strict=True))))
+        return [entry for _, entry in sorted(first.items())]
+
+    @cached_property
+    def _newest_first(self) -> list[Entry]:
+        return sorted(self.entries, key=lambda entry: entry.order, reverse=True)
 
     @property
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
@@ -202,20 +191,7 @@ class Board:
 
     def answer(self, profile: Profile, candidate: RankedKernel) -> Entry | None:
         """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
-        found = [
-            entry
-            for entry in self.entries
-            if entry.record.backend == candidate.kernel
-            and entry.record.environment.get("compute_capability") == profile.compute_capability
-        ]
-        return max(found, key=lambda entry: (is_own_build(entry, candidate), entry.order), default=None)
-
-
-def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
-    """Whether the record is of the packages that the engine itself brings or asks for."""
-    return candidate.packages.items() <= entry.record.distributions.items()
-
-
-def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
-    newest_first = sorted(entries, key=lambda entry: entry.order, reverse=True)
-    return dict(sorted(grouped(newest_first, key).items()))
+        judged = (candidate.kernel, profile.compute_capability)
+        named = ((x, (x.record.backend, x.record.environment.get("compute_capability"))) for x in self.entries)
+        found = [entry for entry, name in named if name == judged]
+        return max(found, key=lambda entry: (entry.is_own_build(candidate), entry.order), default=None)

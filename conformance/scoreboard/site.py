@@ -26,30 +26,20 @@ from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import replay_line
+from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import CLAUSES, FAILED, Check, Status
-from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import find_model, model_names
-from mla_conformance.models.profile import Deployment
+from mla_conformance.models.profile import Deployment, cases_of, dims_of
 from mla_conformance.report.causes import WRONG, grouped
 from mla_conformance.report.html import Cell, cell, pages
 from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.outcome import answers
-from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary, Group, RunSummary
+from mla_conformance.report.summary import CapabilitySummary, Group, RunSummary
 from mla_conformance.report.terminal import say, shown
-from mla_conformance.scoreboard.board import (
-    Board,
-    Entry,
-    Profile,
-    RankedKernel,
-    is_own_build,
-    profiles,
-    read_entries,
-    versions_of,
-)
+from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, profiles, read_entries, versions_of
 from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.version import SUITE_VERSION, __version__
 
-_BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
 _LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20  # pixels; the width of a letter is that of a common sans serif on average
 _LONGEST = 200
 _OTHER_RULE = "failure"  # the rule of a failure that names no check, such as a crash
@@ -100,12 +90,11 @@ def page(board: Board) -> str:
         parts=[*parts, ("failures", "Failures"), ("history", "History")],
         shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
-        traits_of=[(name, record.traits) for name, record in named],
+        traits_of=[(name, record.traits or NO_TRAITS) for name, record in named],
         timed=timed,
         fastest=table_of(timed),
         remarks=remarks_of(timed),
         sanitized=[(entry, found) for entry in current for found in entry.sanitized],
-        style=_style,
         cell=_cell,
         build=_build,
         anchor=lambda entry: anchors[id(entry)],
@@ -118,30 +107,23 @@ def page(board: Board) -> str:
     )
 
 
-def _style(entry: Entry) -> tuple[str, str]:
-    if not entry.counts.judged:
-        return "unsupported", "–"
-    return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
-
-
 def _cell(capability: CapabilitySummary) -> Cell:
     """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
     found, waived = cell(capability), capability.counts.waived
-    if not waived:
-        return found
-    return replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived:,} known to fail")
+    return replace(found, style="fail", sign="✘", note=f"{waived:,} known to fail") if waived else found
 
 
 def _replay(entry: Entry, case: str) -> str:
-    return replay_line(case, entry.record.reference, salt=entry.record.environment.get("salt", ""))
+    return replay_line(case, entry.record.reference, salt=entry.record.salt)
 
 
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     torch = entry.record.environment.get("torch", "not stated")
     reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
-    is_own = is_own_build(entry, candidate)
-    own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
-    own = own if reported else entry.versions
+    own = entry.versions
+    if reported:
+        is_own = entry.is_own_build(candidate)
+        own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
 
@@ -151,7 +133,7 @@ def badge(entry: Entry) -> str:
     verdict = f"right on {entry.counts.passed:,} cases" if entry.verdict.startswith("right") else entry.verdict
     left, right = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
-    colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
+    colour = "#57606a" if entry.old else "#a8071a" if entry.is_wrong else "#12683a"
     title, texts, start = escape(f"{left}: {right}"), "", 0.0
     for text, width in zip((left, right), widths, strict=True):  # squeezed or stretched to its part whatever the font
         texts += (
@@ -205,16 +187,11 @@ def served(board: Board) -> Markup:
     cases = cases_on(board)
     kinds = list(dict.fromkeys(map(kind_of, cases)))
     place = {kind: number for number, kind in enumerate(kinds)}
-    named = _named(board, cases)
-    engines = [
-        {
-            "name": profile.engine,
-            "capability": profile.compute_capability,
-            "role": profile.role,
-            "candidates": [msgspec.structs.asdict(each) for each in profile.candidates],
-        }
-        for profile in board.profiles
-    ]
+    named, engines = _named(board, cases), []
+    for profile in board.profiles:
+        candidates = [msgspec.structs.asdict(each) for each in profile.candidates]
+        about = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
+        engines.append({**about, "candidates": candidates})
     data = {
         "suite": SUITE_VERSION,
         "models": models(),

@@ -92,7 +92,7 @@ def test_an_environment_sees_what_this_one_has_and_its_own_library_first_or_is_r
     there = environment.find(["torch", "fake-attention"])
     assert there["torch"] == here["torch"] != Found()
     assert (here["fake-attention"], there["fake-attention"]) == (Found(), Found("1.0"))
-    assert environment.run("fake_attention", capture=True).stdout.strip() == str(environment.python)
+    assert environment.run("fake_attention", otherwise="failed").stdout.strip() == str(environment.python)
     with pytest.raises(InputError, match=r"expected fake-attention 2\.0 in .*, got 1\.0"):
         replace(environment, pin=Pin.parse("fake-attention==2.0")).require_installed()
     (tmp_path / "fake_attention.py").touch()

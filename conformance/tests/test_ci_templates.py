@@ -107,8 +107,12 @@ def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
 
 def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script, or a text of one, that finds its programs in ``path`` first, then beside this Python."""
-    environment = {**os.environ, UNEXPLAINED: "1", "PATH": f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     call = ["bash", str(script), *arguments] if isinstance(script, Path) else ["bash", "-euo", "pipefail", "-c", script]
+    return run_on(folder, call, f"{path}:{Path(sys.executable).parent}", **{UNEXPLAINED: "1"})
+
+
+def run_on(folder: Path, call: list[str], path: Path | str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **variables}
     return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -216,14 +220,9 @@ def edited(name: str, edits: dict[str, str]) -> str:
     return text
 
 
-def run_on(machine: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{machine / 'bin'}:{os.environ['PATH']}", **variables}
-    return subprocess.run(command, cwd=machine, env=environment, capture_output=True, text=True)
-
-
 def run_steps(machine: Path, commands: str, **variables: str) -> str:
     """What the commands print, which all succeed."""
-    finished = run_on(machine, ["bash", "-eo", "pipefail", "-c", commands], **variables)
+    finished = run_on(machine, ["bash", "-eo", "pipefail", "-c", commands], machine / "bin", **variables)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -252,7 +251,7 @@ def test_buildkite(machine: Path) -> None:
 @pytest.mark.parametrize("dead", ["", "2"])
 def test_slurm(machine: Path, dead: str) -> None:
     (machine / "slurm.sh").write_text(edited("slurm.sh", {"shards=8": "shards=2"}))
-    finished = run_on(machine, ["bash", "slurm.sh", "TORCH_SDPA"], DEAD=dead)
+    finished = run_on(machine, ["bash", "slurm.sh", "TORCH_SDPA"], machine / "bin", DEAD=dead)
     if dead:
         assert finished.returncode == 1 and DIED in finished.stdout and "gate" not in finished.stdout
         return
@@ -281,4 +280,4 @@ def test_kubernetes(machine: Path, indices: tuple[int, ...]) -> None:
 def run_pod(machine: Path, job: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     named = {each["name"]: each["value"] for each in container["env"]}
-    return run_on(machine, container["command"] + container["args"], **named, **variables)
+    return run_on(machine, container["command"] + container["args"], machine / "bin", **named, **variables)

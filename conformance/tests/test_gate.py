@@ -1,9 +1,10 @@
-"""The gate: what closes it, what it only shows, what it refuses, what it was not shown, named or counted."""
+"""The gate: what closes it, what it only shows, what it refuses, what it was not shown, and what opens none."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -17,31 +18,41 @@ from mla_conformance.gating.mustpass import CORE, MustPass
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.reports import write_run
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials import judge_one as judging
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.trial import Context
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, is_due_on_gpu
 
 Capture = pytest.CaptureFixture[str]
 Write = Callable[..., Path]
+Gate = Callable[..., tuple[int, str, str]]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
 PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in CASES[:4]]
 FAILED = PASSED[1].with_fields(status=Status.FAIL, check="lse")
 
 
-def gate(capsys: Capture, *arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
-    status = main(["gate", *map(str, arguments), "--require-tier", tier])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def gate(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The gate in a folder of its own, over any selection unless a tier is named."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
+        status = main(["gate", *map(str, arguments), "--require-tier", tier])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_a_failure_closes_the_gate_unless_it_is_expected(write_report: Write, tmp_path: Path, capsys: Capture) -> None:
+def test_a_failure_closes_the_gate_unless_it_is_expected(write_report: Write, tmp_path: Path, gate: Gate) -> None:
     report = write_report("a.json", [PASSED[0], FAILED])
-    status, out, _ = gate(capsys, report)
+    status, out, _ = gate(report)
     assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
     (cause,) = (line for line in out.splitlines() if line.startswith("cause "))
     assert cause.split()[1] == "MINE" and "the LSE is wrong" in cause and cause.endswith(" · 1 case")
     (tmp_path / "mine.toml").write_text(to_toml(Expectation(backend="*", case=FAILED.case, reason="known")))
-    status, out, _ = gate(capsys, report, "--expectations", tmp_path)
+    status, out, _ = gate(report, "--expectations", tmp_path)
     assert status == 0 and out.endswith(" · 2 verdicts · 1 expected failure\n")
 
 
@@ -54,18 +65,18 @@ def test_a_failure_closes_the_gate_unless_it_is_expected(write_report: Write, tm
     ],
 )
 def test_expectations_that_are_wrong_close_the_gate(
-    write_report: Write, tmp_path: Path, capsys: Capture, entry: Expectation, said: str
+    write_report: Write, tmp_path: Path, gate: Gate, entry: Expectation, said: str
 ) -> None:
     (tmp_path / "mine.toml").write_text(to_toml(entry))
-    status, out, _ = gate(capsys, write_report("a.json", PASSED), "--expectations", tmp_path)
+    status, out, _ = gate(write_report("a.json", PASSED), "--expectations", tmp_path)
     assert status == 1 and said in out
 
 
-def test_the_baseline_tells_what_is_new(write_report: Write, capsys: Capture) -> None:
+def test_the_baseline_tells_what_is_new(write_report: Write, gate: Gate) -> None:
     before = write_report("before.json", [FAILED, PASSED[0], PASSED[2], PASSED[3]])
     drifted = PASSED[2].with_fields(used={"lse": 0.55})
     now = write_report("now.json", [PASSED[1], PASSED[0].with_fields(status=Status.FAIL), drifted, PASSED[3]])
-    status, out, _ = gate(capsys, now, "--baseline", before)
+    status, out, _ = gate(now, "--baseline", before)
     found = [line.partition("  ")[0] for line in out.splitlines()]
     assert status == 1 and found[:3] == ["newly failing", "newly passing", "drifted"]
     assert "lse: 0.30 → 0.55 of the error budget" in out and " · 4 verdicts · 1 newly failing" in out
@@ -73,41 +84,41 @@ def test_the_baseline_tells_what_is_new(write_report: Write, capsys: Capture) ->
 
 @pytest.mark.parametrize(("limit", "expected"), [((), 0), (("--max-drift", "0.2"), 1), (("--max-drift", "0.5"), 0)])
 def test_drift_closes_the_gate_if_it_is_limited(
-    write_report: Write, capsys: Capture, limit: tuple[str, ...], expected: int
+    write_report: Write, gate: Gate, limit: tuple[str, ...], expected: int
 ) -> None:
     before = write_report("before.json", PASSED)
     now = write_report("now.json", [record.with_fields(used={"lse": 0.6}) for record in PASSED])
-    status, out, err = gate(capsys, now, "--baseline", before, *limit)
+    status, out, err = gate(now, "--baseline", before, *limit)
     said = f"gate {'CLOSED' if expected else 'open'} · suite {SUITE_VERSION} · any selection accepted · "
     assert status == expected and said in out and " · 4 verdicts" in out and not err
 
 
 @pytest.mark.parametrize("now", [PASSED[:3], [*PASSED[:3], PASSED[3].with_fields(status=Status.UNSUPPORTED)]])
-def test_what_is_no_longer_judged_closes_the_gate(write_report: Write, capsys: Capture, now: list[Record]) -> None:
+def test_what_is_no_longer_judged_closes_the_gate(write_report: Write, gate: Gate, now: list[Record]) -> None:
     before = write_report("before.json", PASSED)
-    status, out, _ = gate(capsys, write_report("now.json", now), "--baseline", before)
+    status, out, _ = gate(write_report("now.json", now), "--baseline", before)
     assert status == 1 and f"no longer judged MINE {CASES[3]} · was pass" in out
 
 
-def test_an_incomplete_run_and_an_empty_one_do_not_pass(write_report: Write, capsys: Capture) -> None:
-    status, out, _ = gate(capsys, write_report("a.json", PASSED, CASES[:6]))
+def test_an_incomplete_run_and_an_empty_one_do_not_pass(write_report: Write, gate: Gate) -> None:
+    status, out, _ = gate(write_report("a.json", PASSED, CASES[:6]))
     assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
-    status, out, _ = gate(capsys, write_report("b.json", []))
+    status, out, _ = gate(write_report("b.json", []))
     assert status == 1 and "nothing was judged" in out
 
 
-def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, capsys: Capture) -> None:
+def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, gate: Gate) -> None:
     listed = tmp_path / "must.txt"
     listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
     unsupported = PASSED[0].with_fields(case=CASES[5], status=Status.UNSUPPORTED)
-    assert gate(capsys, write_report("a.json", [*PASSED, unsupported]), "--must-pass", listed)[0] == 0
+    assert gate(write_report("a.json", [*PASSED, unsupported]), "--must-pass", listed)[0] == 0
     lacking = [*PASSED[:2], PASSED[2].with_fields(status=Status.UNSUPPORTED)]
-    status, out, _ = gate(capsys, write_report("b.json", lacking), "--must-pass", listed)
+    status, out, _ = gate(write_report("b.json", lacking), "--must-pass", listed)
     assert status == 1
     for case, why in ((CASES[2], "core: unsupported"), (CASES[3], "core: not in the report"), (CASES[5], "extra: not")):
         assert f"must pass        MINE {case} · {why}" in out
     listed.write_text("".join(f"core lse:q=[{number}]\n" for number in range(1, 301)))
-    _, out, _ = gate(capsys, write_report("c.json", PASSED), "--must-pass", listed)
+    _, out, _ = gate(write_report("c.json", PASSED), "--must-pass", listed)
     *_, further, _ = out.splitlines()
     assert re.fullmatch(r"must pass +… lse:q=\[\d+\], lse:.* and \d+ more", further) and len(further) <= 400
 
@@ -143,19 +154,19 @@ def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:
 
 
 @pytest.mark.parametrize("text", ["# nothing\n", "core lse:nope=1\n"])
-def test_a_malformed_must_pass_list(write_report: Write, tmp_path: Path, capsys: Capture, text: str) -> None:
+def test_a_malformed_must_pass_list(write_report: Write, tmp_path: Path, gate: Gate, text: str) -> None:
     (tmp_path / "must.txt").write_text(text)
-    status, _, err = gate(capsys, write_report("a.json", PASSED), "--must-pass", tmp_path / "must.txt")
+    status, _, err = gate(write_report("a.json", PASSED), "--must-pass", tmp_path / "must.txt")
     assert status == 2 and "expected 'PROFILE CASE_ID'" in err.replace("lines ", "") and "must.txt" in err
 
 
-def test_reports_that_do_not_belong_together(write_report: Write, capsys: Capture) -> None:
+def test_reports_that_do_not_belong_together(write_report: Write, gate: Gate) -> None:
     report = write_report("a.json", PASSED)
-    assert "is in another report as well" in gate(capsys, report, report)[2]
+    assert "is in another report as well" in gate(report, report)[2]
     for other in ({"suite": "2025.1"}, {"tier": "smoke"}):
-        status, _, err = gate(capsys, report, "--baseline", write_report("b.json", PASSED, **other))
+        status, _, err = gate(report, "--baseline", write_report("b.json", PASSED, **other))
         assert status == 2 and f"b.json: expected {next(iter(other))} " in err
-    assert gate(capsys, report, "--expectations", report)[0] == 2
+    assert gate(report, "--expectations", report)[0] == 2
 
 
 SMOKE = [case.id for entry in CAPABILITIES.values() for case in entry.select(Tier.SMOKE)]
@@ -167,9 +178,9 @@ def all_passed(cases: list[str], backend: str = "MINE") -> list[Record]:
     return [Record(backend, backend, case.partition(":")[0], case, Status.PASS) for case in cases]
 
 
-def test_two_capabilities_of_all_do_not_open_the_gate(write_report: Write, capsys: Capture) -> None:
+def test_two_capabilities_of_all_do_not_open_the_gate(write_report: Write, gate: Gate) -> None:
     file = write_report("a.json", all_passed(TWO))
-    status, out, _ = gate(capsys, file, tier="full")
+    status, out, _ = gate(file, tier="full")
     extent = f"{FULL - len(TWO)} of {FULL} cases, {len(CAPABILITIES) - 2} of {len(CAPABILITIES)} capabilities"
     assert status == 1 and f"not run          MINE {extent} · of the full tier\n" in out
     assert out.endswith(f" · {len(TWO)} verdicts · {FULL - len(TWO)} not run\n")
@@ -178,20 +189,20 @@ def test_two_capabilities_of_all_do_not_open_the_gate(write_report: Write, capsy
     reported |= set(further.split(", "))
     assert reported < CAPABILITIES.keys() - {"new_tokens", "lse"}
     assert len(reported) + int(counted) == len(CAPABILITIES) - 2
-    assert gate(capsys, file)[0] == 0
+    assert gate(file)[0] == 0
     # The tier is what the report says of itself; the gate asks the suite.
-    assert gate(capsys, write_report("b.json", all_passed(TWO), tier="nightly"), tier="full")[0] == 1
+    assert gate(write_report("b.json", all_passed(TWO), tier="nightly"), tier="full")[0] == 1
 
 
-def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(write_report: Write, capsys: Capture) -> None:
+def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(write_report: Write, gate: Gate) -> None:
     file = write_report("a.json", all_passed(SMOKE))
-    assert gate(capsys, file, tier="smoke")[0] == 0
-    status, out, _ = gate(capsys, write_report("b.json", all_passed(SMOKE), tier="smoke"), tier="full")
+    assert gate(file, tier="smoke")[0] == 0
+    status, out, _ = gate(write_report("b.json", all_passed(SMOKE), tier="smoke"), tier="full")
     said = "the report is of tier smoke; expected tier full, or pass --require-tier smoke"
     first, last = out.splitlines()
     assert status == 1 and f"{FULL - len(SMOKE)} of {FULL} cases" in first and first.endswith(said) and "CLOSED" in last
     file = write_report("a.json", [*all_passed(SMOKE), *all_passed(SMOKE[1:], "OTHER")])
-    status, out, _ = gate(capsys, file, tier="smoke")
+    status, out, _ = gate(file, tier="smoke")
     assert status == 1 and f"OTHER 1 of {len(SMOKE)} cases" in out and "MINE" not in out
 
 
@@ -206,47 +217,47 @@ def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(write_report: 
         (["MINE", "package.module:DIED"], "missing          DIED * · in no report"),
     ],
 )
-def test_a_backend_that_has_to_be_judged(tmp_path: Path, capsys: Capture, required: list[str], said: str) -> None:
+def test_a_backend_that_has_to_be_judged(tmp_path: Path, gate: Gate, required: list[str], said: str) -> None:
     refuses = [record.with_fields(status=Status.UNSUPPORTED) for record in all_passed(TWO[:2], "REFUSES")]
     gone = BackendFacts("GONE", "GONE", ("no such GPU",))
     file = write_run(tmp_path / "a.json", [*all_passed(TWO[:2]), *refuses], facts=[gone])
-    status, out, _ = gate(capsys, file, "--require", *required)
+    status, out, _ = gate(file, "--require", *required)
     assert (status, [line for line in out.splitlines() if "missing  " in line]) == (bool(said), [said] if said else [])
 
 
-def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(write_report: Write, capsys: Capture) -> None:
+def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(write_report: Write, gate: Gate) -> None:
     file = write_report("a.json", [all_passed(TWO)[0].with_fields(status=Status.FAIL, check="lse")])
-    status, out, _ = gate(capsys, file, file.with_name("b.json"))
+    status, out, _ = gate(file, file.with_name("b.json"))
     assert status == 1 and f"missing          *    {file.with_name('b.json')} · no such report" in out
     assert f"failing          MINE {TWO[0]}" in out
-    status, out, _ = gate(capsys, file.with_name("*.jsn"), tier="full")
+    status, out, _ = gate(file.with_name("*.jsn"), tier="full")
     assert status == 1 and "*.jsn · no such report" in out and "nothing was judged" in out
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path, gate: Gate) -> None:
     shards = [Shard.of(f"{index}/3", TWO) for index in (1, 2, 3)]
     files = [write_run(tmp_path / f"{s.index}.json", all_passed(list(s.cases)), TWO, shard=s) for s in shards]
-    assert gate(capsys, *files)[0] == 0
-    status, out, _ = gate(capsys, files[0], files[2])
+    assert gate(*files)[0] == 0
+    status, out, _ = gate(files[0], files[2])
     assert status == 1 and "missing          MINE shard 2/3 · in no report" in out
     assert f"MINE {len(shards[1].cases)} of {len(TWO)} cases, 2 of 2 capabilities · of its list" in out
 
 
-def test_the_must_pass_list_is_asked_for_by_name_and_version(write_report: Write, capsys: Capture) -> None:
+def test_the_must_pass_list_is_asked_for_by_name_and_version(write_report: Write, gate: Gate) -> None:
     file, old = write_report("a.json", all_passed(TWO)), write_report("old.json", all_passed(TWO), suite="2025.1")
     for name in ("shipped", "decode"):
-        status, out, _ = gate(capsys, file, "--must-pass", f"{name}@{SUITE_VERSION}")
+        status, out, _ = gate(file, "--must-pass", f"{name}@{SUITE_VERSION}")
         assert status == 1 and f" · must-pass {name}@{SUITE_VERSION} · " in out
-    status, _, err = gate(capsys, file, "--must-pass", "core@2025.1", tier="full")
+    status, _, err = gate(file, "--must-pass", "core@2025.1", tier="full")
     assert status == 2 and f"--must-pass core@2025.1: the list that is installed here is core@{SUITE_VERSION}" in err
-    status, _, err = gate(capsys, old, "--must-pass", "core")
+    status, _, err = gate(old, "--must-pass", "core")
     said = f"core@{SUITE_VERSION} is of suite {SUITE_VERSION} here, but the report is of suite 2025.1"
     assert status == 2 and said in err
-    assert gate(capsys, old, tier="full")[0] == 2
-    status, out, err = gate(capsys, old)
+    assert gate(old, tier="full")[0] == 2
+    status, out, err = gate(old)
     assert (status, out) == (2, "") and "accept its verdicts with --allow-suite 2025.1" in err
-    assert gate(capsys, old, "--allow-suite", "2025.2")[0] == 2 and gate(capsys, old, "--allow-suite", "2025.1")[0] == 0
-    status, _, err = gate(capsys, file, "--must-pass", "nope", tier="full")
+    assert gate(old, "--allow-suite", "2025.2")[0] == 2 and gate(old, "--allow-suite", "2025.1")[0] == 0
+    status, _, err = gate(file, "--must-pass", "nope", tier="full")
     assert status == 2 and "--must-pass nope: expected a file, shipped, or profiles that" in err
 
 
@@ -274,3 +285,162 @@ def test_a_profile_that_is_named_binds_whatever_is_declared() -> None:
     assert dict(both.missing(refused)).keys() > set(decodes)
     with pytest.raises(InputError):
         MustPass.asked(["decode", "absent.txt"])
+
+
+CPU = torch.device("cpu")
+EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
+OUT_OF_MEMORY = f"""{EAGER}
+class OomWhenHard(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, q, *a, **k):
+        if q.shape[0] > 4: raise MemoryError("out of memory, too large for a CPU")
+        return super().run_prefill_new_tokens(q, *a, **k)
+    def run_prefill_context_chunk(self, chunk_idx, q, k, v): raise MemoryError("out of memory")
+"""
+
+
+def report(
+    name: str,
+    facts: BackendFacts,
+    records: Sequence[Record],
+    code: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": SUITE_VERSION, "tier": "smoke"})
+    return name
+
+
+def passed(facts: BackendFacts, first: int = 0, **fields: object) -> list[Record]:
+    records = [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[first : first + 3]]
+    return [records[0].with_fields(**fields), *records[1:]]
+
+
+def file_of(path: str, name: str = "Mine") -> BackendFacts:
+    """A backend in a file of its own, as a worker describes it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(f"{EAGER}class {name}(EagerPrefillBackend): pass\n")
+    return describe(Subject.of(f"{path}:{name}", CPU))
+
+
+def test_a_kernel_that_lacks_memory_where_it_is_hard_closes_the_gate(gate: Gate) -> None:
+    Path("oom.py").write_text(OUT_OF_MEMORY)
+    subject, context = Subject.of("oom.py:OomWhenHard", CPU), Context()
+    cases = [case for name in ("lse", "new_tokens") for case in CAPABILITIES[name].select(Tier.SMOKE)]
+    records = [judge_one(subject, case, context) for case in cases]
+    dodged = sum(record.status is Status.UNAVAILABLE for record in records)
+    assert 0 < dodged < sum(record.status is not Status.UNSUPPORTED for record in records)
+    status, out, _ = gate(report("o.json", describe(subject), records), "--require", "oom.py:OomWhenHard")
+    assert status == 1 and out.count("unavailable      OomWhenHard ") == dodged
+    assert "out of memory: MemoryError: out of memory" in out and out.endswith(f" · {dodged} unavailable\n")
+
+
+@pytest.mark.parametrize(("limit", "finding"), [(2**20, "too large here"), (2**40, "unavailable")])
+def test_what_is_too_large_is_told_by_the_suites_estimate_and_not_by_the_kernel(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, limit: int, finding: str
+) -> None:
+    Path("oom.py").write_text(OUT_OF_MEMORY)
+    monkeypatch.setattr(judging, "whole_memory", lambda device: limit)
+    subject = Subject.of("oom.py:OomWhenHard", CPU)
+    record = judge_one(subject, CAPABILITIES["new_tokens"].cases[0], Context())
+    facts = describe(subject)
+    status, out, _ = gate(report("o.json", facts, [record, *passed(facts)]))
+    assert (status, out.split("  ")[0].rstrip()) == (int(finding == "unavailable"), finding) and record.case in out
+
+
+def test_a_case_that_takes_hours_is_named_and_opens_the_gate(gate: Gate) -> None:
+    large = "new_tokens:heads=128;q=[100000]"
+    record = judge_one(Subject.of("EAGER", CPU), Case.parse(large), Context())
+    facts = BackendFacts("EAGER", "EAGER")
+    status, out, _ = gate(report("o.json", facts, [record, *passed(facts)]))
+    assert status == 0 and out.startswith("too large here   EAGER ") and out.endswith(" · 1 too large here\n")
+
+
+def test_no_verdict_is_too_large(gate: Gate) -> None:
+    facts = BackendFacts("EAGER", "EAGER")
+    _, _, err = gate(report("o.json", facts, passed(facts, too_large=True)))
+    assert "pass, yet too large to be judged" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "required", "said"),
+    [
+        ("kernels/mine.py", "kernels/mine.py:Mine", ""),
+        ("elsewhere/kernels/mine.py", "kernels/mine.py:Mine", ""),
+        ("other.py", "kernels/mine.py:Mine", "in no report, where its name stands for /"),
+        ("kernels/mine.py", "package.mine:Mine", "in no report, where its name stands for /"),
+        ("kernels/mine.py", "kernels/mine.py:Other", "in no report\n"),
+    ],
+)
+def test_a_required_file_is_its_path(gate: Gate, path: str, required: str, said: str) -> None:
+    facts = file_of(path)
+    file_of("kernels/mine.py")
+    status, out, _ = gate(report("o.json", facts, passed(facts)), "--require", required)
+    assert status == bool(said) and said in out
+
+
+@pytest.mark.parametrize("edit", ["# changed\n", ""])
+def test_a_required_file_is_its_bytes(gate: Gate, edit: str) -> None:
+    facts = file_of("kernels/mine.py")
+    Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
+    status, out, _ = gate(report("o.json", facts, passed(facts)), "--require", "kernels/mine.py:Mine")
+    assert status == bool(edit) and ("Mine * · the judged file differs from the one here" in out) == bool(edit)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("mine.py", "", ""),
+        ("mine.py", "fingerprint", "fingerprint "),
+        ("mine.py", "helper", "/help.py "),
+        ("other.py", "", "reference "),
+    ],
+)
+def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change: str, said: str) -> None:
+    """Half of the cases of one, and half of the other."""
+    first, second = file_of("mine.py"), file_of(path)
+    second = replace(second, fingerprint="file 0") if change == "fingerprint" else second
+    halves = [
+        report("a.json", first, passed(first), code={"/help.py": "0"}),
+        report("b.json", second, passed(second, 3), code={"/help.py": str(int(change == "helper"))}),
+    ]
+    status, _, err = gate(*halves, "--require", "mine.py:Mine")
+    assert status == (2 if said else 0)
+    assert not said or f"b.json: Mine is other code than in a.json: {said}" in err
+
+
+@pytest.mark.parametrize("fingerprint", ["", "file a", "no distribution"])
+def test_a_report_without_the_files_digest_is_not_of_it(gate: Gate, fingerprint: str) -> None:
+    facts = BackendFacts("Mine", file_of("mine.py").reference, fingerprint=fingerprint)
+    assert gate(report("o.json", facts, passed(facts)), "--require", "mine.py:Mine")[0] == 1
+
+
+def test_a_required_file_that_is_not_there_is_refused(gate: Gate) -> None:
+    facts = BackendFacts("EAGER", "EAGER")
+    status, _, err = gate(report("o.json", facts, passed(facts)), "--require", "gone.py:EAGER")
+    assert (status, err) == (2, "mla-conformance: gone.py: cannot be read: No such file or directory\n")
+
+
+@pytest.mark.parametrize("required", ["TORCH_SDPA", "kernels/mine.py:TORCH_SDPA"])
+def test_a_class_of_a_registered_name_is_not_the_registered_backend(gate: Gate, required: str) -> None:
+    file_of("kernels/mine.py", "TORCH_SDPA")
+    evil = file_of("a/evil.py", "TORCH_SDPA")
+    status, out, _ = gate(report("o.json", evil, passed(evil)), "--require", required)
+    assert status == 1 and "missing          TORCH_SDPA * · in no report, where its name stands for /" in out
+    genuine = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
+    assert gate(report("o.json", genuine, passed(genuine)), "--require", required)[0] == (":" in required)
+
+
+@pytest.mark.parametrize(("file", "waived"), [("evil.py", False), ("", True)])
+def test_expectations_of_a_registered_name_are_of_the_registered_backend(gate: Gate, file: str, waived: bool) -> None:
+    facts = file_of(file, "FLASHMLA") if file else BackendFacts("FLASHMLA", "FLASHMLA")
+    Path("known").mkdir()
+    Path("known/FLASHMLA.toml").write_text(to_toml(Expectation(backend="FLASHMLA", case="lse", reason="known")))
+    records = [each.with_fields(status=Status.FAIL, check="lse") for each in passed(facts)]
+    assert gate(report("o.json", facts, records), "--expectations", "known")[0] == (0 if waived else 1)
+
+
+@pytest.mark.parametrize("reason", ["", "\u200b", "\u3164\uffa0", "- 1 -"])
+def test_a_reason_has_letters_that_can_be_seen(gate: Gate, reason: str) -> None:
+    facts = BackendFacts("EAGER", "EAGER")
+    Path("known").mkdir()
+    Path("known/all.toml").write_text(to_toml(Expectation(backend="*", case="lse", reason=reason)), encoding="utf-8")
+    status, _, err = gate(report("o.json", facts, passed(facts)), "--expectations", "known")
+    assert status == 2 and "known/all.toml: entry 1: expected a reason in words, got " in err

@@ -17,9 +17,9 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
 from mla_conformance.certificate.digests import record_digests, seal
+from mla_conformance.certificate.issue import sign
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import KeptRecord, change_records, folded, kept_records, pack, write_record
-from mla_conformance.certificate.signature import sign
 from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
