@@ -10,14 +10,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import interface, kernel, sparse_layer
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.quant_key import QuantKey
-from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -32,7 +30,7 @@ def _asked(method: str, check: Any, *without: Any) -> Any:
     return classmethod(lambda cls, *asked: check(getattr(cls.wrapped, method, *without)(*asked), method))
 
 
-class AdaptedPrefillBackend(MLAPrefillBackend):
+class AdaptedPrefillBackend(interface.MLAPrefillBackend):
     """A class whose methods are this generation's, from a package with types of its own."""
 
     wrapped: ClassVar[Any]  # the class that is driven
@@ -72,7 +70,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: interface.MLAPrefillSelectorConfig
     ) -> list[str]:
         theirs = dimensions_for(cls.wrapped, selector_config.mla_dimensions)
         translated = selector_config._replace(mla_dimensions=theirs)
@@ -100,7 +98,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         self._target.prepare_metadata(prefill_metadata)
 
-    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    @takes(interface.MLAPrefillBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         return self._new_tokens((x.q, x.k, x.v), x.return_softmax_lse, x.out, x.output_scale)
 
@@ -114,7 +112,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
 
 
-def load_layer(layer: Any, joined: Any, weights: SparseLayerWeights) -> None:
+def load_layer(layer: Any, joined: Any, weights: sparse_layer.SparseLayerWeights) -> None:
     """Load a whole sparse layer of an engine; ``joined`` is the projection of hidden states to both latents."""
     own = ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
     loaded = [(getattr(layer, name), getattr(weights, name)) for name in own]
@@ -139,7 +137,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def runs_on(cls: Any, capability: DeviceCapability | None) -> bool:
+def runs_on(cls: Any, capability: kernel.DeviceCapability | None) -> bool:
     """Whether a class of vLLM's runs on a device; some of them ask for the number of a device that has none."""
     try:
         return bool(cls.supports_compute_capability(capability))

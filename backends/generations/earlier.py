@@ -11,11 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import foreign, interface
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.interface import check_unquantised
 from mla_conformance.backends.kernel import AttentionSizes, DeviceCapability, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
@@ -134,7 +133,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
         cls, device_capability: DeviceCapability | None, selector_config: OurSelectorConfig
     ) -> list[str]:
         config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
-        return reasons_of(cls.wrapped.validate_configuration(device_capability, config))
+        return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, config))
 
     def _start(self) -> Any:
         """Nothing yet: this generation's kernels are made for a device, which the first batch tells."""
@@ -171,7 +170,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
     ) -> Any:
-        check_unquantised(self, output_scale)
+        interface.check_unquantised(self, output_scale)
         result = self._unpadded(self._target.run_prefill_new_tokens(self._prefill_metadata, *operands, lse))
         return result if out is None else copied_to(out, result)
 

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import cache_dtypes, foreign
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, runs_on
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, UnsupportedConfiguration, accepts_block_size
@@ -225,7 +224,7 @@ class AdaptedLayerBackend:
             return [f"pages of {block_size} tokens not supported"]
         entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}
-        reasons = reasons_of(cls.wrapped.validate_configuration(**given))
+        reasons = foreign.reasons_of(cls.wrapped.validate_configuration(**given))
         if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons
@@ -238,7 +237,7 @@ class AdaptedLayerBackend:
         missing = vllm.why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
         if missing:
             reasons.append(f"prefills: {missing}")
-        if layout_of(batch.kv_cache_dtype) != "auto":
+        if cache_dtypes.layout_of(batch.kv_cache_dtype) != "auto":
             builder = cls.wrapped.get_builder_cls()  # which sees lengths alone
             support, threshold = builder.query_len_support.value, builder.reorder_batch_threshold
             if support != "single_only":

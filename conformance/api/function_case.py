@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mla_conformance.backends.references import nearest
 from mla_conformance.backends.roles import ROLES, Role
+from mla_conformance.cases import covering, work
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import is_light
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import SPACES
@@ -188,8 +187,8 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), size is Tier.NIGHTLY
-            held = Pairs(space, space.rows(known))
-            fitting += fit(space, known, lambda some: list(map(fits, some)), held, is_light, triples).cases
+            held = covering.Pairs(space, space.rows(known))
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, work.is_light, triples).cases
         # By the smoke tier's own rules: it would hold few of what is asked for.
         found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if found:

@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.backends.indexer import MLAIndexerBackend
-from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends import decode, indexer, interface, kernel, roles, topk
 from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
-from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
-from mla_conformance.backends.topk import MLATopKBackend, TopKMetadata
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems.cached_batch import int32
@@ -31,12 +26,12 @@ from mla_conformance.reference.selected import NO_KEY
 
 TABLES = tomllib.loads((files("mla_conformance.api") / "tables.toml").read_text(encoding="utf-8"))
 _STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-_DECODE = forms_of(MLADecodeBackend.run_decode)
+_DECODE = forms_of(decode.MLADecodeBackend.run_decode)
 _ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
 _LISTED = forms_of(MLASparseMetadata)
 _FORMS: Mapping[str, Mapping[str, Form]] = {
-    "prefill": {**forms_of(MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
-    "decode": {**forms_of(MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
+    "prefill": {**forms_of(interface.MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
+    "decode": {**forms_of(decode.MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
     "sparse": {
         **_LISTED,
         **forms_of(MLASparseBackend.run_sparse_prefill),
@@ -45,8 +40,8 @@ _FORMS: Mapping[str, Mapping[str, Form]] = {
         "q": replace(_ABSORBED, shape=_ABSORBED.shape.replace(AT_LEAST, "")),
         "k_scale": _DECODE["k_scale"],
     },
-    "indexer": {**_LISTED, **forms_of(MLAIndexerBackend.run_index_logits), **_STARTS},
-    "top-k": {**forms_of(TopKMetadata), **forms_of(MLATopKBackend.run_top_k_per_row)},
+    "indexer": {**_LISTED, **forms_of(indexer.MLAIndexerBackend.run_index_logits), **_STARTS},
+    "top-k": {**forms_of(topk.TopKMetadata), **forms_of(topk.MLATopKBackend.run_top_k_per_row)},
 }
 _IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
 Starts = Tensor | Sequence[int] | None
@@ -164,7 +159,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
     if not 0 < rank <= q.shape[2]:
         raise InputError(f"kv_lora_rank: expected at most the {q.shape[2]} columns of q, got {rank}")
     try:
-        width, dtype = entry_width(layout, rank, q.shape[2] - rank), cache_dtype(layout, output_dtype(q.dtype))
+        width, dtype = entry_width(layout, rank, q.shape[2] - rank), cache_dtype(layout, kernel.output_dtype(q.dtype))
     except ValueError as error:
         raise InputError(f"kv_cache_dtype: {error}") from error
     if cache.shape[2] != width or cache.dtype != dtype:
@@ -176,7 +171,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
 def meaning_of(cache: Tensor, slots: Tensor, layout: str, k_scale: Tensor | float, rank: int, q: Tensor) -> Tensor:
     """[S, 1, L + R] float64, what the entries of these slots mean."""
     rows = read_entries(cache, slots, layout)
-    parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, output_dtype(q.dtype))
+    parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, kernel.output_dtype(q.dtype))
     return torch.cat(parts, dim=-1).unsqueeze(1)
 
 
@@ -247,5 +242,5 @@ def batch_of(
         req_id_per_token=request.to(device),
         block_table=block_table,
         workspace_starts=workspace_starts,
-        index_space=IndexSpace(space),
+        index_space=roles.IndexSpace(space),
     )

@@ -19,8 +19,7 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.roles.layer.call import LayerCall
-from mla_conformance.roles.layer.role import Layer
+from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged, little_work
 

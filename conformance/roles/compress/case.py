@@ -6,23 +6,20 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
-from mla_conformance.cases.cached import CacheOperation
+from mla_conformance.cases import batches, cached, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Dimension, Row, Rule, Space, exactly, measured, never, plain, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
 _USUAL_PAGE = 64
-_STEPS = 8
-"""Each column of a token's states is drawn, stored, read and judged in float64."""
+_STEPS = 8  # each column of a token's states is drawn, stored, read and judged in float64
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCase(CacheOperation):
+class CompressCase(cached.CacheOperation):
     """The ``kv`` tokens of each request in one call, then its ``q`` in one or several.
 
     An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
@@ -141,7 +138,7 @@ def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> 
                 break
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     ratio, page = draw.of(_RATIOS, row["ratio"], "ratio"), draw.of(batches.PAGES, row["page"])
     q, kv = first(_tokens(row["ratio"], row["before"], row["end"], row["new"], draw))
     number = draw.of(batches.REQUESTS, row["requests"])

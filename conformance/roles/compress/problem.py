@@ -24,8 +24,7 @@ EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
 
-Columns = Mapping[int, int]
-"""The page of each column of a request's table that has one."""
+Columns = Mapping[int, int]  # the page of each column of a request's table that has one
 
 
 def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:

@@ -6,9 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
@@ -26,8 +24,7 @@ from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 
-_MEAN_WEIGHT = 0.5
-"""Weights have either sign, most of them that of a key that all heads agree on."""
+_MEAN_WEIGHT = 0.5  # weights have either sign, most of them that of a key that all heads agree on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +32,11 @@ class IndexerCall(KernelCall):
     """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
     slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
-    metadata: MLASparseMetadata
+    metadata: sparse.MLASparseMetadata
     case: IndexerCase
 
     meant: ClassVar = ("q", "k", "weights")
-    interface: ClassVar = MLAIndexerBackend
+    interface: ClassVar = indexer.MLAIndexerBackend
     means: ClassVar = {"q": "T", "k": "S", "slots": "S"}
     called: ClassVar = {"q": "query", "k": "stored"}
 
@@ -117,7 +114,7 @@ def golden_scores(problem: Problem) -> GoldenScores:
 
 def positions_of(call: KernelCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
-    if call.case.space == IndexSpace.POSITION:
+    if call.case.space == roles.IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, NOTHING)
     starts = torch.tensor(call.key_start_loc, device=numbers.device)
     request = rows.pick(call.metadata.req_id_per_token.long())
@@ -180,9 +177,9 @@ class IndexJudge(SelectionSteps):
 
 
 INDEXER = RoleDefinition(
-    role=Role.INDEXER,
+    role=roles.Role.INDEXER,
     batch=IndexerBatch,
-    config=MLAIndexerSelectorConfig,
+    config=indexer.MLAIndexerSelectorConfig,
     constructed=("num_heads", "head_dim", "kv_cache_dtype"),
     facts=lambda case, dtype: {
         "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",

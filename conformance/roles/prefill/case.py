@@ -14,8 +14,7 @@ from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
-MOST_SLICES = 2**18
-"""Slices of contexts that a plan may have; those of the suite have up to 138."""
+MOST_SLICES = 2**18  # slices of contexts that a plan may have; those of the suite have up to 138
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +108,7 @@ OUTPUT_SCALES = Numbers(
 )
 _tokens = partial(batches.drawn_in_tile, TOKENS)
 _SHORT = 17
-_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
-"""Rows and keys times heads, of a batch in the covering arrays."""
+_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18  # rows and keys times heads, of a batch in the covering arrays
 _NEW = Only("call", (Call.NEW_TOKENS,), "only new tokens are asked without an LSE, or with quantised results")
 _GIVEN = Only("call", (Call.NEW_TOKENS, Call.CHUNKED_CONTEXT), "a chunk of context is handed no output")
 _CONTEXT = Only("call", (Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT), "new tokens alone have no context")

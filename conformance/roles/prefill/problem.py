@@ -7,13 +7,9 @@ from typing import Any, Self
 
 import torch
 
-from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.foreign import yes_or_no
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends import declaration, foreign, interface, quant_key, roles
 from mla_conformance.backends.kernel import DeviceCapability, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.quant_key import fp8_static_tensor_sym
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
 from mla_conformance.problems import operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
@@ -25,8 +21,7 @@ from mla_conformance.reference.projections import expand_key, kv_b_proj, up_proj
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.case import PrefillCase
 
-ContextKeys = tuple[torch.Tensor, torch.Tensor]
-"""k [S, N, P + R] and v [S, N, V]."""
+ContextKeys = tuple[torch.Tensor, torch.Tensor]  # k [S, N, P + R] and v [S, N, V]
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,12 @@ class PrefillCall(AttentionCall):
             return None
         return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
-    def prepare(self, backend: MLAPrefillBackend) -> None:
+    def prepare(self, backend: interface.MLAPrefillBackend) -> None:
         if self.prepares:
             backend.prepare_metadata(self.metadata)
 
     def invoke(
-        self, backend: MLAPrefillBackend, out: Guarded | None
+        self, backend: interface.MLAPrefillBackend, out: Guarded | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.chunk_idx is not None:
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
@@ -131,8 +126,7 @@ def assemble_metadata(
     return metadata
 
 
-_COUNTED_ELEMENTS = 2**24
-"""Elements of the keys from which inputs are drawn on the device, by counters."""
+_COUNTED_ELEMENTS = 2**24  # elements of the keys from which inputs are drawn on the device, by counters
 
 
 class PrefillBatch(Draw[PrefillCase]):
@@ -250,16 +244,16 @@ class _Prefill(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         reasons = super().reasons(kernel, case, dtype, capability)
         if (case.lse or case.call != Call.NEW_TOKENS) and not getattr(kernel, "returns_lse", True):
-            reasons.append(NO_LSE)
+            reasons.append(declaration.NO_LSE)
         if case.own_merge and not hasattr(kernel, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "none":
             declared = getattr(kernel, "supports_unquantised_output", lambda dtype: True)
-            if not yes_or_no(declared(dtype), "supports_unquantised_output"):
+            if not foreign.yes_or_no(declared(dtype), "supports_unquantised_output"):
                 reasons.append(f"unquantised output of {dtype} not declared")
         if case.quant == "fp8" and not reasons:
             try:
-                key = fp8_static_tensor_sym()
+                key = quant_key.fp8_static_tensor_sym()
             except ValueError as error:
                 return [str(error)]
             if not self.kernel(kernel, case, dtype, torch.device("cpu")).supports_quant_output(key):
@@ -267,4 +261,4 @@ class _Prefill(RoleDefinition):
         return reasons
 
 
-PREFILL = _Prefill(role=Role.PREFILL, batch=PrefillBatch, config=MLAPrefillSelectorConfig)
+PREFILL = _Prefill(role=roles.Role.PREFILL, batch=PrefillBatch, config=interface.MLAPrefillSelectorConfig)

@@ -10,11 +10,9 @@ from mla_conformance.backends import prepare as interface
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging.diagnosis import Position, extent
+from mla_conformance.judging import diagnosis, judged_rows, tolerance
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.steps import Form, Measured, Steps
-from mla_conformance.judging.tolerance import unit_roundoff
 from mla_conformance.judging.verdict import Check, Verdict, failed
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
@@ -99,7 +97,7 @@ class GoldenPrepared(Golden):
 
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
@@ -166,7 +164,7 @@ class PrepareJudge(Steps):
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         golden, case, dtype = self.expectation, self.case, self.problem.dtype
         coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
-        between = unit_roundoff(dtype) if coarse else 0.0
+        between = tolerance.unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
             given, factors = last.double().reshape(*q.shape[:2], -1), golden.factors.unsqueeze(-1)
@@ -218,8 +216,8 @@ class PrepareJudge(Steps):
         return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
 
     def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
-        place = Position.of(self.rows, list(index))
-        text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
+        place = diagnosis.Position.of(self.rows, list(index))
+        text = f"index preparation: {message}, at {place}, {diagnosis.extent(self.rows, wrong)}"
         return failed(Check.PREPARED, text, place.to_json())
 
 

@@ -81,10 +81,8 @@ def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tup
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
-_GUARDS = 1
-"""Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
-_COUNTED_ELEMENTS = 2**28
-"""Elements of the queries from which they are drawn on the device."""
+_GUARDS = 1  # blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison
+_COUNTED_ELEMENTS = 2**28  # elements of the queries from which they are drawn on the device
 
 
 @dataclass(frozen=True)

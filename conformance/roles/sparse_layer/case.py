@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, cached
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
-from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN as STANDS
 from mla_conformance.cases.classes import Draw, Numbers, first
@@ -18,17 +17,15 @@ from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
 
-INDEX_DIM = 128
-"""D, columns of an index key."""
-MOST_QUERIES = 12
-"""Of a latent query of 1536 columns, as DeepSeek's."""
+INDEX_DIM = 128  # D, columns of an index key
+MOST_QUERIES = 12  # of a latent query of 1536 columns, as DeepSeek's
 WHOLE = 64
 LATENTS = (Data.NORMAL, Data.INTEGERS)
 _USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCase(CachedCase):
+class SparseLayerCase(cached.CachedCase):
     """A question to a sparse layer; ``layout`` is that of the hidden states."""
 
     role: ClassVar[Role] = Role.SPARSE_LAYER
@@ -213,7 +210,7 @@ SPARSE_LAYER = Space(
         measured("selected", _SELECTED, _selected),
         measured("keys", _KEYS, _keys),
         numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),
-        values("tails", "tails", *TAILS),
+        values("tails", "tails", *cached.TAILS),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)})),
         LAYOUT,
         SCALE,

@@ -11,11 +11,8 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.topk import MLATopKBackend, MLATopKSelectorConfig, TopKMetadata
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging import judged_rows, selection, steps, verdict
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
-from mla_conformance.judging.steps import Form, Measured
-from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
@@ -116,7 +113,7 @@ class GoldenWindows(Golden):
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
@@ -171,7 +168,7 @@ class PoolTokens:
         return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
 
 
-class TopKJudge(SelectionSteps):
+class TopKJudge(selection.SelectionSteps):
     expectation: GoldenWindows
     case: TopKCase
 
@@ -179,16 +176,16 @@ class TopKJudge(SelectionSteps):
         super().__init__(*judged)
         self.declared = self.declaration.selection
 
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
             scores = self.expectation.scores
-            yield selected(self._positions(numbers), scores, scores.magnitude)
+            yield selection.selected(self._positions(numbers), scores, scores.magnitude)
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
 
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
         golden = self.expectation.scores
         for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
             name, positions = returned.call.name, self._positions(numbers)
@@ -208,12 +205,12 @@ class TopKJudge(SelectionSteps):
         if self.case.pool > 1:
             return self._tokens(numbers).positions(self.case.topk // self.case.pool)
         relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
-        return relative.where(relative >= 0, NOTHING).where(numbers != NO_KEY, NO_KEY)
+        return relative.where(relative >= 0, selection.NOTHING).where(numbers != NO_KEY, NO_KEY)
 
     def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
         return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
 
-    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[Verdict | None]:
+    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[verdict.Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
         named, ordered = positions >= 0, ~self.expectation.scores.unordered
         if self.declared.padding_behind:
