@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import interface, kernel, sparse_layer
+from mla_conformance.backends import foreign, interface, kernel, sparse_layer
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.quant_key import QuantKey
@@ -37,7 +36,7 @@ class AdaptedPrefillBackend(interface.MLAPrefillBackend):
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
+        undeclared = Declaration(distributions=("vllm", "torch") if foreign.is_from_vllm(wrapped) else ())
         declaration = cls.declared(getattr(wrapped, "declaration", None) or undeclared)
         told = {"needed_capability": "", "variant": "", "decode_backend": None}
         attributes = {name: getattr(wrapped, name, without) for name, without in told.items()}
@@ -52,10 +51,10 @@ class AdaptedPrefillBackend(interface.MLAPrefillBackend):
     def declared(cls, declaration: Declaration) -> Declaration:
         return declaration
 
-    supports_compute_capability = _asked("supports_compute_capability", yes_or_no)
-    is_available = _asked("is_available", yes_or_no)
-    missing_dependencies = _asked("missing_dependencies", reasons_of, list)
-    broken_dependencies = _asked("broken_dependencies", reasons_of, list)
+    supports_compute_capability = _asked("supports_compute_capability", foreign.yes_or_no)
+    is_available = _asked("is_available", foreign.yes_or_no)
+    missing_dependencies = _asked("missing_dependencies", foreign.reasons_of, list)
+    broken_dependencies = _asked("broken_dependencies", foreign.reasons_of, list)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -74,7 +73,7 @@ class AdaptedPrefillBackend(interface.MLAPrefillBackend):
     ) -> list[str]:
         theirs = dimensions_for(cls.wrapped, selector_config.mla_dimensions)
         translated = selector_config._replace(mla_dimensions=theirs)
-        return reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
+        return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

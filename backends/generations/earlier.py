@@ -11,11 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import foreign, interface
+from mla_conformance.backends import foreign, interface, kernel
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.kernel import AttentionSizes, DeviceCapability, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.quant_key import QuantKey
@@ -39,7 +38,7 @@ class MLAPrefillBuilderState:
 
 
 @dataclass(eq=False, repr=False)
-class MLAPrefillImpl(AttentionSizes, ABC):
+class MLAPrefillImpl(kernel.AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
     # whether the output is as wide as the queries; the caller then takes the first V columns
@@ -60,7 +59,7 @@ class MLAPrefillImpl(AttentionSizes, ABC):
         """See :class:`interface.MLAPrefillBackend`, and for the metadata the new tokens."""
 
 
-class MLAPrefillBackend(KernelBackend):
+class MLAPrefillBackend(kernel.KernelBackend):
     """What a backend consists of: its kernel's class, its metadata's classes, and the steps that build them."""
 
     requires_r1_mla_dimensions: ClassVar[bool] = False  # whether the kernel computes DeepSeek-R1's head dims only
@@ -80,7 +79,7 @@ class MLAPrefillBackend(KernelBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
         reasons = super().validate_configuration(device_capability, selector_config)
         if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
@@ -130,7 +129,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: OurSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: OurSelectorConfig
     ) -> list[str]:
         config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
         return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, config))

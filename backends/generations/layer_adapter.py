@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, foreign
+from mla_conformance.backends import cache_dtypes, foreign, kernel
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, runs_on
-from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, UnsupportedConfiguration, accepts_block_size
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.layer_config import get_current_config
@@ -73,7 +72,7 @@ class AdaptedLayerBuilder:
         """The metadata of a batch whose prefills come first: its decodes are moved before them, as an engine does."""
         order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
         if cuda_graph_pad_size > 0 and requests[0].is_prompt:
-            raise UnsupportedConfiguration("rows of padding behind prefills not supported")
+            raise kernel.UnsupportedConfiguration("rows of padding behind prefills not supported")
         form = {"block_size": self._page, "device": self._device, "sharding": Sharding()}
         moved = [requests[request] for request in order]
         built = self.build(0, common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
@@ -89,7 +88,7 @@ class AdaptedLayerImpl:
 
     def __init__(self, wrapped: Any, *, num_heads: int, kv_lora_rank: int, kv_b_proj: Any, **others: Any) -> None:
         config, self.wrapped = get_current_config(), wrapped
-        dims = MLADimensions(**{name: others[name] for name in HEAD_DIMS})
+        dims = MLADimensions(**{name: others[name] for name in kernel.HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
         dtype, cache = config.model_config.dtype, config.cache_config
         sizes = (config.scheduler_config.max_num_seqs, kv_lora_rank + dims.qk_rope_head_dim, num_heads)
@@ -102,7 +101,7 @@ class AdaptedLayerImpl:
         with vllm.current_config(self.config), stored_weight(kv_b_proj).device:
             prefill = NoPrefill if vllm.why_no_prefill(dtype, dims) else vllm.prefill_class(dtype, dims)
             self.module = import_module(vllm.LAYER_MODULE).MLAAttention(
-                **{name: others[name] for name in ("scale", "q_lora_rank", *HEAD_DIMS)},
+                **{name: others[name] for name in ("scale", "q_lora_rank", *kernel.HEAD_DIMS)},
                 num_heads=num_heads,
                 kv_lora_rank=kv_lora_rank,
                 kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
@@ -153,7 +152,7 @@ class NoPrefill:
         return self
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        raise UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
+        raise kernel.UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
 
 
 def as_vllm_linear(linear: Any, in_features: int, dtype: torch.dtype) -> Any:
@@ -208,7 +207,7 @@ class AdaptedLayerBackend:
         return AdaptedLayerBuilder
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, capability: kernel.DeviceCapability | None) -> bool:
         return runs_on(cls.wrapped, capability)
 
     @classmethod
@@ -220,7 +219,7 @@ class AdaptedLayerBackend:
         # Of the kernel; vLLM's class also takes pages that its engine splits.
         pages = cls.wrapped.get_supported_kernel_block_sizes()
         ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in pages]
-        if not accepts_block_size(ours, block_size):
+        if not kernel.accepts_block_size(ours, block_size):
             return [f"pages of {block_size} tokens not supported"]
         entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}

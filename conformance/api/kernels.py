@@ -20,8 +20,7 @@ from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
+from mla_conformance.problems import calls, memory
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
@@ -142,10 +141,10 @@ def name_of(function: Function) -> str:
 class HandedInputs:
     """What was handed out last, with its bytes; the context makes it again as it was, and what is expected."""
 
-    problem: Problem
+    problem: calls.Problem
     context: Context
-    out: Guarded | None
-    before: Snapshot
+    out: memory.Guarded | None
+    before: memory.Snapshot
 
 
 LAST = threading.local()  # what each thread was handed; nothing earlier, since it may hold most of a GPU's memory
@@ -181,8 +180,8 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     known = {x.untyped_storage().data_ptr() for x in watched.values()}
     tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
     watched |= {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
-    before = Snapshot(watched)
+    before = memory.Snapshot(watched)
     before.keep()
     LAST.handed = HandedInputs(problem, context, out, before)
-    poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
+    memory.poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs

@@ -24,8 +24,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall, Problem
-from mla_conformance.report.causes import advice, symptom
-from mla_conformance.report.terminal import columns, shown_lines, wrapped
+from mla_conformance.report import causes, terminal
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
@@ -190,7 +189,7 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
-    if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
+    if (kind := (*function, causes.symptom(record))) not in _LOOKED_FOR:
         _LOOKED_FOR.add(kind)
         said = f"{foreign.cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
         own_tests.say_meanwhile(said)
@@ -203,14 +202,14 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     """What was found, in lines that pytest need not break, with ``expression``, which runs a case again."""
     record = reach.with_reach(trial, record)
     record = _with_explanation(trial, record) if expression else record
-    width, test = columns() - _MARGIN, own_tests.running_test()
+    width, test = terminal.columns() - _MARGIN, own_tests.running_test()
     if expression:
         own_tests.JUDGED.append(record)
-    lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
+    lines = terminal.wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
+    told = causes.advice(record if expression else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
-        lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
+        lines += terminal.wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := reach.heat_of(trial, record):
         shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
         lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
@@ -223,6 +222,6 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         check=str(record.check),
         where=MappingProxyType(record.where),
         used=BudgetUse(**record.shares),
-        message=shown_lines("\n".join(lines)) if record.failed else record.message,
+        message=terminal.shown_lines("\n".join(lines)) if record.failed else record.message,
         detail=record.detail,
     )

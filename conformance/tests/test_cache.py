@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from mla_conformance.api.function_case import find_case
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage, WrittenEntries, WrittenRows
@@ -107,11 +105,6 @@ def test_an_entry_of_several_tokens_is_written_by_the_last_of_them() -> None:
 
 def test_slots_reach_beyond_int32() -> None:
     assert int(rows(f"{MAPPING};spare={2**26}", "slot_mapping").low.max()) > 2**31
-
-
-def test_no_function_is_asked() -> None:
-    with pytest.raises(InputError, match="judged by what it writes into memory around its operands"):
-        find_case(WRITE)
 
 
 @pytest.mark.parametrize("text", EACH)

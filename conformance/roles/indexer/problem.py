@@ -15,9 +15,8 @@ from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, gather_entries, sparse_metadata, write_pages
+from mla_conformance.problems import cached_batch, operands
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.reference.selected import NO_KEY
@@ -57,7 +56,7 @@ class IndexerCall(KernelCall):
         return self.q.shape[0], self.case.topk if self.selects else self.metadata.max_seq_len
 
 
-class IndexerBatch(CachedBatch[IndexerCase]):
+class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
     def calls(self) -> tuple[IndexerCall]:
         case, codes = self.case, self.case.holds_codes
         entries = self.entries  # drawn before the queries, and these before the weights
@@ -74,10 +73,10 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
         k_scale = None
         if case.is_paged:
-            pages = write_pages(self, PageForm(case.cache, case.page), entries, self.totals)
+            pages = cached_batch.write_pages(self, cached_batch.PageForm(case.cache, case.page), entries, self.totals)
             k = pages.cache
         else:  # keys [S, D], and the scales [S] of codes
-            pages = gather_entries(case, entries, self.totals, self.device)
+            pages = cached_batch.gather_entries(case, entries, self.totals, self.device)
             k = pages.cache[:, 0]
             if codes:
                 k, scale = (part.contiguous() for part in k.tensor_split([case.head_dim], dim=1))
@@ -86,16 +85,16 @@ class IndexerBatch(CachedBatch[IndexerCase]):
             q=queries,
             k=self.keys,
             query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(self.totals),
+            key_start_loc=operands.start_loc(self.totals),
             given={
-                "q": lay_out("q", queries, queries, case),
+                "q": operands.lay_out("q", queries, queries, case),
                 "weights": weights,
                 "k": k,
                 **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
             },
             named={"k_scale": k_scale},
             slots=pages.slots,
-            metadata=sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
+            metadata=cached_batch.sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
             case=case,
         )
         return (only,)

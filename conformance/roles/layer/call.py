@@ -10,16 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.kernel import HEAD_DIMS
+from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.backends.layer import layer_config as engine
-from mla_conformance.backends.layer.attention_impl import AttentionType
-from mla_conformance.backends.layer.context_parallel import (
-    ContextParallelGroup,
-    Lockstep,
-    OnlyRank,
-    Sharding,
-    dcp_group,
-)
-from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
 from mla_conformance.problems import calls, memory, ranks
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.problems.written import CacheImage
@@ -61,7 +53,7 @@ class LayerCall(ranks.CallOfARank):
     k_pe: torch.Tensor  # [T, 1, R]
     weight: torch.Tensor  # [L, N, P + V] float64 of ``kv_b_proj``
     latents: torch.Tensor  # [S, L] float64, what k and v are projected from
-    requests: tuple[LayerRequest, ...]  # the batch
+    requests: tuple[mla_batch.LayerRequest, ...]  # the batch
     padding: int  # rows of padding behind it; -1 where no graph is used
     padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
@@ -189,9 +181,10 @@ class Layer:
         case: LayerCase,
         dtype: torch.dtype,
         device: torch.device,
-        group: ContextParallelGroup | None = None,
+        group: context_parallel.ContextParallelGroup | None = None,
     ) -> None:
-        self.backend, self._case, self._device, self._group = backend, case, device, group or OnlyRank()
+        self.backend, self._case, self._device = backend, case, device
+        self._group = group or context_parallel.OnlyRank()
         # The workspace, eight times the longest sequence that is admitted, has the case's tokens, and decodes may be as
         # long as the case's. Prefixes are cached; prompts are split only where decodes come first: either alone brings
         # prefills with context.
@@ -225,14 +218,14 @@ class Layer:
         else:
             self._linear = linear
             case, dims, head_size = self._case, self._case.dimensions, self.config.model_config.head_size
-            with dcp_group(self._group), engine.set_current_config(self.config):
+            with context_parallel.dcp_group(self._group), engine.set_current_config(self.config):
                 self.impl = self.backend.get_impl_cls()(
                     num_heads=case.heads // case.ranks,
                     head_size=head_size,
                     scale=case.softmax_scale,
                     num_kv_heads=1,
                     kv_cache_dtype=case.cache,
-                    attn_type=AttentionType.DECODER,
+                    attn_type=attention_impl.AttentionType.DECODER,
                     kv_lora_rank=case.kv_lora_rank,
                     kv_b_proj=linear,
                     **{name: getattr(dims, name) for name in (*HEAD_DIMS, "qk_head_dim")},
@@ -250,12 +243,12 @@ class Layer:
             if self.state is not None:
                 self.state.begin_forward(SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query))
             return
-        common = common_metadata(
+        common = mla_batch.common_metadata(
             call.requests,
             padding=max(call.padding, 0) if call.padding_counts else 0,
             block_size=case.page,
             device=self._device,
-            sharding=Sharding(case.ranks, call.rank, case.interleave),
+            sharding=context_parallel.Sharding(case.ranks, call.rank, case.interleave),
         )
         self.metadata = self.builder.build(0, common)
 
@@ -283,7 +276,7 @@ class Layer:
 class LayersOnRanks:
     """The ranks in this process, one after another: each to its end, or in lockstep up to each exchange."""
 
-    def __init__(self, layers: Sequence[Any], lockstep: Lockstep | None = None) -> None:
+    def __init__(self, layers: Sequence[Any], lockstep: context_parallel.Lockstep | None = None) -> None:
         self._layers, self._lockstep = layers, lockstep
 
     def prepare(self, parts: Sequence[Any]) -> None:

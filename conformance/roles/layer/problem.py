@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
@@ -250,7 +249,7 @@ class _Layer(RoleDefinition):
         return LayersOnRanks([Layer(kernel, case, dtype, device, group) for group in lockstep.groups], lockstep)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        reasons = reasons_of(
+        reasons = foreign.reasons_of(
             kernel.validate_configuration(
                 head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
                 dtype=dtype,
@@ -285,20 +284,20 @@ class _Layer(RoleDefinition):
                 dtype=dtype,
                 dimensions=case.dimensions,
             )
-            reasons += reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
+            reasons += foreign.reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
         if reasons:
             return reasons
         prefill, decode = (getattr(kernel, f"{role}_backend", None) for role in ("prefill", "decode"))
         if prefill is not None and case.decodes < len(case.q):
-            asked = reasons_of(prefill.validate_configuration(capability, PREFILL.config_of(case, dtype)))
+            asked = foreign.reasons_of(prefill.validate_configuration(capability, PREFILL.config_of(case, dtype)))
             reasons += (f"prefill: {reason}" for reason in asked)
             if any(case.prefill_contexts) and not getattr(prefill, "returns_lse", True):
                 reasons.append("prefill: LSE not declared, by which contexts are merged")
         if decode is not None and case.decodes:
             config = DECODE.config_of(case, dtype, lse=case.ranks > 1)
-            asked = reasons_of(decode.validate_configuration(capability, config))
+            asked = foreign.reasons_of(decode.validate_configuration(capability, config))
             reasons += (f"decode: {reason}" for reason in asked)
         return reasons
 
 
-LAYER = _Layer(role=Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))
+LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))

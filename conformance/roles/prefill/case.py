@@ -6,11 +6,10 @@ from functools import cache, partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
-from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
@@ -116,7 +115,7 @@ _CHUNKED = Only("call", (Call.CHUNKED_CONTEXT,), "only a context in chunks is pl
 _QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
 
 
-def _others(lengths: Lengths) -> str:
+def _others(lengths: grammar.Lengths) -> str:
     return "empty" if 0 in lengths and len(lengths) > 1 else batches.alike(lengths)
 
 
@@ -125,11 +124,11 @@ _OTHERS = ("shorter", "alone", "equal", "empty")
 
 
 @cache
-def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
+def _count(planner: str, contexts: grammar.Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
 
 
-def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Lengths:
+def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> grammar.Lengths:
     """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short.
 
     Where they are drawn, the longest stands anywhere, and others have a few lengths, in rounds or in runs.
@@ -145,7 +144,7 @@ def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Len
     return tuple(found)
 
 
-def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
+def _workspaces(contexts: grammar.Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
     with_context, whole = sum(map(bool, contexts)), sum(contexts)
     for number in draw.some(CHUNKS, chunks):
         share = -(-max(contexts) // number)
@@ -160,10 +159,10 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
     return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     tokens, heads = first(_tokens(row["tokens"], row["tile"], draw=draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
-    fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
+    fields: grammar.Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
     if not row["context"]:
         return fields
     longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))

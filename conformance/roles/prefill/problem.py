@@ -11,9 +11,8 @@ from mla_conformance.backends import declaration, foreign, interface, quant_key,
 from mla_conformance.backends.kernel import DeviceCapability, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Call
-from mla_conformance.problems import operands
+from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, lay_out, segments, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
@@ -80,17 +79,17 @@ class PrefillCall(AttentionCall):
             ),
         )
 
-    def output_buffer(self) -> Guarded | None:
+    def output_buffer(self) -> memory.Guarded | None:
         if self.chunk_idx is not None or self.out_dtype is None:
             return None
-        return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
+        return memory.Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
     def prepare(self, backend: interface.MLAPrefillBackend) -> None:
         if self.prepares:
             backend.prepare_metadata(self.metadata)
 
     def invoke(
-        self, backend: interface.MLAPrefillBackend, out: Guarded | None
+        self, backend: interface.MLAPrefillBackend, out: memory.Guarded | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.chunk_idx is not None:
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
@@ -116,7 +115,7 @@ def assemble_metadata(
     context: LatentContext | None = None,
 ) -> MLACommonPrefillMetadata:
     room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    workspace = context.workspace if context else poison(room, output_dtype(dtype), device, case.poison)
+    workspace = context.workspace if context else memory.poison(room, output_dtype(dtype), device, case.poison)
     planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
     if planned is not None:
         planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
@@ -214,7 +213,7 @@ class PrefillBatch(Draw[PrefillCase]):
         cached, new = latents(sum(case.kv)), latents(sum(case.q))
         cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
-        workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
+        workspace = memory.poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
         chunk_keys = []
         for chunk in chunks:
             gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
@@ -234,7 +233,7 @@ class PrefillBatch(Draw[PrefillCase]):
             row[: len(ids)] = ids
             slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
         width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-        cache = poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
+        cache = memory.poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
         kv_c, k_pe = (x.to(device) for x in latents)
         write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
         return cache, block_table.to(device)

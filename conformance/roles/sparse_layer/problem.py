@@ -9,8 +9,7 @@ from torch import Tensor
 from mla_conformance.backends import prepare, roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
-from mla_conformance.problems import memory, operands, written
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, sparse_metadata, write_pages
+from mla_conformance.problems import cached_batch, memory, operands, written
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -89,17 +88,17 @@ class SparseLayerBatch(hidden_states.HiddenStates):
             seed=self.case.seed + _INDEX_SEED,
             **{name: getattr(self.case, name) for name in names},
         )
-        return self._cache(CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
+        return self._cache(cached_batch.CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
 
     def _cache(
-        self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]
+        self, batch: cached_batch.CachedBatch[Any], parts: tuple[Tensor, Tensor]
     ) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
-        pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
+        pages = cached_batch.write_pages(batch, cached_batch.PageForm(case.cache, case.page), entries, batch.totals)
         image = written.ExpectedCache(case, pages, self.new, parts).image()
-        metadata = sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
+        metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
     def _buffer(self) -> SelectedLists:
