@@ -25,9 +25,6 @@ from mla_conformance.backends.layer.mla_batch import BatchForm, LayerRequest, co
 from mla_conformance.backends.layer.mla_impl import is_dense, stored_weight
 from mla_conformance.reference.dimensions import MLADimensions
 
-_COMMON = "vllm.v1.attention.backend"
-_NULL_BLOCK = 0
-
 
 @dataclass
 class AdaptedLayerMetadata(AttentionMetadata):
@@ -57,11 +54,11 @@ class AdaptedLayerBuilder:
             starts_cpu = starts_cpu.clamp(max=int(starts_cpu[int(padding.int().argmax())]))
         table = common.block_table_tensor
         same = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "seq_lens", "slot_mapping", "causal")
-        translated = import_module(_COMMON).CommonAttentionMetadata(
+        translated = import_module("vllm.v1.attention.backend").CommonAttentionMetadata(
             **{name: getattr(common, name) for name in same},
             query_start_loc=starts_cpu.to(common.query_start_loc.device),
             query_start_loc_cpu=starts_cpu,
-            block_table_tensor=table.masked_fill(padding.to(table.device)[:, None], _NULL_BLOCK),
+            block_table_tensor=table.masked_fill(padding.to(table.device)[:, None], 0),
             seq_lens_cpu_upper_bound=seq_lens,
         )
         return AdaptedLayerMetadata(self._builder.build(common_prefix_len, translated))

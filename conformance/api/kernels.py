@@ -90,35 +90,29 @@ class _Decode(_AsksAnything, MLADecodeBackend):
         return result
 
 
+def _asks(entry: Callable[..., Any], *layouts: str, lists: bool = True) -> Any:
+    """The method of an entry whose operands are inputs by the names that the interface has for them."""
+
+    def run(self: Any, *operands: Any, **further: Any) -> Any:
+        inputs = signature(entry).bind(self, *operands, **further).arguments
+        del inputs["self"]
+        metadata, lse = self._sparse_metadata, inputs.pop("return_softmax_lse", True)
+        inputs |= {"index_space": metadata.index_space.value} if lists else {}
+        return self.ask(metadata, lse, **inputs, **{name: getattr(self, name) for name in layouts})
+
+    return run
+
+
 class _Sparse(_AsksAnything, MLASparseBackend):
     own = ("scale", "kv_lora_rank")
-
-    def run_sparse_decode(self, *operands: Any, **lists: Any) -> Any:
-        layouts = {name: getattr(self, name) for name in ("kv_cache_dtype", "extra_kv_cache_dtype")}
-        return self._attend(**layouts, **_named(MLASparseBackend.run_sparse_decode, *operands, **lists))
-
-    def run_sparse_prefill(self, *operands: Any, **lists: Any) -> Any:
-        return self._attend(**_named(MLASparseBackend.run_sparse_prefill, *operands, **lists))
-
-    def _attend(self, return_softmax_lse: bool, **inputs: Any) -> Any:
-        space = self._sparse_metadata.index_space.value
-        return self.ask(self._sparse_metadata, return_softmax_lse, index_space=space, **inputs)
+    run_sparse_decode = _asks(MLASparseBackend.run_sparse_decode, "kv_cache_dtype", "extra_kv_cache_dtype")
+    run_sparse_prefill = _asks(MLASparseBackend.run_sparse_prefill)
 
 
 class _Indexer(_AsksAnything, MLAIndexerBackend):
     own = ("kv_cache_dtype",)
-
-    def run_index_logits(self, *operands: Any, **scales: Any) -> Any:
-        return self.ask(self._sparse_metadata, **_named(MLAIndexerBackend.run_index_logits, *operands, **scales))
-
-    def run_index_topk(self, *operands: Any, **scales: Any) -> Any:
-        named = _named(MLAIndexerBackend.run_index_topk, *operands, **scales)
-        return self.ask(self._sparse_metadata, index_space=self._sparse_metadata.index_space.value, **named)
-
-
-def _named(entry: Callable[..., Any], *operands: Any, **further: Any) -> dict[str, Any]:
-    """The arguments of a call by the names that the interface has for them."""
-    return dict(list(signature(entry).bind(None, *operands, **further).arguments.items())[1:])
+    run_index_logits = _asks(MLAIndexerBackend.run_index_logits, lists=False)
+    run_index_topk = _asks(MLAIndexerBackend.run_index_topk)
 
 
 _KERNELS: dict[Role, type] = {

@@ -24,7 +24,8 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall, Problem
-from mla_conformance.report import causes, terminal
+from mla_conformance.report import terminal
+from mla_conformance.report.causes import advice, symptom
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
@@ -189,7 +190,7 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
-    if (kind := (*function, causes.symptom(record))) not in _LOOKED_FOR:
+    if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
         _LOOKED_FOR.add(kind)
         said = f"{foreign.cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
         own_tests.say_meanwhile(said)
@@ -207,7 +208,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         own_tests.JUDGED.append(record)
     lines = terminal.wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    told = causes.advice(record if expression else record.with_fields(explanation=UNLIKE))
+    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
         lines += terminal.wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := reach.heat_of(trial, record):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,9 +76,9 @@ class Composed(EagerLayer):
 
 
 class Present(EagerLayer):
-    class builder_class:
-        def __init__(self, *settings: Any) -> None:
-            self.build = EagerLayer.get_builder_cls()(*settings).build
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        return lambda *settings: SimpleNamespace(build=EagerLayer.get_builder_cls()(*settings).build)
 
 
 def layer_call(text: str) -> LayerCall:

@@ -59,12 +59,9 @@ class CapabilityError(InputError):
 
 
 class Tier(StrEnum):
-    SMOKE = "smoke"
-    """The first case of each capability, those that kill known defects, and every class of what is combined."""
-    FULL = "full"
-    """All cases; they hold every pair of these values."""
-    NIGHTLY = "nightly"
-    """Those, long contexts, and what is fitted to a backend for triples of values."""
+    SMOKE = "smoke"  # the first case of each capability, those that kill known defects, every class of what is combined
+    FULL = "full"  # all cases; they hold every pair of these values
+    NIGHTLY = "nightly"  # those, long contexts, and what is fitted to a backend for triples of values
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:

@@ -144,9 +144,7 @@ CACHE = Space(
         values("call", "call", *CacheCase.calls),
         values("cache", "cache", *LATENT_CACHES, only=_LATENT),
         values("index cache", "cache", *INDEX_CACHES, only=_INDEX),
-        dimensions.numbers(
-            "k_scale", "kscale", dimensions.K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale")
-        ),
+        dimensions.numbers("k_scale", "kscale", dimensions.K_SCALES, _FP8),
         values("tile scales", "scales", *TILE_SCALES, only=_SCALED),
         values("key scales", "scales", *TILE_SCALES, only=_INDEX),
         plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED),

@@ -24,10 +24,8 @@ a millionth of the others, or zeros."""
 
 
 class Order(StrEnum):
-    PREFILLS_FIRST = "prefills_first"
-    """As the earlier builder lays out a batch of requests."""
-    DECODES_FIRST = "decodes_first"
-    """As the present builder wants a batch reordered."""
+    PREFILLS_FIRST = "prefills_first"  # as the earlier builder lays out a batch of requests
+    DECODES_FIRST = "decodes_first"  # as the present builder wants a batch reordered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,16 +60,17 @@ class PrepareBatch(Draw[PrepareCase]):
         frequencies = torch.tensor(plain_frequencies(case.rope_dim, _BASE), dtype=torch.float64)
         angle = torch.arange(int(positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
         table = torch.cat((angle.cos(), angle.sin()), dim=1).float()
-        only = PrepareCall(
-            q=q,
-            k=k,
-            given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
-            query_start_loc=starts,
-            key_start_loc=starts,
-            case=case,
+        return (
+            PrepareCall(
+                q=q,
+                k=k,
+                given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
+                metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
+                query_start_loc=starts,
+                key_start_loc=starts,
+                case=case,
+            ),
         )
-        return (only,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

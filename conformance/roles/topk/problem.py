@@ -57,19 +57,19 @@ class TopKBatch(operands.Draw[TopKCase]):
         logits = operands.lay_out("q", logits, logits, case)[:, 0]
         tokens = torch.tensor([*case.tokens, *[0] * case.pad], dtype=torch.int32, device=self.device)
         starts, lengths = torch.tensor(windows, dtype=torch.int32, device=self.device).mT.contiguous()
+        own = starts.clone() if case.packed else None
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
-        only = TopKCall(
-            q=logits,
-            k=logits,
-            given={"logits": logits, "topk_tokens": case.topk, **pools},
-            query_start_loc=operands.start_loc(case.q),
-            key_start_loc=operands.start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
-            metadata=topk.TopKMetadata(
-                lengths.clone(), starts.clone() if case.packed else None, case.width, tokens if case.pool > 1 else None
+        return (
+            TopKCall(
+                q=logits,
+                k=logits,
+                given={"logits": logits, "topk_tokens": case.topk, **pools},
+                query_start_loc=operands.start_loc(case.q),
+                key_start_loc=operands.start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
+                metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
+                case=case,
             ),
-            case=case,
         )
-        return (only,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -169,10 +169,6 @@ class TopKJudge(selection.SelectionSteps):
     expectation: GoldenWindows
     case: TopKCase
 
-    def __init__(self, *judged: Any) -> None:
-        super().__init__(*judged)
-        self.declared = self.declaration.selection
-
     def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
@@ -201,7 +197,7 @@ class TopKJudge(selection.SelectionSteps):
         """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window; of pools whole ones."""
         if self.case.pool > 1:
             return self._tokens(numbers).positions(self.case.topk // self.case.pool)
-        relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
+        relative = numbers if self.declaration.selection.relative else numbers - self.expectation.starts.unsqueeze(1)
         return relative.where(relative >= 0, selection.NOTHING).where(numbers != NO_KEY, NO_KEY)
 
     def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
@@ -209,23 +205,23 @@ class TopKJudge(selection.SelectionSteps):
 
     def _declared(self, name: str, positions: torch.Tensor) -> Iterator[verdict.Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
-        named, ordered = positions >= 0, ~self.expectation.scores.unordered
-        if self.declared.padding_behind:
+        named, ordered, declared = positions >= 0, ~self.expectation.scores.unordered, self.declaration.selection
+        if declared.padding_behind:
             wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
             yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
-        if self.declared.order is not declaration.SelectionOrder.ANY:
+        if declared.order is not declaration.SelectionOrder.ANY:
             wrong = self._disordered(positions) & ordered
-            order = self.declared.order.value
+            order = declared.order.value
             yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
-        if self.declared.ties is not declaration.Ties.FREE and not set(TIED).intersection(self.case.regimes):
-            first = self.declared.ties.value
+        if declared.ties is not declaration.Ties.FREE and not set(TIED).intersection(self.case.regimes):
+            first = declared.ties.value
             wrong = self._other_ties(positions) & ordered
             yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
 
     def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
         """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
         values, named, scores = positions, positions >= 0, self.expectation.scores.scores
-        if self.declared.order is not declaration.SelectionOrder.ASCENDING:
+        if self.declaration.selection.order is not declaration.SelectionOrder.ASCENDING:
             at = positions.clamp(min=0, max=scores.shape[1] - 1)
             values = -scores.gather(1, at) if scores.numel() else torch.zeros_like(positions)
         return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
@@ -240,7 +236,7 @@ class TopKJudge(selection.SelectionSteps):
         chosen[rows, positions[rows, columns]] = True
         last = scores.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         tied, place = scores == last, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-        place = place if self.declared.ties is declaration.Ties.FIRST else -place
+        place = place if self.declaration.selection.ties is declaration.Ties.FIRST else -place
         taken = place.masked_fill(~(tied & chosen), -scores.shape[1]).amax(dim=1)
         left = place.masked_fill(~tied | chosen, scores.shape[1]).amin(dim=1)
         return left < taken
