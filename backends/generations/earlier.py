@@ -1,7 +1,4 @@
-"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call.
-
-Its adapter does what its metadata builder did once and per batch, and makes its calls.
-"""
+"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace

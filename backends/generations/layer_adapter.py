@@ -1,7 +1,4 @@
-"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged, in vLLM's own module.
-
-That module has what this project's interface of a layer asks of the backend; what has no place in it is not asked for.
-"""
+"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged, in vLLM's own module."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,4 @@
-"""One attention layer of SGLang's around an attention backend of its own: its settings, weights, pools and batches.
-
-Written for SGLang 0.5.23. What an engine has around its module are stand-ins with what module and backend read.
-"""
+"""One attention layer of SGLang's (0.5.23) around an attention backend of its own: settings, weights, batches."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

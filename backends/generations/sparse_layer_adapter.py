@@ -1,8 +1,4 @@
-"""Drives a sparse attention backend of vLLM's as a whole layer, hidden states in and out: its class, unchanged.
-
-vLLM's ``DeepseekV32Attention`` is made around it. The backend's builder and the indexer's make the metadata, each of
-its own cache. Written for vLLM 0.33.0.
-"""
+"""Drives a sparse attention backend of vLLM's (0.33.0), unchanged, as a whole layer, hidden states in and out."""
 
 import math
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types, and an eager engine.
-
-What is not set here is as vLLM's configuration has it by default.
-"""
+"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types, and an eager engine."""
 
 from dataclasses import asdict
 from importlib import import_module

@@ -1,7 +1,4 @@
-"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2).
-
-Inputs are those of docs/python-api.md; shapes that do not fit together are a ValueError that names the input.
-"""
+"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

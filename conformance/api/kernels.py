@@ -1,7 +1,4 @@
-"""A kernel of each role around a plain function: the interface on one side, named inputs on the other.
-
-What a function is called with stands here and nowhere else; docs/python-api.md lists it.
-"""
+"""A kernel of each role around a plain function: the interface on one side, named inputs on the other."""
 
 import threading
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""What functions of each role are called with and return, as tables of the docs, and what own tensors are read with.
-
-``tables.toml`` says it in words; the form of an operand is that of the interface, where it has the operand.
-"""
+"""What functions of each role are called with and return, as tables of the docs, and what own tensors are read with."""
 
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case.
-
-Each role's inputs are what ``tables.toml`` lists, and their names tell the role; what does not fit is refused by name.
-"""
+"""An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case."""
 
 from collections.abc import Callable, Mapping
 from inspect import signature

@@ -13,10 +13,9 @@ from mla_conformance.commands import certify
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.ci_views import markdown
+from mla_conformance.report import ci_views, outcome
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_json, write_json
-from mla_conformance.report.outcome import answer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
 from mla_conformance.tests.reports import write_sealed
 
@@ -86,12 +85,12 @@ GROUPS: dict[str, tuple[BackendSummary, Group, str]] = {
 @pytest.mark.parametrize("what", GROUPS)
 def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
     summary, group, reported = GROUPS[what]
-    assert summary.group is group and reported in answer(summary)
+    assert summary.group is group and reported in outcome.answer(summary)
 
 
 def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
     wrong = backend({PREFILL: NO_PREFILL, DECODE: FAIL}, "B")
-    lines = list(outcome_lines(run(backend(ONLY_PREFILL, "A"), wrong), 118))
+    lines = list(outcome.outcome_lines(run(backend(ONLY_PREFILL, "A"), wrong), 118))
     assert lines[:3] == [
         "right for glm-5 at TP 8, fp8 cache:",
         "  A  prefill 1/1",
@@ -100,12 +99,12 @@ def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
     assert lines[3].startswith("wrong: B, 1 case: ") and lines[-2] == "wrong, part by part:"
     # Without a right backend the first line says so.
     emulated = backend(ONLY_PREFILL, emulated=True)
-    first, second, *_ = outcome_lines(run(emulated), 118)
+    first, second, *_ = outcome.outcome_lines(run(emulated), 118)
     assert first == "right for glm-5 at TP 8, fp8 cache: none of the backends that can run here"
     assert second == "right, but emulated, which is no evidence for glm-5 at TP 8, fp8 cache:"
 
 
-@pytest.mark.parametrize("view", [html, markdown])
+@pytest.mark.parametrize("view", [html, ci_views.markdown])
 def test_views_carry_the_model_and_its_answer(view: Any) -> None:
     text = view(run(backend(ONLY_PREFILL, "MINE"))).replace("\\", "")
     assert "glm-5 at TP 8, fp8 cache" in text and "prefill 1/1" in text

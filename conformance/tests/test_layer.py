@@ -10,10 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.backends import eager, eager_decode
+from mla_conformance.backends.layer import mla_impl, mla_state
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
@@ -28,13 +26,13 @@ EAGER = "mla_conformance.defects.bases:EagerLayer"
 WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1"
 
 
-class LooksAway(MLACommonState):
+class LooksAway(mla_state.MLACommonState):
     def prepare_graph_input_buffers(self, *operands: Any, **options: Any) -> Any:
         with suppress(ValueError):
             super().prepare_graph_input_buffers(*operands, **options)
 
 
-class Asserts(MLACommonState):
+class Asserts(mla_state.MLACommonState):
     def prepare_graph_input_buffers(self, *operands: Any, **options: Any) -> Any:
         try:
             super().prepare_graph_input_buffers(*operands, **options)
@@ -43,19 +41,19 @@ class Asserts(MLACommonState):
 
 
 class SilentSecond(EagerLayer):
-    class impl_class(MLACommonImpl):
+    class impl_class(mla_impl.MLACommonImpl):
         def do_kv_cache_update(self, *operands: Any) -> None:
             if self.dcp_rank != 1:
                 super().do_kv_cache_update(*operands)
 
 
 class Flat(EagerLayer):
-    class impl_class(MLACommonImpl):
+    class impl_class(mla_impl.MLACommonImpl):
         def forward(self, *operands: Any, **options: Any) -> Any:
             return super().forward(*operands, **options).flatten()
 
 
-class Uniform(EagerDecodeBackend):
+class Uniform(eager_decode.EagerDecodeBackend):
     supports_nonuniform_queries = False
     returns_lse = False
 
@@ -63,7 +61,7 @@ class Uniform(EagerDecodeBackend):
         return super().run_decode(*operands)[0]
 
 
-class WithoutLse(EagerPrefillBackend):
+class WithoutLse(eager.EagerPrefillBackend):
     returns_lse = False
 
     def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, *rest: Any) -> Any:
@@ -188,7 +186,7 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
 
 class LastChunkTwice(EagerLayer):
-    class impl_class(MLACommonImpl):
+    class impl_class(mla_impl.MLACommonImpl):
         def _gather(self, index: int, kv_cache: Any, attn_metadata: Any, k_scale: Any) -> None:
             """The last chunk of a context is the one before it once more."""
             tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot

@@ -13,8 +13,7 @@ from mla_conformance.certificate.certificate import Finding, Shown
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import find_model
+from mla_conformance.models import caselist, config
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
@@ -74,7 +73,7 @@ def test_the_page_knows_every_model_as_certify_does() -> None:
     known = {model["name"]: model for model in models()}
     v3 = known["deepseek-v3"]
     assert (v3["heads"], v3["dims"], v3["roles"]) == (128, "r1", ["prefill", "decode"]) and 8 in v3["tp"]
-    profile = find_model("deepseek-v3.2")
+    profile = config.find_model("deepseek-v3.2")
     assert known["deepseek-v3.2"]["roles"] == ["prefill", "sparse", "indexer"]
     assert known["deepseek-v3.2"]["caches"] == profile.cache_layouts
 
@@ -97,8 +96,8 @@ def test_the_data_names_the_cases_that_can_be_shown_and_no_others() -> None:
 
 
 def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
-    deployment = Deployment.of(find_model("deepseek-v3"), 8, "fp8")
-    cases = [case.id for case in cases_of(find_model("deepseek-v3"), deployment)]
+    deployment = Deployment.of(config.find_model("deepseek-v3"), 8, "fp8")
+    cases = [case.id for case in caselist.cases_of(config.find_model("deepseek-v3"), deployment)]
     records = [Record("FLASHMLA", "FLASHMLA", case.partition(":")[0], case, Status.PASS) for case in cases]
     backend = BackendSummary(BackendFacts("FLASHMLA", "FLASHMLA"), summarise(records, cases))
     environment = {"suite": SUITE_VERSION, "tier": "full", "device": "NVIDIA H200", "torch": "2"}

@@ -13,10 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.prepare import IndexPreparation
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends import eager_sparse_layer, prepare, roles, sparse
 from mla_conformance.backends.sparse_layer import (
     MLASparseLayerConfig,
     MLASparseLayerMetadata,
@@ -119,7 +116,7 @@ class DeepseekV32Attention:
 
     def __call__(self, positions: Tensor, hidden: Tensor) -> Tensor:
         batch, model, indexer = STATE["batch"], self.model, self.indexer
-        layer = EagerSparseLayerBackend(self._config(), None)
+        layer = eager_sparse_layer.EagerSparseLayerBackend(self._config(), None)
         layer.load_weights(self._weights())
         mine = batch.attn_metadata[self.layer_name].common
         theirs = mine if indexer is None else batch.attn_metadata[indexer.k_cache.prefix].common
@@ -150,7 +147,7 @@ class DeepseekV32Attention:
             num_heads=model.num_attention_heads,
             scale=(model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2,
             is_neox_style=False,
-            preparation=IndexPreparation(
+            preparation=prepare.IndexPreparation(
                 head_dim=model.index_head_dim,
                 rope_dim=model.qk_rope_head_dim,
                 rope_first=True,
@@ -182,20 +179,20 @@ class DeepseekV32Attention:
         )
 
 
-def _batch(common: Any) -> MLASparseMetadata:
+def _batch(common: Any) -> sparse.MLASparseMetadata:
     """What vLLM says of a batch, as EAGER is told; requests without a query are padding and are left out."""
     queries = common.query_start_loc_cpu.diff()
     asked = queries > 0
     queries, lengths = queries[asked], common.seq_lens_cpu_upper_bound[asked]
     assert lengths.tolist() == common.seq_lens[asked].tolist()
     starts = torch.cat((queries.new_zeros(1), queries.cumsum(0).int()))
-    return MLASparseMetadata(
+    return sparse.MLASparseMetadata(
         query_start_loc=starts,
         req_id_per_token=torch.arange(len(queries), dtype=torch.int32).repeat_interleave(queries),
         seq_lens=lengths,
         block_table=common.block_table_tensor[asked],
         workspace_starts=None,
-        index_space=IndexSpace.POSITION,
+        index_space=roles.IndexSpace.POSITION,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
         query_lens_cpu=queries,
@@ -256,7 +253,7 @@ def test_an_unchanged_backend_passes_as_a_whole_layer(case: str, judged: Any) ->
     found = judged(case)
     assert found.status is Status.PASS, found.message
     subject = subject_of(f"{BACKENDS}:Backend")
-    assert subject.roles == (Role.SPARSE_LAYER,)
+    assert subject.roles == (roles.Role.SPARSE_LAYER,)
     assert any("``DeepseekV32Attention`` is made around it" in adapter for _, adapter in describe(subject).deviations)
 
 

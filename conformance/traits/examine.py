@@ -1,7 +1,4 @@
-"""What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread.
-
-A question about bits has variants of a case that keep a row's operands; what differs is made smaller before it is told.
-"""
+"""What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress

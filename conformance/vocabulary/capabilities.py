@@ -1,8 +1,4 @@
-"""The capability vocabulary: what can be right or wrong about a backend, with definitions, clauses and cases.
-
-Adding a capability is one entry in ``capabilities.toml``; if none of the procedures fits, one more in
-``trials/procedures.py``. No torch: cases are listed without it.
-"""
+"""The capability vocabulary: what can be right or wrong about a backend, with clauses and cases. No torch."""
 
 import json
 import tomllib
