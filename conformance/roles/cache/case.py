@@ -87,7 +87,6 @@ class CacheCase(cached.CacheOperation):
 _LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
 _INDEX = Only("call", _OF_INDEX, "index keys are written and gathered by calls of theirs")
 _ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
-_WRITTEN = Only("call", WRITES, "operands that are written have a layout")
 _MAPPED = Only(
     "call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks"
 )
@@ -169,7 +168,7 @@ CACHE = Space(
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
         counted("columns", dimensions.COLUMNS, lambda case: case.topk, _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
-        replace(dimensions.ROW_LAYOUT, only=_WRITTEN),
+        replace(dimensions.ROW_LAYOUT, only=Only("call", WRITES, "operands that are written have a layout")),
         *dimensions.storage(most=15),
         dimensions.PADDING,
         dimensions.POISONS,
