@@ -64,20 +64,14 @@ class Builder:
         return SimpleNamespace(common=common, drafted=self.drafted, max_seq_len=common.max_seq_len)
 
 
-class Cache:
+class Cache(fake.Cached):
     prefix = "model.layers.0.self_attn.indexer.k_cache"
-
-    def bind_kv_cache(self, cache: Tensor) -> None:
-        self.cache = cache.squeeze(1)
-
-    def get_kv_cache_spec(self, config: Any) -> Any:
-        return SimpleNamespace(block_size=config.cache_config.block_size)
 
     def get_attn_backend(self) -> Any:
         return SimpleNamespace(get_builder_cls=lambda: Builder)
 
 
-class DeepseekV32Attention:
+class DeepseekV32Attention(fake.Cached):
     """The layer; EAGER computes."""
 
     prefill_backend = None
@@ -108,12 +102,6 @@ class DeepseekV32Attention:
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         self.kv_b = self.kv_b_proj.weight.clone()
 
-    def get_kv_cache_spec(self, config: Any) -> Any:
-        return SimpleNamespace(block_size=config.cache_config.block_size)
-
-    def bind_kv_cache(self, cache: Tensor) -> None:
-        self.cache = cache.squeeze(1)
-
     def __call__(self, positions: Tensor, hidden: Tensor) -> Tensor:
         batch, model, indexer = STATE["batch"], self.model, self.indexer
         layer = eager_sparse_layer.EagerSparseLayerBackend(self._config(), None)
@@ -137,9 +125,7 @@ class DeepseekV32Attention:
 
     def _config(self) -> MLASparseLayerConfig:
         model, engine, rope = self.model, self.engine, self.model.rope_parameters
-        yarn = 1.0
-        if rope["rope_type"] != "default":
-            yarn = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+        yarn = 1.0 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))
         alike = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "rms_norm_eps", "index_n_heads")
         return MLASparseLayerConfig(
             **{name: getattr(model, name) for name in alike},
@@ -200,17 +186,14 @@ def _batch(common: Any) -> sparse.MLASparseMetadata:
     )
 
 
-class Backend:
+class Backend(fake.MLACommonBackend):
     __module__ = BACKENDS
     supported_dtypes = (torch.bfloat16,)
     supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
 
-    get_name = staticmethod(lambda: "FAKE_SPARSE")
     is_sparse = staticmethod(lambda: True)
     get_impl_cls = staticmethod(lambda: type("Impl", (), {"forward_mqa": lambda self: None}))
     get_builder_cls = staticmethod(lambda: Builder)
-    customize_spec = staticmethod(lambda spec: spec)
-    supports_compute_capability = staticmethod(lambda capability: True)
     validate_configuration = staticmethod(
         lambda head_size, dtype, cache, page, **asked: [] if head_size == 576 and asked["use_sparse"] else ["size"]
     )
