@@ -24,9 +24,8 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
-from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.role import Layer
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context

@@ -10,14 +10,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import foreign, interface, kernel, sparse_layer
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.quant_key import QuantKey
-from mla_conformance.backends.sparse_layer import SparseLayerWeights
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -32,14 +29,14 @@ def _asked(method: str, check: Any, *without: Any) -> Any:
     return classmethod(lambda cls, *asked: check(getattr(cls.wrapped, method, *without)(*asked), method))
 
 
-class AdaptedPrefillBackend(MLAPrefillBackend):
+class AdaptedPrefillBackend(interface.MLAPrefillBackend):
     """A class whose methods are this generation's, from a package with types of its own."""
 
     wrapped: ClassVar[Any]  # the class that is driven
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
-        undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
+        undeclared = Declaration(distributions=("vllm", "torch") if foreign.is_from_vllm(wrapped) else ())
         declaration = cls.declared(getattr(wrapped, "declaration", None) or undeclared)
         told = {"needed_capability": "", "variant": "", "decode_backend": None}
         attributes = {name: getattr(wrapped, name, without) for name, without in told.items()}
@@ -54,10 +51,10 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def declared(cls, declaration: Declaration) -> Declaration:
         return declaration
 
-    supports_compute_capability = _asked("supports_compute_capability", yes_or_no)
-    is_available = _asked("is_available", yes_or_no)
-    missing_dependencies = _asked("missing_dependencies", reasons_of, list)
-    broken_dependencies = _asked("broken_dependencies", reasons_of, list)
+    supports_compute_capability = _asked("supports_compute_capability", foreign.yes_or_no)
+    is_available = _asked("is_available", foreign.yes_or_no)
+    missing_dependencies = _asked("missing_dependencies", foreign.reasons_of, list)
+    broken_dependencies = _asked("broken_dependencies", foreign.reasons_of, list)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -72,11 +69,11 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: interface.MLAPrefillSelectorConfig
     ) -> list[str]:
         theirs = dimensions_for(cls.wrapped, selector_config.mla_dimensions)
         translated = selector_config._replace(mla_dimensions=theirs)
-        return reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
+        return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +97,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         self._target.prepare_metadata(prefill_metadata)
 
-    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    @takes(interface.MLAPrefillBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         return self._new_tokens((x.q, x.k, x.v), x.return_softmax_lse, x.out, x.output_scale)
 
@@ -114,7 +111,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
 
 
-def load_layer(layer: Any, joined: Any, weights: SparseLayerWeights) -> None:
+def load_layer(layer: Any, joined: Any, weights: sparse_layer.SparseLayerWeights) -> None:
     """Load a whole sparse layer of an engine; ``joined`` is the projection of hidden states to both latents."""
     own = ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
     loaded = [(getattr(layer, name), getattr(weights, name)) for name in own]
@@ -139,7 +136,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def runs_on(cls: Any, capability: DeviceCapability | None) -> bool:
+def runs_on(cls: Any, capability: kernel.DeviceCapability | None) -> bool:
     """Whether a class of vLLM's runs on a device; some of them ask for the number of a device that has none."""
     try:
         return bool(cls.supports_compute_capability(capability))

@@ -1,7 +1,4 @@
-"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call.
-
-Its adapter does what its metadata builder did once and per batch, and makes its calls.
-"""
+"""The earlier generation of vLLM's MLA prefill interface: a factory of classes, and metadata handed to every call."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
@@ -11,12 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import foreign, interface, kernel
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.interface import check_unquantised
-from mla_conformance.backends.kernel import AttentionSizes, DeviceCapability, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.quant_key import QuantKey
@@ -40,7 +35,7 @@ class MLAPrefillBuilderState:
 
 
 @dataclass(eq=False, repr=False)
-class MLAPrefillImpl(AttentionSizes, ABC):
+class MLAPrefillImpl(kernel.AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
     # whether the output is as wide as the queries; the caller then takes the first V columns
@@ -61,7 +56,7 @@ class MLAPrefillImpl(AttentionSizes, ABC):
         """See :class:`interface.MLAPrefillBackend`, and for the metadata the new tokens."""
 
 
-class MLAPrefillBackend(KernelBackend):
+class MLAPrefillBackend(kernel.KernelBackend):
     """What a backend consists of: its kernel's class, its metadata's classes, and the steps that build them."""
 
     requires_r1_mla_dimensions: ClassVar[bool] = False  # whether the kernel computes DeepSeek-R1's head dims only
@@ -81,7 +76,7 @@ class MLAPrefillBackend(KernelBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
         reasons = super().validate_configuration(device_capability, selector_config)
         if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
@@ -131,10 +126,10 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: OurSelectorConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: OurSelectorConfig
     ) -> list[str]:
         config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
-        return reasons_of(cls.wrapped.validate_configuration(device_capability, config))
+        return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, config))
 
     def _start(self) -> Any:
         """Nothing yet: this generation's kernels are made for a device, which the first batch tells."""
@@ -171,7 +166,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
     def _new_tokens(
         self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
     ) -> Any:
-        check_unquantised(self, output_scale)
+        interface.check_unquantised(self, output_scale)
         result = self._unpadded(self._target.run_prefill_new_tokens(self._prefill_metadata, *operands, lse))
         return result if out is None else copied_to(out, result)
 

@@ -1,7 +1,4 @@
-"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged, in vLLM's own module.
-
-That module has what this project's interface of a layer asks of the backend; what has no place in it is not asked for.
-"""
+"""Drives an attention backend of vLLM's as a layer: the class that names its parts, unchanged, in vLLM's own module."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,22 +10,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import cache_dtypes, foreign, kernel
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, runs_on
-from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, UnsupportedConfiguration, accepts_block_size
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.layer_config import get_current_config
 from mla_conformance.backends.layer.mla_batch import BatchForm, LayerRequest, common_metadata, count_decodes
 from mla_conformance.backends.layer.mla_impl import is_dense, stored_weight
 from mla_conformance.reference.dimensions import MLADimensions
-
-_COMMON = "vllm.v1.attention.backend"
-_NULL_BLOCK = 0
 
 
 @dataclass
@@ -59,11 +51,11 @@ class AdaptedLayerBuilder:
             starts_cpu = starts_cpu.clamp(max=int(starts_cpu[int(padding.int().argmax())]))
         table = common.block_table_tensor
         same = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "seq_lens", "slot_mapping", "causal")
-        translated = import_module(_COMMON).CommonAttentionMetadata(
+        translated = import_module("vllm.v1.attention.backend").CommonAttentionMetadata(
             **{name: getattr(common, name) for name in same},
             query_start_loc=starts_cpu.to(common.query_start_loc.device),
             query_start_loc_cpu=starts_cpu,
-            block_table_tensor=table.masked_fill(padding.to(table.device)[:, None], _NULL_BLOCK),
+            block_table_tensor=table.masked_fill(padding.to(table.device)[:, None], 0),
             seq_lens_cpu_upper_bound=seq_lens,
         )
         return AdaptedLayerMetadata(self._builder.build(common_prefix_len, translated))
@@ -74,7 +66,7 @@ class AdaptedLayerBuilder:
         """The metadata of a batch whose prefills come first: its decodes are moved before them, as an engine does."""
         order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
         if cuda_graph_pad_size > 0 and requests[0].is_prompt:
-            raise UnsupportedConfiguration("rows of padding behind prefills not supported")
+            raise kernel.UnsupportedConfiguration("rows of padding behind prefills not supported")
         form = {"block_size": self._page, "device": self._device, "sharding": Sharding()}
         moved = [requests[request] for request in order]
         built = self.build(0, common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
@@ -90,7 +82,7 @@ class AdaptedLayerImpl:
 
     def __init__(self, wrapped: Any, *, num_heads: int, kv_lora_rank: int, kv_b_proj: Any, **others: Any) -> None:
         config, self.wrapped = get_current_config(), wrapped
-        dims = MLADimensions(**{name: others[name] for name in HEAD_DIMS})
+        dims = MLADimensions(**{name: others[name] for name in kernel.HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
         dtype, cache = config.model_config.dtype, config.cache_config
         sizes = (config.scheduler_config.max_num_seqs, kv_lora_rank + dims.qk_rope_head_dim, num_heads)
@@ -103,7 +95,7 @@ class AdaptedLayerImpl:
         with vllm.current_config(self.config), stored_weight(kv_b_proj).device:
             prefill = NoPrefill if vllm.why_no_prefill(dtype, dims) else vllm.prefill_class(dtype, dims)
             self.module = import_module(vllm.LAYER_MODULE).MLAAttention(
-                **{name: others[name] for name in ("scale", "q_lora_rank", *HEAD_DIMS)},
+                **{name: others[name] for name in ("scale", "q_lora_rank", *kernel.HEAD_DIMS)},
                 num_heads=num_heads,
                 kv_lora_rank=kv_lora_rank,
                 kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
@@ -154,7 +146,7 @@ class NoPrefill:
         return self
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        raise UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
+        raise kernel.UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
 
 
 def as_vllm_linear(linear: Any, in_features: int, dtype: torch.dtype) -> Any:
@@ -209,7 +201,7 @@ class AdaptedLayerBackend:
         return AdaptedLayerBuilder
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, capability: kernel.DeviceCapability | None) -> bool:
         return runs_on(cls.wrapped, capability)
 
     @classmethod
@@ -221,11 +213,11 @@ class AdaptedLayerBackend:
         # Of the kernel; vLLM's class also takes pages that its engine splits.
         pages = cls.wrapped.get_supported_kernel_block_sizes()
         ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in pages]
-        if not accepts_block_size(ours, block_size):
+        if not kernel.accepts_block_size(ours, block_size):
             return [f"pages of {block_size} tokens not supported"]
         entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}
-        reasons = reasons_of(cls.wrapped.validate_configuration(**given))
+        reasons = foreign.reasons_of(cls.wrapped.validate_configuration(**given))
         if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons
@@ -238,7 +230,7 @@ class AdaptedLayerBackend:
         missing = vllm.why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
         if missing:
             reasons.append(f"prefills: {missing}")
-        if layout_of(batch.kv_cache_dtype) != "auto":
+        if cache_dtypes.layout_of(batch.kv_cache_dtype) != "auto":
             builder = cls.wrapped.get_builder_cls()  # which sees lengths alone
             support, threshold = builder.query_len_support.value, builder.reorder_batch_threshold
             if support != "single_only":

@@ -1,7 +1,4 @@
-"""One attention layer of SGLang's around an attention backend of its own: its settings, weights, pools and batches.
-
-Written for SGLang 0.5.23. What an engine has around its module are stand-ins with what module and backend read.
-"""
+"""One attention layer of SGLang's (0.5.23) around an attention backend of its own: settings, weights, batches."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,7 +18,6 @@ from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, SparseLa
 PAGE = 64  # tokens of a page of either cache
 _CACHE_DTYPES = {"auto": ("bfloat16", torch.bfloat16), "fp8_ds_mla": ("fp8_e4m3", torch.float8_e4m3fn)}
 """By layout, what a server calls the dtype of its cache, and the dtype."""
-_UTILS = "sglang.srt.layers.attention.dsa.utils"
 _ONCE = ("num_sms", "paged_mqa_logits_metadata_fn", "fp8_paged_mqa_logits_fn", "fp8_mqa_logits_fn")
 """What the environment decides when it is first asked for."""
 _ROOM = 2**20  # longest sequence, in tokens; what has this size is not allocated
@@ -202,7 +198,7 @@ class AttentionLayer:
     @contextmanager
     def _active(self) -> Iterator[None]:
         """The layer's settings hold inside, those that are read once among them."""
-        utils = import_module(_UTILS)
+        utils = import_module("sglang.srt.layers.attention.dsa.utils")
         with ExitStack() as stack:
             stack.enter_context(environment(self._variables))
             for name in _ONCE:

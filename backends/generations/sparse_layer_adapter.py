@@ -1,8 +1,4 @@
-"""Drives a sparse attention backend of vLLM's as a whole layer, hidden states in and out: its class, unchanged.
-
-vLLM's ``DeepseekV32Attention`` is made around it. The backend's builder and the indexer's make the metadata, each of
-its own cache. Written for vLLM 0.33.0.
-"""
+"""Drives a sparse attention backend of vLLM's (0.33.0), unchanged, as a whole layer, hidden states in and out."""
 
 import math
 from collections.abc import Iterator
@@ -13,15 +9,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends import block_size, foreign, graph_support, operands, packaged, sparse
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, default_dtype, load_layer, runs_on
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
-from mla_conformance.backends.operands import takes
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 
 _LAYERS = "vllm.models.deepseek_v32.attention"
@@ -56,9 +47,9 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
     _layer: Any  # vLLM's layer; None before it is made
     declaration = DECLARATION
     supported_tile_scales = ["pow2"]
-    supported_topk = [MultipleOf(128)]  # tiles of the kernel that maps tokens to slots
+    supported_topk = [block_size.MultipleOf(128)]  # tiles of the kernel that maps tokens to slots
     supported_block_sizes = [64]  # of the indexer's cache
-    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    cudagraph_support = graph_support.AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
@@ -92,7 +83,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         asked |= dict.fromkeys(("has_sink", "use_mm_prefix", "use_per_head_quant_scales"), False)
         entries = (width, config.dtype, config.kv_cache_dtype, config.block_size)
         theirs = cls.driven().validate_configuration(*entries, device_capability=device_capability, **asked)
-        return reasons_of(theirs)
+        return foreign.reasons_of(theirs)
 
     @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
@@ -196,7 +187,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             spec = cache.get_kv_cache_spec(engine)
             return attention, made(spec, [cache.prefix], engine, device, block_table_width=self._columns)
 
-    def _common(self, cache: str, batch: MLASparseMetadata, slots: Tensor) -> Any:
+    def _common(self, cache: str, batch: sparse.MLASparseMetadata, slots: Tensor) -> Any:
         """The batch of a cache as vLLM's runner describes it; of single decodes, which a graph may capture, padding
         too.
         """
@@ -228,7 +219,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
             slot_mapping=slots[:rows],
         )
 
-    @takes(MLASparseLayerBackend.run_sparse_layer)
+    @operands.takes(MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
         check_sparse_layer_call(self, self._metadata, x)
         layer, indexer, (metadata, slots) = self._layer, self._layer.indexer, self._batch

@@ -1,7 +1,4 @@
-"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types, and an eager engine.
-
-What is not set here is as vLLM's configuration has it by default.
-"""
+"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types, and an eager engine."""
 
 from dataclasses import asdict
 from importlib import import_module
@@ -19,13 +16,12 @@ from mla_conformance.reference.dimensions import MLADimensions
 LAYER_NAME = "layer"
 LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 _PREFILLS = "vllm.v1.attention.backends.mla.prefill"
-_DIMENSIONS = f"{_PREFILLS}.base"
 _QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 
 
 def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:
     """Head dims as a class compares them: vLLM's ``MLADimensions``; versions that have none do not compare them."""
-    theirs = getattr(import_module(_DIMENSIONS), "MLADimensions", None) if is_from_vllm(cls) else None
+    theirs = getattr(import_module(f"{_PREFILLS}.base"), "MLADimensions", None) if is_from_vllm(cls) else None
     return dimensions if theirs is None else theirs(**asdict(dimensions))
 
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import layout_of
-from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends import cache_dtypes, graph_support
 from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, get_dcp_group
 from mla_conformance.backends.quant_key import QuantKey
 
@@ -44,7 +43,7 @@ class AttentionLayer(Protocol):
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Whether the cache holds codes."""
-    return layout_of(kv_cache_dtype) != "auto"
+    return cache_dtypes.layout_of(kv_cache_dtype) != "auto"
 
 
 _BY_REQUEST = (
@@ -125,7 +124,7 @@ M = TypeVar("M")
 class AttentionMetadataBuilder(ABC, Generic[M]):
     """Builds the metadata of one group of layers, once a batch."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[graph_support.AttentionCGSupport] = graph_support.AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None  # longest query, in tokens, that is a decode, at the front of a batch
     supports_update_block_table: bool = False  # whether :meth:`update_block_table` is implemented
 
@@ -137,7 +136,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.device = device
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> graph_support.AttentionCGSupport:
         return cls._cudagraph_support
 
     def _init_reorder_batch_threshold(

@@ -5,9 +5,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from mla_conformance.backends import cache_dtypes, kernel
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.cache_dtypes import contradiction, layout_of
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 Subclassed = TypeVar("Subclassed")
@@ -70,7 +69,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         supported = cls.supported_kv_cache_dtypes
-        return kv_cache_dtype is None or not supported or layout_of(kv_cache_dtype) in supported
+        return kv_cache_dtype is None or not supported or cache_dtypes.layout_of(kv_cache_dtype) in supported
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -101,7 +100,7 @@ class AttentionBackend(ABC):
         return attn_type == AttentionType.DECODER
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, capability: kernel.DeviceCapability | None) -> bool:
         """None is a device without compute capability, such as a CPU."""
         return True
 
@@ -122,10 +121,10 @@ class AttentionBackend(ABC):
         has_sink: bool,
         use_sparse: bool,
         use_mm_prefix: bool,
-        device_capability: DeviceCapability | None,
+        device_capability: kernel.DeviceCapability | None,
         attn_type: str,
     ) -> list[str]:
-        layouts, wrong = cls.supported_kv_cache_dtypes, contradiction(kv_cache_dtype, dtype)
+        layouts, wrong = cls.supported_kv_cache_dtypes, cache_dtypes.contradiction(kv_cache_dtype, dtype)
         blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
         device = f"compute capability not supported: got {device_capability or 'a device without one'}"
         mla, sparse = "MLA" if use_mla else "non-MLA", "sparse" if use_sparse else "non-sparse"

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,73 +12,46 @@ import torch
 from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    dtype: torch.dtype
-    max_model_len: int  # longest sequence in tokens
-    head_size: int  # L + R
-
-    def get_head_size(self) -> int:
-        return self.head_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    max_num_seqs: int  # most requests at once
-    chunked_prefill_enabled: bool = True  # whether prompts are split
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheConfig:
-    block_size: int  # tokens of a page
-    cache_dtype: str = "auto"  # name of its layout
-    enable_prefix_caching: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    decode_context_parallel_size: int = 1  # ranks
-    cp_kv_cache_interleave_size: int = 1  # consecutive tokens that one of them keeps
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    num_speculative_tokens: int | None = None  # drafted tokens a step
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompilationConfig:
-    static_forward_context: dict[str, Any] = field(default_factory=dict)  # the layers of the model by name
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerConfig:
+def layer_config(
+    *,
+    dtype: torch.dtype,  # of the model
+    max_model_len: int,  # longest sequence in tokens
+    head_size: int,  # L + R
+    max_num_seqs: int,  # most requests at once
+    block_size: int,  # tokens of a page
+    cache_dtype: str = "auto",  # name of its layout
+    chunked_prefill_enabled: bool = True,  # whether prompts are split
+    enable_prefix_caching: bool = False,
+    ranks: int = 1,
+    interleave: int = 1,  # consecutive tokens that a rank keeps
+    drafted: int | None = None,  # tokens a step
+) -> SimpleNamespace:
     """What stands for a ``VllmConfig``."""
+    model = {"dtype": dtype, "max_model_len": max_model_len, "head_size": head_size}
+    cache = {"block_size": block_size, "cache_dtype": cache_dtype, "enable_prefix_caching": enable_prefix_caching}
+    scheduler = {"max_num_seqs": max_num_seqs, "chunked_prefill_enabled": chunked_prefill_enabled}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model, get_head_size=lambda: head_size),
+        scheduler_config=SimpleNamespace(**scheduler),
+        cache_config=SimpleNamespace(**cache),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=interleave),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafted),
+        compilation_config=SimpleNamespace(static_forward_context={}),  # the layers of the model by name
+    )
 
-    model_config: ModelConfig
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    speculative_config: SpeculativeConfig | None = None
-    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
 
-
-_current: ContextVar[LayerConfig] = ContextVar("current layer configuration")
+_current: ContextVar[Any] = ContextVar("current layer configuration")
+get_current_config = _current.get
 
 
 @contextmanager
-def set_current_config(config: LayerConfig) -> Iterator[None]:
+def set_current_config(config: Any) -> Iterator[None]:
     """Layers that are made inside of it may ask for ``config``, which their constructors do not receive."""
     before = _current.set(config)
     try:
         yield
     finally:
         _current.reset(before)
-
-
-def get_current_config() -> LayerConfig:
-    """The configuration that a layer is made for."""
-    return _current.get()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""The builder of an MLA layer's metadata (vLLM's ``MLACommonMetadataBuilder``), by two routes.
-
-From requests, prefills first, as in vLLM's first generation; from a ``CommonAttentionMetadata``, decodes first, as in
-its second. Both routes end in one assembly.
-"""
+"""The builder of an MLA layer's metadata (vLLM's ``MLACommonMetadataBuilder``): of requests, or of a common batch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

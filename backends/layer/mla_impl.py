@@ -11,9 +11,8 @@ from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionType, MLAAttentionImpl
-from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommonMetadata
-from mla_conformance.reference.attention import merge
-from mla_conformance.reference.cache_layout import entry_width
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.reference import attention, cache_layout
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 State = tuple[Tensor, Tensor]  # output [T, N, V] and LSE [N, T]
@@ -80,7 +79,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
                     f"R = {qk_rope_head_dim} and one latent head, got {got}"
                 )
         backend, sizes = self.attention_backend, (kv_lora_rank, qk_rope_head_dim)
-        entry_width(self.kv_cache_dtype, *sizes)
+        cache_layout.entry_width(self.kv_cache_dtype, *sizes)
         self._cache = EagerCacheBackend(*sizes, self.kv_cache_dtype, backend.tile_scales, backend.vllm_config)
         names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
         options = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
@@ -230,11 +229,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self._cache.run_gather_latent(kv_cache, chunks.workspace, metadata.block_table, bounds, starts, k_scale)
         if shares is not None:
             every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
-            chunks.workspace[: chunks.seq_tot[index]] = self._put_in_order(every, index, shares)
-
-    def _put_in_order(self, every: Tensor, index: int, shares: ContextShares) -> Tensor:
-        """[tokens, L + R] of a chunk, request by request in the order of positions, from [W, rows, L + R]."""
-        return every.flatten(0, 1)[shares.order[index]]
+            chunks.workspace[: chunks.seq_tot[index]] = every.flatten(0, 1)[shares.order[index]]
 
     def _absorb(self, q_nope: Tensor) -> Tensor:
         """[T, N, P] to [T, N, L]: W_UK moves from the keys into the query."""
@@ -253,7 +248,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         """The state over both sets of keys, by the prefill backend's own merge if it has one."""
         own = getattr(self.prefill, "merge_attn_states", None)
         if own is None:
-            output, lse = merge(*prefix, *suffix)
+            output, lse = attention.merge(*prefix, *suffix)
             return output.to(suffix[0].dtype), lse.float()
         output, lse = torch.empty_like(suffix[0]), torch.empty_like(suffix[1])
         own(output, *prefix, *suffix, output_lse=lse)
@@ -276,7 +271,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         group = self.dcp_group
         outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
         lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
-        merged, _ = reduce(lambda one, other: merge(*one, *other), zip(outputs, lses, strict=True))
+        merged, _ = reduce(lambda one, other: attention.merge(*one, *other), zip(outputs, lses, strict=True))
         return merged.to(output.dtype)
 
     def _up_project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.graph_support import may_look_at
+from mla_conformance.backends import decode, graph_support
 from mla_conformance.backends.layer.attention_impl import AttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata
@@ -82,7 +81,7 @@ class MLACommonMetadata(AttentionMetadata):
     dcp_local_seq_lens: Tensor | None = None  # [B] int32, tokens on this rank; None on one rank
     dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
     _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
-    _cached_decode_metadata: MLACommonDecodeMetadata | None = None
+    _cached_decode_metadata: decode.MLACommonDecodeMetadata | None = None
 
     @property
     def decode_requests(self) -> slice:
@@ -122,12 +121,12 @@ class MLACommonMetadata(AttentionMetadata):
         return self._cached_prefill_metadata
 
     @property
-    def decode_metadata(self) -> MLACommonDecodeMetadata | None:
+    def decode_metadata(self) -> decode.MLACommonDecodeMetadata | None:
         """The decodes alone, for a decode backend; None without any. The same object until the batch changes."""
         if self._cached_decode_metadata is None and self.num_decodes:
             part, local, on_host = self.decode_requests, self.dcp_local_seq_lens, self.dcp_local_seq_lens_cpu
             on_host = torch.tensor(self.seq_lens, dtype=torch.int32) if on_host is None else on_host
-            self._cached_decode_metadata = MLACommonDecodeMetadata(
+            self._cached_decode_metadata = decode.MLACommonDecodeMetadata(
                 block_table=self.block_tables[part],
                 seq_lens=(self.seq_lens_tensor if local is None else local)[part],
                 query_start_loc=self._starts(part),
@@ -176,7 +175,7 @@ class MLACommonMetadata(AttentionMetadata):
                 raise ValueError(reason)
         if num_queries:  # rows of padding stay as they are
             position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
-            if may_look_at(position) and int(position.max()) // block_size >= columns:
+            if graph_support.may_look_at(position) and int(position.max()) // block_size >= columns:
                 raise ValueError(
                     f"the block table is too short: the next token of a sequence of {int(position.max())} needs "
                     f"{int(position.max()) // block_size + 1} blocks of {block_size} tokens, a row holds {columns}"

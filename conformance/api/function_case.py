@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mla_conformance.backends.references import nearest
 from mla_conformance.backends.roles import ROLES, Role
+from mla_conformance.cases import covering, grammar, work
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import fit
-from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK
 from mla_conformance.files.whole import InputError
-from mla_conformance.vocabulary import capabilities
-from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary import arrays, capabilities
 from mla_conformance.vocabulary.capabilities import Capability, Tier
 
 if TYPE_CHECKING:
@@ -137,7 +134,7 @@ class _Asked:
             parts = {
                 part for each in got if each is not None for part in (each if isinstance(each, tuple) else (each,))
             }
-            shown = [format_value(part) for part in sorted(parts)]
+            shown = [grammar.format_value(part) for part in sorted(parts)]
             shown += sorted({str(label) for case in listed if (label := asked.label_of(case)) is not None} - set(shown))
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
             expected = f"expected one of {', '.join(shown[:_SHOWN])}{more}"
@@ -149,7 +146,7 @@ class _Asked:
         got = getattr(case, self.name, None)
         among = got and lengths(each in self.values for each in got) if isinstance(got, tuple) else got in self.values
         texts = [str(value) for value in self.values if isinstance(value, str)]
-        return bool(among) or (got is not None and format_value(got) in texts) or self.label_of(case) in texts
+        return bool(among) or (got is not None and grammar.format_value(got) in texts) or self.label_of(case) in texts
 
 
 def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
@@ -158,7 +155,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         raise InputError(f"cases: {NO_FUNCTION[ROLES[role]]}")
     if role not in list(CALLS):
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
-    space = next(space for space in SPACES.values() if space.role == role)
+    space = next(space for space in arrays.SPACES.values() if space.role == role)
     if tier not in list(Tier):
         near = nearest(tier, Tier)
         hint = f"did you mean {near}?" if near else f"expected one of {', '.join(Tier)}"
@@ -166,7 +163,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     size = Tier(tier)
     listed = dict[Capability, list[Case]]()
     for entry in capabilities.CAPABILITIES.values():
-        if entry.name not in SPACES or SPACES[entry.name].role is space.role:
+        if entry.name not in arrays.SPACES or arrays.SPACES[entry.name].role is space.role:
             # The smoke tier is chosen from all of them.
             some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
             listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
@@ -179,17 +176,17 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     found, left_out = list[Case](), Counter[str]()
     for entry, cases in listed.items():
         fitting = list(filter(fits, cases))
-        if entry.name not in SPACES:
+        if entry.name not in arrays.SPACES:
             usual = capabilities.smoke_of(entry.name, cases) if size is Tier.SMOKE else cases
             fields_of = (unusual(case, wanted) for case in usual if all(each.holds(case) for each in asked))
             left_out.update(
-                f"{name}={format_value(value)}" for fields in fields_of for name, value in [*fields.items()][:1]
+                f"{name}={grammar.format_value(value)}" for fields in fields_of for name, value in [*fields.items()][:1]
             )
         elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), size is Tier.NIGHTLY
-            held = Pairs(space, space.rows(known))
-            fitting += fit(space, known, lambda some: list(map(fits, some)), held, CPU_WORK, triples).cases
+            held = covering.Pairs(space, space.rows(known))
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, work.CPU_WORK, triples).cases
         # By the smoke tier's own rules: it would hold few of what is asked for.
         found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if found:
@@ -200,7 +197,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     lacking = [unusual(case, wanted) for case in every if all(each.holds(case) for each in asked)]
     if not lacking:
         raise InputError(f"cases: no {space.role} case has {together} at once; expected fewer values")
-    more = ", ".join(f"{name}={format_value(value)}" for name, value in min(lacking, key=len).items())
+    more = ", ".join(f"{name}={grammar.format_value(value)}" for name, value in min(lacking, key=len).items())
     raise InputError(
         f"cases: no {space.role} case has {together} and defaults otherwise; expected more values, such as {more}"
     )

@@ -1,7 +1,4 @@
-"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2).
-
-Inputs are those of docs/python-api.md; shapes that do not fit together are a ValueError that names the input.
-"""
+"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +6,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.api import own_tensors
-from mla_conformance.api.own_forms import starts_of
+from mla_conformance.api import own_forms, own_tensors
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.judging.golden import golden_state
-from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging import golden, judged_rows
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.problems.calls import Problem
 from mla_conformance.reference import error_budget
@@ -118,9 +113,9 @@ def index_scores(
 
     ``k`` [S, D] is what the keys mean, codes times their scales; requests are told as of a prefill.
     """
-    queries = starts_of("cu_seqlens_q", cu_seqlens_q, len(q))
+    queries = own_forms.starts_of("cu_seqlens_q", cu_seqlens_q, len(q))
     same = cu_seqlens_k is None and len(q) == len(k)
-    keys = queries if same else starts_of("cu_seqlens_k", cu_seqlens_k, len(k))
+    keys = queries if same else own_forms.starts_of("cu_seqlens_k", cu_seqlens_k, len(k))
     found = reference_scores(q, weights, k, query_start_loc=queries, key_start_loc=keys)
     allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), tolerance())
     return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
@@ -130,7 +125,7 @@ def _result(make: Callable[..., Problem], *, declaration: Declaration, **inputs:
     problem, numbers = make(**inputs), tolerance()
     (call,) = problem.attention
     operands, rounding = call.operands(), declaration.rounding_of(problem.dtype)
-    state = golden_state(problem, JudgedRows(problem.query_start_loc), operands)
+    state = golden.golden_state(problem, judged_rows.JudgedRows(problem.query_start_loc), operands)
     keys, dequantised = max(call.key_lens), operands.dequantised
     allowed = roundoffs(problem.output_dtype, rounding, numbers, keys=keys, dequantised=dequantised)
     element = error_budget.element_budget(state, allowed) * numbers.element_limit

@@ -1,7 +1,4 @@
-"""A kernel of each role around a plain function: the interface on one side, named inputs on the other.
-
-What a function is called with stands here and nowhere else; docs/python-api.md lists it.
-"""
+"""A kernel of each role around a plain function: the interface on one side, named inputs on the other."""
 
 import threading
 from collections.abc import Callable
@@ -20,8 +17,7 @@ from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
+from mla_conformance.problems import calls, memory
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
@@ -91,35 +87,29 @@ class _Decode(_AsksAnything, MLADecodeBackend):
         return result
 
 
+def _asks(entry: Callable[..., Any], *layouts: str, lists: bool = True) -> Any:
+    """The method of an entry whose operands are inputs by the names that the interface has for them."""
+
+    def run(self: Any, *operands: Any, **further: Any) -> Any:
+        inputs = signature(entry).bind(self, *operands, **further).arguments
+        del inputs["self"]
+        metadata, lse = self._sparse_metadata, inputs.pop("return_softmax_lse", True)
+        inputs |= {"index_space": metadata.index_space.value} if lists else {}
+        return self.ask(metadata, lse, **inputs, **{name: getattr(self, name) for name in layouts})
+
+    return run
+
+
 class _Sparse(_AsksAnything, MLASparseBackend):
     own = ("scale", "kv_lora_rank")
-
-    def run_sparse_decode(self, *operands: Any, **lists: Any) -> Any:
-        layouts = {name: getattr(self, name) for name in ("kv_cache_dtype", "extra_kv_cache_dtype")}
-        return self._attend(**layouts, **_named(MLASparseBackend.run_sparse_decode, *operands, **lists))
-
-    def run_sparse_prefill(self, *operands: Any, **lists: Any) -> Any:
-        return self._attend(**_named(MLASparseBackend.run_sparse_prefill, *operands, **lists))
-
-    def _attend(self, return_softmax_lse: bool, **inputs: Any) -> Any:
-        space = self._sparse_metadata.index_space.value
-        return self.ask(self._sparse_metadata, return_softmax_lse, index_space=space, **inputs)
+    run_sparse_decode = _asks(MLASparseBackend.run_sparse_decode, "kv_cache_dtype", "extra_kv_cache_dtype")
+    run_sparse_prefill = _asks(MLASparseBackend.run_sparse_prefill)
 
 
 class _Indexer(_AsksAnything, MLAIndexerBackend):
     own = ("kv_cache_dtype",)
-
-    def run_index_logits(self, *operands: Any, **scales: Any) -> Any:
-        return self.ask(self._sparse_metadata, **_named(MLAIndexerBackend.run_index_logits, *operands, **scales))
-
-    def run_index_topk(self, *operands: Any, **scales: Any) -> Any:
-        named = _named(MLAIndexerBackend.run_index_topk, *operands, **scales)
-        return self.ask(self._sparse_metadata, index_space=self._sparse_metadata.index_space.value, **named)
-
-
-def _named(entry: Callable[..., Any], *operands: Any, **further: Any) -> dict[str, Any]:
-    """The arguments of a call by the names that the interface has for them."""
-    return dict(list(signature(entry).bind(None, *operands, **further).arguments.items())[1:])
+    run_index_logits = _asks(MLAIndexerBackend.run_index_logits, lists=False)
+    run_index_topk = _asks(MLAIndexerBackend.run_index_topk)
 
 
 _KERNELS: dict[Role, type] = {
@@ -142,10 +132,10 @@ def name_of(function: Function) -> str:
 class HandedInputs:
     """What was handed out last, with its bytes; the context makes it again as it was, and what is expected."""
 
-    problem: Problem
+    problem: calls.Problem
     context: Context
-    out: Guarded | None
-    before: Snapshot
+    out: memory.Guarded | None
+    before: memory.Snapshot
 
 
 LAST = threading.local()  # what each thread was handed; nothing earlier, since it may hold most of a GPU's memory
@@ -181,8 +171,8 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     known = {x.untyped_storage().data_ptr() for x in watched.values()}
     tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
     watched |= {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
-    before = Snapshot(watched)
+    before = memory.Snapshot(watched)
     before.keep()
     LAST.handed = HandedInputs(problem, context, out, before)
-    poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
+    memory.poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs

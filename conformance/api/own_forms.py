@@ -1,7 +1,4 @@
-"""What functions of each role are called with and return, as tables of the docs, and what own tensors are read with.
-
-``tables.toml`` says it in words; the form of an operand is that of the interface, where it has the operand.
-"""
+"""What functions of each role are called with and return, as tables of the docs, and what own tensors are read with."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,44 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.backends.indexer import MLAIndexerBackend
-from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends import decode, indexer, interface, kernel, roles, sparse, topk
 from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
-from mla_conformance.backends.topk import MLATopKBackend, TopKMetadata
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.problems import cached_batch, operands
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.reference.selected import NO_KEY
 
 TABLES = tomllib.loads((files("mla_conformance.api") / "tables.toml").read_text(encoding="utf-8"))
 _STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-_DECODE = forms_of(MLADecodeBackend.run_decode)
+_DECODE = forms_of(decode.MLADecodeBackend.run_decode)
 _ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
-_LISTED = forms_of(MLASparseMetadata)
+_LISTED = forms_of(sparse.MLASparseMetadata)
 _FORMS: Mapping[str, Mapping[str, Form]] = {
-    "prefill": {**forms_of(MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
-    "decode": {**forms_of(MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
+    "prefill": {**forms_of(interface.MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
+    "decode": {**forms_of(decode.MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
     "sparse": {
         **_LISTED,
-        **forms_of(MLASparseBackend.run_sparse_prefill),
-        **forms_of(MLASparseBackend.run_sparse_decode),
+        **forms_of(sparse.MLASparseBackend.run_sparse_prefill),
+        **forms_of(sparse.MLASparseBackend.run_sparse_decode),
         **_STARTS,
         "q": replace(_ABSORBED, shape=_ABSORBED.shape.replace(AT_LEAST, "")),
         "k_scale": _DECODE["k_scale"],
     },
-    "indexer": {**_LISTED, **forms_of(MLAIndexerBackend.run_index_logits), **_STARTS},
-    "top-k": {**forms_of(TopKMetadata), **forms_of(MLATopKBackend.run_top_k_per_row)},
+    "indexer": {**_LISTED, **forms_of(indexer.MLAIndexerBackend.run_index_logits), **_STARTS},
+    "top-k": {**forms_of(topk.TopKMetadata), **forms_of(topk.MLATopKBackend.run_top_k_per_row)},
 }
 _IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
 Starts = Tensor | Sequence[int] | None
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
+_DTYPES = {dtype: name for name, dtype in operands.TORCH_DTYPES.items() if dtype is not None}
 _NOPE = 128  # columns of a head before absorption, which own tensors do not tell; no result depends on them
 
 
@@ -164,7 +154,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
     if not 0 < rank <= q.shape[2]:
         raise InputError(f"kv_lora_rank: expected at most the {q.shape[2]} columns of q, got {rank}")
     try:
-        width, dtype = entry_width(layout, rank, q.shape[2] - rank), cache_dtype(layout, output_dtype(q.dtype))
+        width, dtype = entry_width(layout, rank, q.shape[2] - rank), cache_dtype(layout, kernel.output_dtype(q.dtype))
     except ValueError as error:
         raise InputError(f"kv_cache_dtype: {error}") from error
     if cache.shape[2] != width or cache.dtype != dtype:
@@ -176,7 +166,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
 def meaning_of(cache: Tensor, slots: Tensor, layout: str, k_scale: Tensor | float, rank: int, q: Tensor) -> Tensor:
     """[S, 1, L + R] float64, what the entries of these slots mean."""
     rows = read_entries(cache, slots, layout)
-    parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, output_dtype(q.dtype))
+    parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, kernel.output_dtype(q.dtype))
     return torch.cat(parts, dim=-1).unsqueeze(1)
 
 
@@ -221,12 +211,12 @@ def lengths_told(
     """What the metadata of any call say of the lengths of its requests."""
     lengths, cpu = lengths_of(queries), torch.device("cpu")
     return {
-        "query_start_loc": int32(queries, device),
-        "seq_lens": int32(totals, device),
+        "query_start_loc": cached_batch.int32(queries, device),
+        "seq_lens": cached_batch.int32(totals, device),
         "max_query_len": max(lengths),
         "max_seq_len": longest or max(1, *totals),
-        "query_lens_cpu": int32(lengths, cpu),
-        "seq_lens_cpu": int32(totals, cpu),
+        "query_lens_cpu": cached_batch.int32(lengths, cpu),
+        "seq_lens_cpu": cached_batch.int32(totals, cpu),
     }
 
 
@@ -238,14 +228,14 @@ def batch_of(
     device: torch.device,
     longest: int = 0,
     workspace_starts: Tensor | None = None,
-) -> MLASparseMetadata:
+) -> sparse.MLASparseMetadata:
     """What calls over keys of requests are told; of it the judge asks where rows belong, and the longest request."""
     lengths = lengths_of(queries)
     request = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return MLASparseMetadata(
+    return sparse.MLASparseMetadata(
         **lengths_told(queries, totals, device, longest),
         req_id_per_token=request.to(device),
         block_table=block_table,
         workspace_starts=workspace_starts,
-        index_space=IndexSpace(space),
+        index_space=roles.IndexSpace(space),
     )

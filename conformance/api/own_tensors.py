@@ -1,7 +1,4 @@
-"""An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case.
-
-Each role's inputs are what ``tables.toml`` lists, and their names tell the role; what does not fit is refused by name.
-"""
+"""An author's own tensors as a problem of the suite: the golden result, budget and judge of a case, without a case."""
 
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -11,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.api import own_forms as forms
+from mla_conformance.backends import roles, topk
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems.calls import Problem
@@ -126,7 +122,7 @@ def sparse(
     kv: Tensor | None = None,
     kv_cache: Tensor | None = None,
     kv_lora_rank: int = 512,
-    index_space: str = IndexSpace.SLOT,
+    index_space: str = roles.IndexSpace.SLOT,
     kv_cache_dtype: str = "auto",
     k_scale: Tensor | float = 1.0,
     seq_lens: Tensor | None = None,
@@ -157,7 +153,7 @@ def sparse(
     if kv is None:
         forms.require_entries("kv_cache", stored, kv_cache_dtype, q, kv_lora_rank)
     numbers = forms.counted(topk_indices, topk_length)
-    if index_space != IndexSpace.SLOT:
+    if index_space != roles.IndexSpace.SLOT:
         numbers = forms.slots_of_positions(numbers, queries, block_table, workspace_starts, stored.shape[1])
     used, selected = forms.places_of("topk_indices", numbers, stored)
     keys = forms.meaning_of(stored, used, kv_cache_dtype, k_scale, kv_lora_rank, q)
@@ -199,7 +195,7 @@ def indexer(
     k_scale: Tensor | None = None,
     cu_seqlens_q: forms.Starts = None,
     topk_tokens: int = 0,
-    index_space: str = IndexSpace.POSITION,
+    index_space: str = roles.IndexSpace.POSITION,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     lse: bool = False,
@@ -254,7 +250,7 @@ def top_k(
     only = TopKCall(
         q=logits, k=logits[:0], given={"logits": logits, "topk_tokens": topk_tokens},
         query_start_loc=tuple(range(len(logits) + 1)), key_start_loc=start_loc(columns), case=case,
-        metadata=TopKMetadata(lengths, row_starts, logits.shape[1]),
+        metadata=topk.TopKMetadata(lengths, row_starts, logits.shape[1]),
     )  # fmt: skip
     return Problem(case, case.id, logits.device, (only,))
 

@@ -66,7 +66,6 @@ class OwnTests:
         self._left_out: dict[str, Mapping[str, int]] = {}
         self._interrupted = False
 
-    @pytest.hookimpl
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Remember what cases a function is not asked."""
         for mark in item.iter_markers("parametrize"):
@@ -106,7 +105,6 @@ class OwnTests:
             report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
         return report
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record of a case."""
         if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
@@ -115,7 +113,6 @@ class OwnTests:
             name = test.replace(record.case, "").replace("[]", "")
             self._records.setdefault(name, {})[test] = record.with_fields(backend=name, reference=test)
 
-    @pytest.hookimpl
     def pytest_keyboard_interrupt(self, excinfo: "pytest.ExceptionInfo[BaseException]") -> None:
         """Wait for nothing more if a person ends the run; what xdist raises for ``-x`` is of another class."""
         self._interrupted = excinfo.type is KeyboardInterrupt
@@ -156,12 +153,8 @@ class OwnTests:
         try:
             with TemporaryDirectory() as folder:
                 # Of plugins that are there, what keeps another run from what this one writes, and from workers.
-                apart = {
-                    "xmlpath": "--junitxml=",
-                    "log_file": f"--log-file={folder}/log",
-                    "basetemp": f"--basetemp={folder}/base",
-                    "numprocesses": "-n0",
-                }
+                apart = {"xmlpath": "--junitxml=", "log_file": f"--log-file={folder}/log"}
+                apart |= {"basetemp": f"--basetemp={folder}/base", "numprocesses": "-n0"}
                 options = [words for name, words in apart.items() if hasattr(option, name)]
                 options += ["-o", f"cache_dir={folder}/cache"]
                 rootdir = f"--rootdir={self._config.rootpath}"

@@ -13,22 +13,19 @@ from mla_conformance.api import own_tests
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.kernels import LAST, Function, HandedInputs, find_torch_device, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
+from mla_conformance.backends import decode, foreign, references
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import output_of
-from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.explain import Failure
-from mla_conformance.diagnosis.reach import heat_of, with_reach
+from mla_conformance.diagnosis import explain, reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall, Problem
+from mla_conformance.report import terminal
 from mla_conformance.report.causes import advice, symptom
-from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
@@ -159,7 +156,7 @@ def _require_right(
     trial = Trial(_subject(case, results, problem.device, declaration), case, context)
     value = given[0] if len(given) == 1 else given
     if isinstance(call, AttentionCall) and not call.returns_lse:
-        value = output_of(value)
+        value = decode.output_of(value)
     changed = handed.before.changed() if handed else ()
     returned = Returned(value, call=call, out=handed.out if handed else None)
     observation = Observation((returned,), None, tuple(changed))
@@ -181,7 +178,7 @@ def results(**inputs: Any) -> None:
 def _subject(case: Case, function: Function, device: torch.device, declaration: Declaration) -> Subject:
     name, role = name_of(function), case.role
     kernel = kernel_around(function, role, declaration)
-    return _FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
+    return _FunctionSubject(references.BackendReference(name, name), device, kernel=kernel, role=role)
 
 
 def _with_explanation(trial: Trial, record: Record) -> Record:
@@ -195,26 +192,26 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         return record
     if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
         _LOOKED_FOR.add(kind)
-        said = f"{cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
+        said = f"{foreign.cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
         own_tests.say_meanwhile(said)
-    said = EXPLAINER.explain(function, Failure.of(trial, record))
+    said = EXPLAINER.explain(function, explain.Failure.of(trial, record))
     same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))
     return record.with_fields(explanation=next(same, said))
 
 
 def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     """What was found, in lines that pytest need not break, with ``expression``, which runs a case again."""
-    record = with_reach(trial, record)
+    record = reach.with_reach(trial, record)
     record = _with_explanation(trial, record) if expression else record
-    width, test = columns() - _MARGIN, own_tests.running_test()
+    width, test = terminal.columns() - _MARGIN, own_tests.running_test()
     if expression:
         own_tests.JUDGED.append(record)
-    lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
+    lines = terminal.wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
     told = advice(record if expression else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
-        lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
-    if heat := heat_of(trial, record):
+        lines += terminal.wrapped(remark, width, _INDENT, 2 * _INDENT)
+    if heat := reach.heat_of(trial, record):
         shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
         lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
     if again := f"pytest {shlex.quote(test)}" if test else expression:
@@ -226,6 +223,6 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         check=str(record.check),
         where=MappingProxyType(record.where),
         used=BudgetUse(**record.shares),
-        message=shown_lines("\n".join(lines)) if record.failed else record.message,
+        message=terminal.shown_lines("\n".join(lines)) if record.failed else record.message,
         detail=record.detail,
     )

@@ -1,6 +1,6 @@
 """Roles, a folder for each: its cases, their lists and space (no torch), its problem and calls, and what judges it.
 
-One value says what a role is, at the end of its ``role.py`` or ``problem.py``; ``table.py`` lists them.
+One value, by the name of the role in capitals, says at the end of its ``problem.py`` what it is; ``table.py`` finds it.
 
 Imports from: cases, problems, driving, judging.
 """

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends import foreign, operands, roles
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.operands import forms_of
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import Space
@@ -58,7 +56,7 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleDefinition:
-    role: Role  # its name
+    role: roles.Role  # its name
     # makes the calls of a case, given the case, a device and a salt that is drawn with beside the case
     batch: Callable[[Any, torch.device, str], Any]
     config: Any  # what its classes are validated against, a named tuple
@@ -104,7 +102,7 @@ class RoleDefinition:
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         """What of a case a class declares unsupported, whatever the device has."""
-        return reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
+        return foreign.reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
     def declared(self, kernel: Any) -> Declaration:
         """What a class declares: its own words, or the coarser of the kernels' that it is composed of.
@@ -134,7 +132,7 @@ def _require_operands(call: KernelCall) -> None:
     if entry is None:
         raise TypeError(f"{where}: expected the entry that the role's calls drive, got none")
     named = {name: x for name, x in call.named.items() if x is not None}
-    taken, forms = inspect.signature(entry).parameters, forms_of(entry)
+    taken, forms = inspect.signature(entry).parameters, operands.forms_of(entry)
     for name, x in {**call.given, **call.written, **named}.items():
         if name not in taken:
             raise TypeError(f"{where}: expected an operand {name}, which the role's calls hand over, got none")

@@ -1,30 +1,22 @@
 """All roles, and what is asked of whichever a case is of."""
 
+from importlib import import_module
+
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
-from mla_conformance.judging.golden import Golden
+from mla_conformance.judging import golden, verdict
 from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
-from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.calls import Problem
-from mla_conformance.roles.cache.problem import CACHE
-from mla_conformance.roles.compress.problem import COMPRESS
-from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.problem import INDEXER
-from mla_conformance.roles.layer.role import LAYER
-from mla_conformance.roles.prefill.problem import PREFILL
-from mla_conformance.roles.prepare.problem import PREPARE
-from mla_conformance.roles.sparse.problem import SPARSE
-from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER
-from mla_conformance.roles.topk.problem import TOPK
-from mla_conformance.roles.tree.problem import TREE
 
-_OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE, TREE)
-DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for definition in _OURS}
+DEFINITIONS: dict[str, RoleDefinition] = {
+    role: getattr(import_module(f"mla_conformance.roles.{role}.problem"), role.upper()) for role in ROLES
+}
 """By name; a role from outside joins them (``trials/role_file.py``)."""
 
 
@@ -37,24 +29,24 @@ def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
     return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
 
-def golden_of(problem: Problem) -> Golden:
+def golden_of(problem: Problem) -> golden.Golden:
     return DEFINITIONS[problem.case.role].golden(problem)
 
 
 def judge(
     problem: Problem,
-    expectation: Golden,
+    expectation: golden.Golden,
     observation: Observation,
     declaration: Declaration,
     numbers: Tolerance | None = None,
-) -> Verdict:
+) -> verdict.Verdict:
     """The verdict over one observation; by default by the tolerance table that the suite ships."""
     steps = DEFINITIONS[problem.case.role].judge
     return steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 
 
 def measure(
-    problem: Problem, expectation: Golden, observation: Observation, declaration: Declaration
+    problem: Problem, expectation: golden.Golden, observation: Observation, declaration: Declaration
 ) -> list[Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
     examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance())

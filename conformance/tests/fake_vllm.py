@@ -76,7 +76,17 @@ class Impl:
         return (scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v.float().transpose(0, 1)).transpose(0, 1)
 
 
-class MLAAttention:
+class Cached:
+    cache: torch.Tensor
+
+    def get_kv_cache_spec(self, config: Any) -> Any:
+        return SimpleNamespace(block_size=config.cache_config.block_size)
+
+    def bind_kv_cache(self, cache: torch.Tensor) -> None:
+        self.cache = cache.squeeze(1)
+
+
+class MLAAttention(Cached):
     """Writes, absorbs, and calls the backend's computation."""
 
     kv_b_proj: Any
@@ -103,12 +113,6 @@ class MLAAttention:
         weight = linear.quant_method.apply(linear, identity, bias=None).mT if coded else linear.weight
         by_head = weight.clone().unflatten(0, (self.num_heads, -1))
         self.w_uk, self.w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
-
-    def get_kv_cache_spec(self, config: Any) -> Any:
-        return SimpleNamespace(block_size=config.cache_config.block_size)
-
-    def bind_kv_cache(self, cache: torch.Tensor) -> None:
-        self.cache = cache.squeeze(1)
 
     def __call__(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, output_shape: Any) -> torch.Tensor:
         batch = STATE["batch"].attn_metadata[self.prefix]

@@ -56,6 +56,17 @@ MISTAKES = {
 }
 
 
+def flat(said: object) -> str:
+    return " ".join(str(said).split())
+
+
+def refused(case: mla.FunctionCase, *results: Any) -> str:
+    """What is said of results that are not right."""
+    with pytest.raises(AssertionError) as failure:
+        mla.assert_conforms(case, *results)
+    return str(failure.value)
+
+
 @pytest.fixture(autouse=True)
 def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are not compared with everything that is known, but where that is what a test is about."""
@@ -103,14 +114,13 @@ def test_a_mistake_fails_with_what_is_wrong(mistake: str) -> None:
     id, check, said = MISTAKES[mistake]
     verdict = mla.judge(mla.case(id), decode_with(mistake), device="cpu")
     assert (verdict.status, verdict.check, verdict.case, verdict.call) == (Status.FAIL, check, id, "decode")
-    assert verdict.message.startswith("FAIL ") and said in " ".join(verdict.message.split())
+    assert verdict.message.startswith("FAIL ") and said in flat(verdict.message)
     assert max(map(len, f"AssertionError: {verdict.message}".splitlines()[:-1])) <= columns() - len("E       ")
     assert f"{verdict}" == verdict.message
     assert "head" in verdict.where
     if id != ORDER:  # results that are there are judged as the function is
-        with pytest.raises(AssertionError) as failure:
-            mla.assert_conforms(mla.case(id), *decode_with(mistake)(**mla.case(id).inputs("cpu")))
-        assert str(failure.value).splitlines()[:-1] == verdict.message.splitlines()[:-1]
+        told = refused(mla.case(id), *decode_with(mistake)(**mla.case(id).inputs("cpu")))
+        assert told.splitlines()[:-1] == verdict.message.splitlines()[:-1]
 
 
 def spread() -> Iterator[Any]:
@@ -146,9 +156,7 @@ def test_a_result_of_another_form_is_told_the_expected_one() -> None:
         ((out, None), "expected 2 tensor(s), got (Tensor, NoneType)"),
         ((out,), "expected 2 tensor(s), got (Tensor)"),
     ):
-        with pytest.raises(AssertionError) as failure:
-            mla.assert_conforms(case, *spoiled)
-        assert said in " ".join(str(failure.value).split())
+        assert said in flat(refused(case, *spoiled))
 
 
 def test_an_input_that_was_written_is_told() -> None:
@@ -160,20 +168,15 @@ def test_an_input_that_was_written_is_told() -> None:
         x["seq_lens"][0] = 1
         return results
 
-    results = writes(**case.inputs("cpu"))
-    with pytest.raises(AssertionError) as failure:
-        mla.assert_conforms(case, *results)
-    assert "the call changed seq_lens of decode, q " in " ".join(str(failure.value).split())
-    message = mla.judge(case, writes, device="cpu").message
-    assert "changed ql_nope of decode, seq_lens of decode" in " ".join(message.split())
+    assert "the call changed seq_lens of decode, q " in flat(refused(case, *writes(**case.inputs("cpu"))))
+    assert "changed ql_nope of decode, seq_lens of decode" in flat(mla.judge(case, writes, device="cpu"))
 
 
 def test_what_a_kernel_declares_decides_its_budget() -> None:
     case = mla.case(LSE)
     output, lse = decode_with("")(**case.inputs("cpu"))
     rounded = (output, lse * (1 + 1e-4))
-    with pytest.raises(AssertionError, match="LSE"):
-        mla.assert_conforms(case, *rounded)
+    assert "LSE" in refused(case, *rounded)
     mla.assert_conforms(case, *rounded, declaration=Declaration(rounding=Rounding(lse=LseClass.ROUNDED_P)))
 
 
@@ -200,11 +203,10 @@ def test_results_belong_to_the_inputs_handed_out_last() -> None:
 
 def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(compared: str, monkeypatch: Any) -> None:
     wrong = decode_with("no causal mask")
-    message = mla.judge(mla.case(SEVERAL), wrong, device="cpu").message
-    assert f"looks like: {compared}" in " ".join(message.split())
+    assert f"looks like: {compared}" in flat(mla.judge(mla.case(SEVERAL), wrong, device="cpu"))
     monkeypatch.delattr(explainer, "explain")
     others = [case for case in mla.cases("decode", capability="decode_multi_token") if case.id != SEVERAL][:2]
-    assert others and all(compared in " ".join(mla.judge(case, wrong, device="cpu").message.split()) for case in others)
+    assert others and all(compared in flat(mla.judge(case, wrong, device="cpu")) for case in others)
 
 
 @pytest.mark.usefixtures("explained")
@@ -230,15 +232,15 @@ def test_where_to_look_is_told_of_a_wrong_output_beside_a_right_lse_alone(monkey
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     monkeypatch.setattr(verdicts, "_with_explanation", lambda trial, record: record.with_fields(explanation=UNLIKE))
     for mistake, told in (("accumulator not rescaled", True), ("wrong scale", False)):
-        said = " ".join(mla.judge(mla.case(LSE), decode_with(mistake), device="cpu").message.split())
+        said = flat(mla.judge(mla.case(LSE), decode_with(mistake), device="cpu"))
         assert ("the LSE is right, so scores, mask and scale are: look at V" in said) is told
 
 
 @pytest.mark.parametrize("mistake", FREQUENT)
 @pytest.mark.usefixtures("compared")
 def test_frequent_mistakes_are_named(mistake: str) -> None:
-    said = mla.judge(mla.case(MISTAKES[mistake][0]), decode_with(mistake), device="cpu").message
-    assert f"looks like: {FREQUENT[mistake][1]}" in " ".join(said.split())
+    said = mla.judge(mla.case(MISTAKES[mistake][0]), decode_with(mistake), device="cpu")
+    assert f"looks like: {FREQUENT[mistake][1]}" in flat(said)
 
 
 def test_cases_have_the_values_that_are_asked_for() -> None:
@@ -248,7 +250,9 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
     found = mla.cases("decode", heads=[16, 128], cache="fp8")  # with cases fitted to that; others are of lists
     assert {case.suite_case.heads for case in found} == {16, 128}
     assert {getattr(case.suite_case, "cache") for case in found} == {"fp8"}  # noqa: B009 - of a decode's case
-    left_out = mla.cases("decode").left_out  # what a run of right cases tells that nobody was asked
+    left_out = mla.cases(
+        "decode", capability=["call_order", "decode"]
+    ).left_out  # what a run tells that nobody was asked
     assert left_out["cache=fp8"] and "cache=fp8" not in found.left_out and "heads=16" not in left_out
     several = lists("decode", "decode_multi_token", q=[4, 5])
     assert {length for case in several for length in case.suite_case.q} == {4, 5}
@@ -308,15 +312,32 @@ def golden_of(case: mla.FunctionCase) -> Any:
     return found.scores if isinstance(found, GoldenScores) else found.calls[0]
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_ds_mla"])
-def test_the_golden_decode_is_that_of_the_suite(cache: str) -> None:
-    case = mla.case(f"decode:call=decode;heads=2;q=[3,1];kv=[64,5];page=64;cache={cache}")
+DECODE = "decode:call=decode;heads=2;q=[3,1];kv=[64,5];page=64;cache"
+READ = "q kv_cache block_table seq_lens scale kv_lora_rank cu_seqlens_q kv_cache_dtype k_scale"
+
+
+@pytest.mark.parametrize(
+    ("text", "golden", "names"),
+    [
+        *((f"{DECODE}={cache}", mla.golden.decode, READ) for cache in ("auto", "fp8", "fp8_ds_mla")),
+        (
+            "lse:call=context_chunk;heads=2;q=[5,2];kv=[64,9]",
+            mla.golden.prefill,
+            "q k v scale causal cu_seqlens_q cu_seqlens_k",
+        ),
+        (
+            "sparse_lse:call=sparse_decode;heads=2;q=[1,1];kv=[40,64];page=64;topk=64;sink=drawn",
+            lambda kv_cache, **x: mla.golden.sparse(kv=kv_cache, **x),
+            "q kv_cache topk_indices scale attn_sink",
+        ),
+    ],
+)
+def test_golden_results_are_those_of_the_suite(text: str, golden: Any, names: str) -> None:
+    case = mla.case(text)
     x = case.inputs("cpu")
-    names = ("scale", "kv_lora_rank", "cu_seqlens_q", "kv_cache_dtype", "k_scale")
-    told = {name: x[name] for name in names}
-    own = mla.golden.decode(x["q"], x["kv_cache"], x["block_table"], x["seq_lens"], **told)
-    expected = golden_of(case)
+    own, expected = golden(**{name: x[name] for name in names.split()}), golden_of(case)
     assert torch.equal(own.output, expected.output) and torch.equal(own.lse, expected.lse)
+    assert own.budget.shape == own.output.shape
 
 
 def test_the_golden_budget_holds_a_right_kernel_and_no_wrong_one() -> None:
@@ -329,16 +350,7 @@ def test_the_golden_budget_holds_a_right_kernel_and_no_wrong_one() -> None:
         assert bool(((lse.double() - own.lse).abs() <= own.lse_budget).all())
 
 
-def test_golden_prefills_lists_and_scores_are_those_of_the_suite() -> None:
-    case = mla.case("lse:call=context_chunk;heads=2;q=[5,2];kv=[64,9]")
-    x = case.inputs("cpu")
-    names = ("scale", "causal", "cu_seqlens_q", "cu_seqlens_k")
-    own = mla.golden.prefill(x["q"], x["k"], x["v"], **{name: x[name] for name in names})
-    assert torch.equal(own.output, golden_of(case).output) and own.budget.shape == own.output.shape
-    case = mla.case("sparse_lse:call=sparse_decode;heads=2;q=[1,1];kv=[40,64];page=64;topk=64;sink=drawn")
-    x = case.inputs("cpu")
-    own = mla.golden.sparse(x["q"], x["kv_cache"], x["topk_indices"], scale=x["scale"], attn_sink=x["attn_sink"])
-    assert torch.equal(own.output, golden_of(case).output) and torch.equal(own.lse, golden_of(case).lse)
+def test_golden_scores_are_those_of_the_suite() -> None:
     case = mla.case("indexer_logits:call=index_logits;q=[7,2];kv=[0,60];gathered=1;cache=auto")
     x = case.inputs("cpu")
     starts, lengths = x["workspace_starts"].tolist(), x["seq_lens"].tolist()
@@ -429,7 +441,7 @@ def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(
     (tmp_path / "mine" / "test_mine.py").write_text(TESTS.replace('"decode_lse", q=1', '"decode"'))
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_right", "test_mine.py"]
     run = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, check=False)
-    said = " ".join(run.stdout.split())
+    said = flat(run.stdout)
     assert run.returncode == 0 and "test_mine.py::test_right: right on " in said, run.stdout
     assert re.search(r"Left out, unless named in mla\.cases: .*dtype=fp16 \(\d+\)", said)
 

@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from mla_conformance.api.function_case import find_case
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage, WrittenEntries, WrittenRows
-from mla_conformance.roles.cache.case import INDEX_CACHES
-from mla_conformance.roles.cache.problem import CacheCall
+from mla_conformance.roles.cache import case, problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
 
@@ -32,9 +29,9 @@ EACH = (
 )
 
 
-def calls(text: str) -> list[CacheCall]:
+def calls(text: str) -> list[problem.CacheCall]:
     found = build_problem(Case.parse(text), CPU).calls
-    assert all(isinstance(call, CacheCall) for call in found)
+    assert all(isinstance(call, problem.CacheCall) for call in found)
     return list(found)  # type: ignore[arg-type]
 
 
@@ -62,9 +59,9 @@ def test_a_call_that_writes_nothing_fails(text: str, monkeypatch: pytest.MonkeyP
     assert (record.status, record.check) == (Status.FAIL, Check.WRITTEN) and record.message.endswith("(SPEC 9.1)")
 
 
-@pytest.mark.parametrize("layout", ["auto", "fp8_v4", *INDEX_CACHES])
+@pytest.mark.parametrize("layout", ["auto", "fp8_v4", *case.INDEX_CACHES])
 def test_what_was_written_beside_an_entry_is_told(layout: str) -> None:
-    text = f"{KEYS}={layout}" if layout in INDEX_CACHES else f"{WRITE};cache={layout};dims=128-0-128-512"
+    text = f"{KEYS}={layout}" if layout in case.INDEX_CACHES else f"{WRITE};cache={layout};dims=128-0-128-512"
     right = image(f"{text};layers=2")
     assert right.difference() == ""
     own = {int(slot) for slot in right.slots}
@@ -107,11 +104,6 @@ def test_an_entry_of_several_tokens_is_written_by_the_last_of_them() -> None:
 
 def test_slots_reach_beyond_int32() -> None:
     assert int(rows(f"{MAPPING};spare={2**26}", "slot_mapping").low.max()) > 2**31
-
-
-def test_no_function_is_asked() -> None:
-    with pytest.raises(InputError, match="judged by what it writes into memory around its operands"):
-        find_case(WRITE)
 
 
 @pytest.mark.parametrize("text", EACH)

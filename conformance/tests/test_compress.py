@@ -6,27 +6,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mla_conformance.backends.compress import Compression
-from mla_conformance.backends.eager_compress import EagerCompressBackend
+from mla_conformance.backends import compress, eager_compress
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import WrittenEntries
-from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.compress.problem import EPS, CompressBatch, CompressCall
+from mla_conformance.roles.compress.problem import EPS, CompressBatch
 from mla_conformance.tests.drawn import CPU, judged
 
 MIXED = "compress_continued:call=compress;q=[9,0,13,1];kv=[7,9,0,3];overlap=1;chunk=2;layers=2;pad=1;page=2"
 
 
-def parsed(text: str) -> CompressCase:
-    case = Case.parse(text)
-    assert isinstance(case, CompressCase)
-    return case
-
-
-def called(text: str) -> CompressCall:
-    return CompressBatch(parsed(text), CPU).calls()[0]
+def batch_of(text: str) -> CompressBatch:
+    case: Any = Case.parse(text)
+    return CompressBatch(case, CPU)
 
 
 def by_hand(batch: CompressBatch, request: int, group: int) -> torch.Tensor:
@@ -60,7 +53,7 @@ def by_hand(batch: CompressBatch, request: int, group: int) -> torch.Tensor:
     ],
 )
 def test_golden_entries_are_those_of_the_definition(text: str) -> None:
-    batch = CompressBatch(parsed(text), CPU)
+    batch = batch_of(text)
     image = batch.calls()[0].written["kv_cache"]
     assert isinstance(image, WrittenEntries) and image.bounds is not None
     low, high = image.bounds
@@ -74,7 +67,7 @@ def test_golden_entries_are_those_of_the_definition(text: str) -> None:
     assert number == len(low)
 
 
-class Touches(EagerCompressBackend):
+class Touches(eager_compress.EagerCompressBackend):
     """It changes something beside what it writes, or in it."""
 
     touch: ClassVar[Callable[[Any, torch.Tensor, torch.Tensor], object]]
@@ -109,17 +102,17 @@ def test_wrong_writes_are_told(touch: Callable[..., Any], said: str, monkeypatch
 
 
 def test_a_backend_is_handed_no_expected_entry() -> None:
-    handed = called(MIXED).handed().written["kv_cache"]
+    handed = batch_of(MIXED).calls()[0].handed().written["kv_cache"]
     assert isinstance(handed, WrittenEntries) and handed.bounds and all(bound.is_meta for bound in handed.bounds)
 
 
-class FourAlone(EagerCompressBackend):
+class FourAlone(eager_compress.EagerCompressBackend):
     """It compresses groups of 4 without overlap alone."""
 
     supported_input_dtypes: ClassVar = [torch.float32]
 
     @classmethod
-    def supports_compression(cls, compression: Compression) -> bool:
+    def supports_compression(cls, compression: compress.Compression) -> bool:
         return compression.ratio == 4 and not compression.overlap
 
 

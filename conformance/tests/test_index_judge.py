@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends import loading, references
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder, Ties
-from mla_conformance.backends.loading import resolve_backend
-from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.known import known_defects
 from mla_conformance.driving.driver import Observation, Returned
@@ -113,7 +112,7 @@ def returned_of(text: str) -> tuple[Problem, Any]:
     case = Case.parse(text)
     problem = build_problem(case, CPU)
     kernel = DEFINITIONS[case.role].kernel(
-        resolve_backend(parse_reference("EAGER"), None, case.role), case, torch.bfloat16, CPU
+        loading.resolve_backend(references.parse_reference("EAGER"), None, case.role), case, torch.bfloat16, CPU
     )
     (call,) = problem.calls
     call.prepare(kernel)

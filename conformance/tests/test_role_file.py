@@ -34,14 +34,14 @@ class ForgetsSinks(MyWindow):
     def attend(self, q, keys, window, sink):
         return super().attend(q, keys, window, None)
 """
-TAKEN = "from mla_conformance.backends.roles import Role\nR = Role('decode', 'run_window_decode')\n"
+TABLES: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)
 OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
 
 
 @pytest.fixture
 def role(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
-    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES, KEPT, sys.modules)
+    tables = (*TABLES, KEPT, sys.modules)
     for table in tables:
         for name in table:
             monkeypatch.setitem(table, name, table[name])
@@ -111,11 +111,11 @@ def test_a_file_that_is_no_role_is_refused_in_a_sentence(
     text = role.read_text()
     assert old in text
     role.write_text(text.replace(old, new, 1) if old else "")
-    known = [dict(table) for table in (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)]
+    known = list(map(dict, TABLES))
     assert main(["certify", "--role", role.name, "--backend", "EAGER", "--device", "cpu"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"mla-conformance: --role {role.name}: ") and said in told and told.count("\n") == 1
-    assert [dict(table) for table in (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)] == known
+    assert list(map(dict, TABLES)) == known
 
 
 def test_a_role_from_outside_is_never_certified(role: Path, capsys: Capture) -> None:

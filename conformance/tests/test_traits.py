@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends import eager, eager_decode
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
@@ -22,15 +21,13 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.outcome import traits_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.traits import examine
-from mla_conformance.traits.repeats import repeated
+from mla_conformance.tests.drawn import CPU
+from mla_conformance.traits import examine, repeats
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
-CPU = torch.device("cpu")
 
-
-class Alternating(EagerPrefillBackend):
+class Alternating(eager.EagerPrefillBackend):
     """Every other call adds up the keys in another order."""
 
     def _tiles(self, keys: int) -> Iterator[slice]:
@@ -39,7 +36,7 @@ class Alternating(EagerPrefillBackend):
         return iter(tiles[::-1] if self._calls % 2 else tiles)
 
 
-class SplitsByMaximum(EagerPrefillBackend):
+class SplitsByMaximum(eager.EagerPrefillBackend):
     """The tile follows from the longest request of the batch, as the metadata tell it."""
 
     def _tiles(self, keys: int) -> Iterator[slice]:
@@ -115,7 +112,7 @@ PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
 DECODE = "determinism:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=64"
 
 
-class OrderOfAdditions(EagerPrefillBackend):
+class OrderOfAdditions(eager.EagerPrefillBackend):
     """Once in 100 calls the key tiles are added up in another order, as by atomic additions; right, with other bits."""
 
     key_tile = 16
@@ -128,7 +125,7 @@ class OrderOfAdditions(EagerPrefillBackend):
         return iter(list(super()._tiles(keys))[:: -1 if self._lost else 1])
 
 
-class UnfinishedTile(EagerDecodeBackend):
+class UnfinishedTile(eager_decode.EagerDecodeBackend):
     """Once in 300 calls the last row is stored before its last tile was added."""
 
     def run_decode(self, *operands: Any) -> Any:
@@ -143,7 +140,7 @@ def loses(kernel: Any, one_in: int) -> bool:
 
 
 def of(reference: str, case: str, calls: int) -> Repeated:
-    return repeated(Subject.of(reference, torch.device("cpu")), Context(), Case.parse(case), calls)
+    return repeats.repeated(Subject.of(reference, CPU), Context(), Case.parse(case), calls)
 
 
 def test_a_race_is_found_where_the_draw_puts_it_and_other_bits_may_be_right() -> None:

@@ -35,10 +35,6 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     return judge
 
 
-def with_impl(impl: type) -> type:
-    return type("Wrong", (fake.MLACommonBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -74,7 +70,8 @@ def test_a_decode_that_misses_its_newest_key_and_a_prefill_that_drops_its_contex
         (DECODES_FIRST, Late, "output"),
         (PREFILLS_FIRST, Forgetful, "request 0"),
     ):
-        found = judged(case, with_impl(impl))
+        wrong = type("Wrong", (fake.MLACommonBackend,), {"get_impl_cls": staticmethod(lambda impl=impl: impl)})
+        found = judged(case, wrong)
         assert (found.status, said in found.message) == (Status.FAIL, True)
 
 

@@ -13,10 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.prepare import IndexPreparation
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends import eager_sparse_layer, prepare, roles, sparse
 from mla_conformance.backends.sparse_layer import (
     MLASparseLayerConfig,
     MLASparseLayerMetadata,
@@ -67,20 +64,14 @@ class Builder:
         return SimpleNamespace(common=common, drafted=self.drafted, max_seq_len=common.max_seq_len)
 
 
-class Cache:
+class Cache(fake.Cached):
     prefix = "model.layers.0.self_attn.indexer.k_cache"
-
-    def bind_kv_cache(self, cache: Tensor) -> None:
-        self.cache = cache.squeeze(1)
-
-    def get_kv_cache_spec(self, config: Any) -> Any:
-        return SimpleNamespace(block_size=config.cache_config.block_size)
 
     def get_attn_backend(self) -> Any:
         return SimpleNamespace(get_builder_cls=lambda: Builder)
 
 
-class DeepseekV32Attention:
+class DeepseekV32Attention(fake.Cached):
     """The layer; EAGER computes."""
 
     prefill_backend = None
@@ -111,15 +102,9 @@ class DeepseekV32Attention:
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         self.kv_b = self.kv_b_proj.weight.clone()
 
-    def get_kv_cache_spec(self, config: Any) -> Any:
-        return SimpleNamespace(block_size=config.cache_config.block_size)
-
-    def bind_kv_cache(self, cache: Tensor) -> None:
-        self.cache = cache.squeeze(1)
-
     def __call__(self, positions: Tensor, hidden: Tensor) -> Tensor:
         batch, model, indexer = STATE["batch"], self.model, self.indexer
-        layer = EagerSparseLayerBackend(self._config(), None)
+        layer = eager_sparse_layer.EagerSparseLayerBackend(self._config(), None)
         layer.load_weights(self._weights())
         mine = batch.attn_metadata[self.layer_name].common
         theirs = mine if indexer is None else batch.attn_metadata[indexer.k_cache.prefix].common
@@ -140,9 +125,7 @@ class DeepseekV32Attention:
 
     def _config(self) -> MLASparseLayerConfig:
         model, engine, rope = self.model, self.engine, self.model.rope_parameters
-        yarn = 1.0
-        if rope["rope_type"] != "default":
-            yarn = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+        yarn = 1.0 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))
         alike = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "rms_norm_eps", "index_n_heads")
         return MLASparseLayerConfig(
             **{name: getattr(model, name) for name in alike},
@@ -150,7 +133,7 @@ class DeepseekV32Attention:
             num_heads=model.num_attention_heads,
             scale=(model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2,
             is_neox_style=False,
-            preparation=IndexPreparation(
+            preparation=prepare.IndexPreparation(
                 head_dim=model.index_head_dim,
                 rope_dim=model.qk_rope_head_dim,
                 rope_first=True,
@@ -182,20 +165,20 @@ class DeepseekV32Attention:
         )
 
 
-def _batch(common: Any) -> MLASparseMetadata:
+def _batch(common: Any) -> sparse.MLASparseMetadata:
     """What vLLM says of a batch, as EAGER is told; requests without a query are padding and are left out."""
     queries = common.query_start_loc_cpu.diff()
     asked = queries > 0
     queries, lengths = queries[asked], common.seq_lens_cpu_upper_bound[asked]
     assert lengths.tolist() == common.seq_lens[asked].tolist()
     starts = torch.cat((queries.new_zeros(1), queries.cumsum(0).int()))
-    return MLASparseMetadata(
+    return sparse.MLASparseMetadata(
         query_start_loc=starts,
         req_id_per_token=torch.arange(len(queries), dtype=torch.int32).repeat_interleave(queries),
         seq_lens=lengths,
         block_table=common.block_table_tensor[asked],
         workspace_starts=None,
-        index_space=IndexSpace.POSITION,
+        index_space=roles.IndexSpace.POSITION,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
         query_lens_cpu=queries,
@@ -203,17 +186,14 @@ def _batch(common: Any) -> MLASparseMetadata:
     )
 
 
-class Backend:
+class Backend(fake.MLACommonBackend):
     __module__ = BACKENDS
     supported_dtypes = (torch.bfloat16,)
     supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
 
-    get_name = staticmethod(lambda: "FAKE_SPARSE")
     is_sparse = staticmethod(lambda: True)
     get_impl_cls = staticmethod(lambda: type("Impl", (), {"forward_mqa": lambda self: None}))
     get_builder_cls = staticmethod(lambda: Builder)
-    customize_spec = staticmethod(lambda spec: spec)
-    supports_compute_capability = staticmethod(lambda capability: True)
     validate_configuration = staticmethod(
         lambda head_size, dtype, cache, page, **asked: [] if head_size == 576 and asked["use_sparse"] else ["size"]
     )
@@ -256,7 +236,7 @@ def test_an_unchanged_backend_passes_as_a_whole_layer(case: str, judged: Any) ->
     found = judged(case)
     assert found.status is Status.PASS, found.message
     subject = subject_of(f"{BACKENDS}:Backend")
-    assert subject.roles == (Role.SPARSE_LAYER,)
+    assert subject.roles == (roles.Role.SPARSE_LAYER,)
     assert any("``DeepseekV32Attention`` is made around it" in adapter for _, adapter in describe(subject).deviations)
 
 

@@ -1,7 +1,4 @@
-"""What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread.
-
-A question about bits has variants of a case that keep a row's operands; what differs is made smaller before it is told.
-"""
+"""What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +14,11 @@ from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question
 from mla_conformance.judging.verdict import Nonconformance
-from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.operands import rows_of
+from mla_conformance.problems import calls, operands
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import measure
-from mla_conformance.trials.graph import captured
+from mla_conformance.trials import graph, transform
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.transform import regroup
 from mla_conformance.trials.trial import Context, Trial, invoke, prepare, results
 
 _REPEATS = 8
@@ -93,10 +88,10 @@ class Variant:
     """Another way to call for rows of a case, in words."""
 
     what: str
-    problem: Problem
+    problem: calls.Problem
     # numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None
     rows: torch.Tensor | None = None
-    against: Problem | None = None  # what it is compared with, where that is not the case as it is
+    against: calls.Problem | None = None  # what it is compared with, where that is not the case as it is
 
 
 def variants(trial: Trial, question: Question) -> Iterator[Variant]:
@@ -109,8 +104,8 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
         decoding = trial.case.decoding if isinstance(trial.case, LayerCase) else ()
         for what, requests in _orders(question, everyone, decoding):
             with suppress(ValueError):  # a layer's workspace may be too small for them
-                problem = regroup(trial.problem, requests)
-                yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
+                problem = transform.regroup(trial.problem, requests)
+                yield Variant(what, problem, operands.rows_of(trial.problem.query_start_loc, requests))
         return
     words, name, values = _CHANGES[question]
     is_asked = (
@@ -124,13 +119,13 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
         if not trial.unsupported(case):
             # What is drawn may depend on padding, so that it is taken away from a padded batch.
             problem = trial.build(case)
-            against = regroup(problem, everyone) if question is Question.PADDING else None
+            against = transform.regroup(problem, everyone) if question is Question.PADDING else None
             yield Variant(words.format(value), problem, against=against)
 
 
-def _through_a_graph(backend: Any, problem: Problem) -> Any:
+def _through_a_graph(backend: Any, problem: calls.Problem) -> Any:
     prepare(backend, problem)
-    replay, _ = captured(problem.device, partial(invoke, backend, problem))
+    replay, _ = graph.captured(problem.device, partial(invoke, backend, problem))
     return replay()
 
 

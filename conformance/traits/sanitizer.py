@@ -1,8 +1,4 @@
-"""Calls of a backend under NVIDIA's compute-sanitizer, and its XML: errors, grouped by kernel and cause.
-
-The form is that of Compute Sanitizer 2025.3.1. The process that the tool watches is ``python -m`` this module: it alone
-imports torch, and writes lines of JSON: what it is about to call and where, then what became of each case.
-"""
+"""Calls of a backend under NVIDIA's compute-sanitizer, and its XML (2025.3.1): errors, grouped by kernel and cause."""
 
 import contextlib
 import json

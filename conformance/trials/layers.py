@@ -14,9 +14,8 @@ from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison, storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
-from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.role import Layer
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.trials.graph import capture, captured, replayed

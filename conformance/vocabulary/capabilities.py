@@ -1,8 +1,4 @@
-"""The capability vocabulary: what can be right or wrong about a backend, with definitions, clauses and cases.
-
-Adding a capability is one entry in ``capabilities.toml``; if none of the procedures fits, one more in
-``trials/procedures.py``. No torch: cases are listed without it.
-"""
+"""The capability vocabulary: what can be right or wrong about a backend, with clauses and cases. No torch."""
 
 import json
 import tomllib
@@ -14,22 +10,17 @@ from importlib.resources import files
 from itertools import chain
 from typing import NoReturn
 
+from mla_conformance.cases import covering, grammar
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
-from mla_conformance.cases.covering import choose
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
-_OF_A_CASE = 5e7
-"""Work that goes with any case, however small."""
-_LONG = "many_batches"
-"""The procedure of so many calls that the smoke tier has one case of it alone."""
-DUE_ON_GPU = "due on a GPU"
-"""What the reason begins with why a CPU is not asked for a case."""
-CONFORMS = "conforms"
-"""The procedure of one call, judged."""
+_OF_A_CASE = 5e7  # work that goes with any case, however small
+_LONG = "many_batches"  # the procedure of so many calls that the smoke tier has one case of it alone
+DUE_ON_GPU = "due on a GPU"  # what the reason begins with why a CPU is not asked for a case
+CONFORMS = "conforms"  # the procedure of one call, judged
 
 
 def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()) -> tuple[Case, ...]:
@@ -42,7 +33,7 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
         space, light = SPACES[capability], [case for case in cases if work_of(case) <= CPU_WORK] or cases
         given = chain.from_iterable(map(space.classes_of, before))
         costs = [_OF_A_CASE + work_of(case) for case in light]
-        taken = {light[number] for number in choose([space.classes_of(case) for case in light], costs, given)}
+        taken = {light[number] for number in covering.choose([space.classes_of(case) for case in light], costs, given)}
     else:
         known = {case.role for case in cases if case.id in killing()}
         alone = find_capability(capability).procedure == _LONG
@@ -64,12 +55,9 @@ class CapabilityError(InputError):
 
 
 class Tier(StrEnum):
-    SMOKE = "smoke"
-    """The first case of each capability, those that kill known defects, and every class of what is combined."""
-    FULL = "full"
-    """All cases; they hold every pair of these values."""
-    NIGHTLY = "nightly"
-    """Those, long contexts, and what is fitted to a backend for triples of values."""
+    SMOKE = "smoke"  # the first case of each capability, those that kill known defects, every class of what is combined
+    FULL = "full"  # all cases; they hold every pair of these values
+    NIGHTLY = "nightly"  # those, long contexts, and what is fitted to a backend for triples of values
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
@@ -119,14 +107,13 @@ class Capability:
         return (*self.cases, *further)
 
 
-_OUTSIDE: dict[str, str] = {}
-"""The lists of roles from outside."""
+_OUTSIDE: dict[str, str] = {}  # the lists of roles from outside
 
 
 @cache
-def lists_of(role: str) -> dict[str, list[Fields]]:
+def lists_of(role: str) -> dict[str, list[grammar.Fields]]:
     """The lists in a role's ``cases.txt``, by name; without one those that several roles share."""
-    found: dict[str, list[Fields]] = {}
+    found: dict[str, list[grammar.Fields]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
     text = _OUTSIDE.get(role)
     if text is None:

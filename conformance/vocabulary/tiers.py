@@ -4,10 +4,9 @@ import textwrap
 from collections.abc import Iterator
 from itertools import chain
 
+from mla_conformance.cases import fitting, work
 from mla_conformance.cases.covering import Pair, Pairs, Triples
-from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import ClassOf
-from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
 
@@ -16,13 +15,13 @@ _WIDTH = 80
 
 def tier_lines() -> Iterator[str]:
     for tier in Tier:
-        further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
+        further = f", and up to {fitting.MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
         yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
     for space in SPACES.values():
         rows = {case: tuple(space.rows((case,))) for case in listed(space)}
         held = Pairs(space, chain.from_iterable(rows.values()))  # the full tier holds every pair that is possible
         smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
-        light = [case for case in rows if work_of(case) <= CPU_WORK]
+        light = [case for case in rows if work.work_of(case) <= work.CPU_WORK]
         in_smoke, in_light = (
             len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, light)
         )

@@ -14,15 +14,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
-from mla_conformance.backends.layer.layer_config import (
-    CacheConfig,
-    LayerConfig,
-    MLAAttentionSpec,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from mla_conformance.backends.layer.layer_config import MLAAttentionSpec, layer_config
 from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
 from mla_conformance.backends.layer.mla_layer import mla_backend
 
@@ -62,12 +54,14 @@ class World:
     decode: Any = Decode
 
     def __post_init__(self) -> None:
-        self.config = LayerConfig(
-            model_config=ModelConfig(dtype=torch.float32, max_model_len=self.max_model_len, head_size=LATENT + ROPE),
-            scheduler_config=SchedulerConfig(max_num_seqs=self.max_seqs),
-            cache_config=CacheConfig(block_size=PAGE, cache_dtype="auto"),
-            parallel_config=ParallelConfig(decode_context_parallel_size=self.ranks),
-            speculative_config=SpeculativeConfig(num_speculative_tokens=self.speculative),
+        self.config = layer_config(
+            dtype=torch.float32,
+            max_model_len=self.max_model_len,
+            head_size=LATENT + ROPE,
+            max_num_seqs=self.max_seqs,
+            block_size=PAGE,
+            ranks=self.ranks,
+            drafted=self.speculative,
         )
         self.backend = mla_backend(self.prefill, self.decode)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5))

@@ -1,6 +1,5 @@
 """Metadata by both routes: fields, agreement, another block table, and refusals of contradictory batches."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
-from mla_conformance.backends.layer.layer_config import CacheConfig, MLAAttentionSpec, workspace_tokens
+from mla_conformance.backends.layer.layer_config import MLAAttentionSpec, workspace_tokens
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
 
 CPU = torch.device("cpu")
@@ -130,7 +129,8 @@ def test_capture_and_drafting_and_cascade(world: Any, same: Any) -> None:
 def test_the_workspace_rule(world: Any) -> None:
     def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
         config = world(max_model_len=max_model_len, max_seqs=max_seqs).config
-        return workspace_tokens(replace(config, cache_config=CacheConfig(block_size=page)))
+        config.cache_config.block_size = page
+        return workspace_tokens(config)
 
     assert (tokens(1000, 4, 16), tokens(10, 4, 16), tokens(163840, 256, 64)) == (8000, 256, 131072)
     assert tokens(163840, 2048, 64) == 131072
@@ -171,8 +171,7 @@ def test_context_needs_a_workspace(world: Any, batch: Any) -> None:
     one = batch(world(), [(4, 5, True)])
     with pytest.raises(ValueError, match=r"need a workspace, got none; call MLACommonState.begin_forward first"):
         _ = one.world.builder().build_from_requests(one.requests).prefill_metadata
-    config = one.world.config
-    one.world.config = replace(config, scheduler_config=replace(config.scheduler_config, chunked_prefill_enabled=False))
+    one.world.config.scheduler_config.chunked_prefill_enabled = False
     with pytest.raises(ValueError, match="up to 5 tokens of context need chunked prefill or prefix caching, got neit"):
         one.world.builder().build_from_requests(one.requests)
     few = batch(world(max_seqs=1, max_model_len=1), [(1, 2, True)] * 5)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.layer.context_parallel import Lockstep
-from mla_conformance.backends.layer.layer_config import SchedulerConfig
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 
 
@@ -129,7 +128,7 @@ def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
         bound.append(metadata.prefill_metadata.chunked_context.workspace)
     assert bound[0] is bound[1] and bound[0].shape == (64, 40) and bound[0].dtype == torch.float32
     runner = w.runner()
-    runner.scheduler_config = SchedulerConfig(max_num_seqs=4, chunked_prefill_enabled=False)
+    runner.scheduler_config.chunked_prefill_enabled = False
     state = w.backend.get_state_cls()(runner)
     state.begin_forward(SimpleNamespace())
     assert state.context_chunk_workspace is None and state.context_chunk_workspace_size == 0

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, dimensions
-from mla_conformance.cases.cached import CacheOperation
+from mla_conformance.cases import batches, cached, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.grammar import Data, Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
@@ -21,21 +19,21 @@ WRITES, GATHERS = (Call.WRITE_LATENT, Call.WRITE_INDEX), (Call.GATHER_LATENT, Ca
 SMALL_DIFFER = tuple(name for name, form in TILED_FORMATS.items() if form.scales != "float32" or form.cache == "index")
 """Layouts whose writers differ in the scales of small tiles."""
 COMPUTES = (Call.SLOT_MAPPING, Call.GLOBAL_SLOTS)
-SMALL_LATENTS = (Data.TINY_VALUES, "tiny_tiles")
+SMALL_LATENTS = (grammar.Data.TINY_VALUES, "tiny_tiles")
 _OF_INDEX = (Call.WRITE_INDEX, Call.GATHER_INDEX)
 _COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
 _USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCase(CacheOperation):
+class CacheCase(cached.CacheOperation):
     """A question about a paged cache; q are the tokens that are written, gathered or mapped, kv those before them."""
 
     role: ClassVar[Role] = Role.CACHE
     calls: ClassVar[tuple[Call, ...]] = (*WRITES, *GATHERS, *COMPUTES)
 
     cache: str = one_of((*LATENT_CACHES, *INDEX_CACHES), "auto", "layout of the entries")
-    latents: str = one_of(LATENTS, Data.NORMAL, "what they are like")
+    latents: str = one_of(LATENTS, grammar.Data.NORMAL, "what they are like")
     slots: str = one_of(SLOT_DTYPES, "int64", "dtype of a slot mapping")
     dequantise: bool = given(False, "whether latents are gathered as values of the model's dtype")
     ratio: int = at_least(1, 1, "tokens that an entry stands for; a gather's q counts entries")
@@ -89,7 +87,6 @@ class CacheCase(CacheOperation):
 _LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
 _INDEX = Only("call", _OF_INDEX, "index keys are written and gathered by calls of theirs")
 _ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
-_WRITTEN = Only("call", WRITES, "operands that are written have a layout")
 _MAPPED = Only(
     "call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks"
 )
@@ -122,7 +119,7 @@ def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     page, longest = first(
         (page, longest)
         for page in draw.some(batches.PAGES, row["page"])
@@ -146,9 +143,7 @@ CACHE = Space(
         values("call", "call", *CacheCase.calls),
         values("cache", "cache", *LATENT_CACHES, only=_LATENT),
         values("index cache", "cache", *INDEX_CACHES, only=_INDEX),
-        dimensions.numbers(
-            "k_scale", "kscale", dimensions.K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale")
-        ),
+        dimensions.numbers("k_scale", "kscale", dimensions.K_SCALES, _FP8),
         values("tile scales", "scales", *TILE_SCALES, only=_SCALED),
         values("key scales", "scales", *TILE_SCALES, only=_INDEX),
         plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED),
@@ -173,7 +168,7 @@ CACHE = Space(
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
         counted("columns", dimensions.COLUMNS, lambda case: case.topk, _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
-        replace(dimensions.ROW_LAYOUT, only=_WRITTEN),
+        replace(dimensions.ROW_LAYOUT, only=Only("call", WRITES, "operands that are written have a layout")),
         *dimensions.storage(most=15),
         dimensions.PADDING,
         dimensions.POISONS,

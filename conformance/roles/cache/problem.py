@@ -6,14 +6,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.cache import MLACacheSelectorConfig
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.steps import Form, Measured, Steps
-from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.judging import golden, judged_rows, steps, verdict
 from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
@@ -29,8 +25,7 @@ SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
 """Blocks of poison beside a cache, rows behind those of a workspace, and entries or blocks that nobody asks for."""
 _ASIDE = 1 - 2.0**-6
-_HOLES = 8
-"""One of so many places in a list is -1, and another one outside where that is asked for."""
+_HOLES = 8  # one of so many places in a list is -1, and another one outside where that is asked for
 
 Arguments = tuple[Mapping[str, Any], Mapping[str, CacheImage | WrittenRows]]
 """What a call is given, and what it writes, by the names of its arguments."""
@@ -197,28 +192,28 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"out": self._rows("out", right, right, behind=0)}
 
 
-def golden_bytes(problem: Problem) -> Golden:
+def golden_bytes(problem: Problem) -> golden.Golden:
     """Every row is judged; what is expected stands in the problem's own images."""
-    return Golden(JudgedRows(problem.query_start_loc))
+    return golden.Golden(judged_rows.JudgedRows(problem.query_start_loc))
 
 
-class CacheJudge(Steps):
-    writes: ClassVar = Check.WRITTEN
+class CacheJudge(steps.Steps):
+    writes: ClassVar = verdict.Check.WRITTEN
 
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         return iter(())
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         return []
 
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
         return iter(())
 
 
 CACHE = RoleDefinition(
-    role=Role.CACHE,
+    role=roles.Role.CACHE,
     batch=CacheBatch,
-    config=MLACacheSelectorConfig,
+    config=cache.MLACacheSelectorConfig,
     constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
     facts=lambda case, dtype: {
         "slot_dtype": SLOT_DTYPES[case.slots],

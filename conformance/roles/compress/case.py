@@ -6,23 +6,19 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
-from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases import batches, cached, grammar
+from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Dimension, Row, Rule, Space, exactly, measured, never, plain, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
-_USUAL_PAGE = 64
-_STEPS = 8
-"""Each column of a token's states is drawn, stored, read and judged in float64."""
+_STEPS = 8  # each column of a token's states is drawn, stored, read and judged in float64
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCase(CacheOperation):
+class CompressCase(cached.CacheOperation):
     """The ``kv`` tokens of each request in one call, then its ``q`` in one or several.
 
     An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
@@ -30,6 +26,17 @@ class CompressCase(CacheOperation):
 
     role: ClassVar[Role] = Role.COMPRESS
     calls: ClassVar[tuple[Call, ...]] = (Call.COMPRESS,)
+    asked: ClassVar = {
+        "dtype": ("bf16", "{}"),
+        "inputs": ("float32", "inputs_{}"),
+        "ratio": (None, "ratio_{}"),
+        "overlap": (False, "overlap"),
+        "norm": (True, "unnormed"),
+        "head_dim": (128, "head_dim_{}"),
+        "page": (64, "page_{}"),
+        "state_page": (4, "state_page_{}"),
+    }
+    asks = Case.asks
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
@@ -69,19 +76,6 @@ class CompressCase(CacheOperation):
     def sizes(self) -> Sizes:
         states = _STEPS * self.columns
         return super().sizes._replace(row=states, output=self.head_dim, key=states)
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return (
-            self.dtype if self.dtype != "bf16" else "",
-            f"inputs_{self.inputs}" if self.inputs != "float32" else "",
-            f"ratio_{self.ratio}",
-            "overlap" if self.overlap else "",
-            "" if self.norm else "unnormed",
-            f"head_dim_{self.head_dim}" if self.head_dim != 128 else "",
-            f"page_{self.page}" if self.page != _USUAL_PAGE else "",
-            f"state_page_{self.state_page}" if self.state_page != 4 else "",
-        )
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -141,7 +135,7 @@ def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> 
                 break
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     ratio, page = draw.of(_RATIOS, row["ratio"], "ratio"), draw.of(batches.PAGES, row["page"])
     q, kv = first(_tokens(row["ratio"], row["before"], row["end"], row["new"], draw))
     number = draw.of(batches.REQUESTS, row["requests"])

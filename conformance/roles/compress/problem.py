@@ -24,8 +24,7 @@ EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
 
-Columns = Mapping[int, int]
-"""The page of each column of a request's table that has one."""
+Columns = Mapping[int, int]  # the page of each column of a request's table that has one
 
 
 def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
@@ -124,26 +123,27 @@ class CompressBatch(Draw[CompressCase]):
         states = poisoned_pages(case, form, blocks, torch.empty(0, 2 * case.columns), self.device)
         golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
-        only = CompressCall(
-            q=q,
-            k=q[:0],
-            query_start_loc=counted,
-            key_start_loc=(0,) * len(counted),
-            case=case,
-            named={
-                "ape": ape.to(self.device),
-                "norm_weight": norm_weight.to(self.device),
-                "cos_sin_cache": self.table.to(self.device),
-            },
-            written={
-                "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
-                "kv_cache": WrittenEntries.of(
-                    "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), low, high
-                ),
-            },
-            steps=steps,
+        return (
+            CompressCall(
+                q=q,
+                k=q[:0],
+                query_start_loc=counted,
+                key_start_loc=(0,) * len(counted),
+                case=case,
+                named={
+                    "ape": ape.to(self.device),
+                    "norm_weight": norm_weight.to(self.device),
+                    "cos_sin_cache": self.table.to(self.device),
+                },
+                written={
+                    "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
+                    "kv_cache": WrittenEntries.of(
+                        "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), low, high
+                    ),
+                },
+                steps=steps,
+            ),
         )
-        return (only,)
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:

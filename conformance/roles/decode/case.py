@@ -5,26 +5,23 @@ from functools import partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, dimensions
-from mla_conformance.cases.cached import CACHES, CachedCase
-from mla_conformance.cases.case import Call
-from mla_conformance.cases.space import Rule, Space, values
+from mla_conformance.cases import batches, cached, case, dimensions, space
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeCase(CachedCase):
+class DecodeCase(cached.CachedCase):
     role: ClassVar[Role] = Role.DECODE
-    calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
+    calls: ClassVar[tuple[case.Call, ...]] = (case.Call.DECODE,)
     # Rows and keys count by the head dims before absorption: results outweigh queries and keys, which heads share.
     absorbed: ClassVar[bool] = True
 
 
-DECODE = Space(
+DECODE = space.Space(
     role=Role.DECODE,
     capability="decode_combinations",
     dimensions=(
-        *dimensions.cache(*CACHES),
-        values("dims", "dims", "r1", "small", "64-64-128-256", "128-0-128-512"),
+        *dimensions.cache(*cached.CACHES),
+        space.values("dims", "dims", "r1", "small", "64-64-128-256", "128-0-128-512"),
         dimensions.DTYPE,
         *batches.batch("16", *batches.DECODE_QUERIES),
         *batches.pages(),
@@ -37,7 +34,7 @@ DECODE = Space(
         dimensions.MAXIMA,
     ),
     rules=(
-        Rule(
+        space.Rule(
             "an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model",
             ("cache", "dims", "dtype"),
             dimensions.room,
@@ -47,7 +44,7 @@ DECODE = Space(
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,
     ),
-    shape=partial(dimensions.paged_batch, Call.DECODE),
+    shape=partial(dimensions.paged_batch, case.Call.DECODE),
     small={**batches.SMALL_BATCHES, "dims": ("small",), "ranks": ("1", "2", "3", "4")},
     grids=(("queries", "cache"), ("page",)),
 )

@@ -6,13 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.decode import (
-    MLACommonDecodeMetadata,
-    MLADecodeBackend,
-    MLADecodeSelectorConfig,
-    output_of,
-)
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, batch_metadata, int32, write_pages
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
@@ -47,12 +41,12 @@ def rank_operands(
 class DecodeCall(AttentionCall):
     """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
-    metadata: MLACommonDecodeMetadata
+    metadata: decode.MLACommonDecodeMetadata
     holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
     lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
 
     entry = "run_decode"
-    interface: ClassVar = MLADecodeBackend
+    interface: ClassVar = decode.MLADecodeBackend
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
@@ -63,9 +57,9 @@ class DecodeCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.lse or self.metadata.dcp_world_size > 1
 
-    def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: decode.MLADecodeBackend, out: Guarded | None) -> Any:
         result = super().invoke(backend, out)
-        return result if self.returns_lse else output_of(result)
+        return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
         starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
@@ -114,7 +108,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
             lengths = list(map(len, held))
             pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
             keys = self.keys[every]
-            metadata = MLACommonDecodeMetadata(
+            metadata = decode.MLACommonDecodeMetadata(
                 **batch_metadata(self, lengths, rank),
                 block_table=pages.block_table,
                 dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
@@ -136,9 +130,9 @@ class DecodeBatch(CachedBatch[DecodeCase]):
 
 
 DECODE = RoleDefinition(
-    role=Role.DECODE,
+    role=roles.Role.DECODE,
     batch=DecodeBatch,
-    config=MLADecodeSelectorConfig,
+    config=decode.MLADecodeSelectorConfig,
     constructed=(*KERNEL_SIZES, "kv_cache_dtype"),
     # of all requests, or of those of a layer's batch that decode; ranks are merged by their LSE
     facts=lambda case, dtype: {

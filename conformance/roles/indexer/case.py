@@ -5,20 +5,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.cases import batches, dimensions
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import batches, cached, classes, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, first
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, plain, values
 
-CODES, PLAIN = "fp8_index", "auto"
-"""Layouts of an indexer's keys; its queries are in codes, or not, as they are."""
+CODES, PLAIN = "fp8_index", "auto"  # layouts of an indexer's keys; its queries are in codes, or not, as they are
 _USUAL_PAGE, _USUAL_HEADS, _TILE = 64, 64, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerCase(CachedCase):
+class IndexerCase(cached.CachedCase):
     """A question to an indexer; its head dim is L of ``dims``, and R is 0, since its keys are rotated before."""
 
     role: ClassVar[Role] = Role.INDEXER
@@ -71,10 +67,10 @@ _PAGED = Only("keys in", ("pages",), "gathered keys lie in no pages")
 _SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
     if row["columns"] == NOTHING:
         return dimensions.paged_batch(row["call"], row, draw)
-    shape, topk = first(dimensions.shapes_with_columns(row, draw))
+    shape, topk = classes.first(dimensions.shapes_with_columns(row, draw))
     batch = batches.batch_fields(row, shape, draw)
     return {**batch, "topk": topk, **dimensions.spare_blocks(row, shape.page, draw)}
 

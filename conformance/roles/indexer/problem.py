@@ -6,9 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
@@ -17,17 +15,15 @@ from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, gather_entries, sparse_metadata, write_pages
+from mla_conformance.problems import cached_batch, operands
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 
-_MEAN_WEIGHT = 0.5
-"""Weights have either sign, most of them that of a key that all heads agree on."""
+_MEAN_WEIGHT = 0.5  # weights have either sign, most of them that of a key that all heads agree on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +31,11 @@ class IndexerCall(KernelCall):
     """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
     slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
-    metadata: MLASparseMetadata
+    metadata: sparse.MLASparseMetadata
     case: IndexerCase
 
     meant: ClassVar = ("q", "k", "weights")
-    interface: ClassVar = MLAIndexerBackend
+    interface: ClassVar = indexer.MLAIndexerBackend
     means: ClassVar = {"q": "T", "k": "S", "slots": "S"}
     called: ClassVar = {"q": "query", "k": "stored"}
 
@@ -60,7 +56,7 @@ class IndexerCall(KernelCall):
         return self.q.shape[0], self.case.topk if self.selects else self.metadata.max_seq_len
 
 
-class IndexerBatch(CachedBatch[IndexerCase]):
+class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
     def calls(self) -> tuple[IndexerCall]:
         case, codes = self.case, self.case.holds_codes
         entries = self.entries  # drawn before the queries, and these before the weights
@@ -77,31 +73,32 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
         k_scale = None
         if case.is_paged:
-            pages = write_pages(self, PageForm(case.cache, case.page), entries, self.totals)
+            pages = cached_batch.write_pages(self, cached_batch.PageForm(case.cache, case.page), entries, self.totals)
             k = pages.cache
         else:  # keys [S, D], and the scales [S] of codes
-            pages = gather_entries(case, entries, self.totals, self.device)
+            pages = cached_batch.gather_entries(case, entries, self.totals, self.device)
             k = pages.cache[:, 0]
             if codes:
                 k, scale = (part.contiguous() for part in k.tensor_split([case.head_dim], dim=1))
                 k, k_scale = k.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
-        only = IndexerCall(
-            q=queries,
-            k=self.keys,
-            query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(self.totals),
-            given={
-                "q": lay_out("q", queries, queries, case),
-                "weights": weights,
-                "k": k,
-                **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
-            },
-            named={"k_scale": k_scale},
-            slots=pages.slots,
-            metadata=sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
-            case=case,
+        return (
+            IndexerCall(
+                q=queries,
+                k=self.keys,
+                query_start_loc=self.query_start_loc,
+                key_start_loc=operands.start_loc(self.totals),
+                given={
+                    "q": operands.lay_out("q", queries, queries, case),
+                    "weights": weights,
+                    "k": k,
+                    **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
+                },
+                named={"k_scale": k_scale},
+                slots=pages.slots,
+                metadata=cached_batch.sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
+                case=case,
+            ),
         )
-        return (only,)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def golden_scores(problem: Problem) -> GoldenScores:
 
 def positions_of(call: KernelCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
-    if call.case.space == IndexSpace.POSITION:
+    if call.case.space == roles.IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, NOTHING)
     starts = torch.tensor(call.key_start_loc, device=numbers.device)
     request = rows.pick(call.metadata.req_id_per_token.long())
@@ -180,9 +177,9 @@ class IndexJudge(SelectionSteps):
 
 
 INDEXER = RoleDefinition(
-    role=Role.INDEXER,
+    role=roles.Role.INDEXER,
     batch=IndexerBatch,
-    config=MLAIndexerSelectorConfig,
+    config=indexer.MLAIndexerSelectorConfig,
     constructed=("num_heads", "head_dim", "kv_cache_dtype"),
     facts=lambda case, dtype: {
         "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",

@@ -7,9 +7,8 @@ from itertools import cycle, islice, product
 from typing import Any, ClassVar, NamedTuple
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases import batches, cached, dimensions
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
-from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
@@ -25,14 +24,12 @@ a millionth of the others, or zeros."""
 
 
 class Order(StrEnum):
-    PREFILLS_FIRST = "prefills_first"
-    """As the earlier builder lays out a batch of requests."""
-    DECODES_FIRST = "decodes_first"
-    """As the present builder wants a batch reordered."""
+    PREFILLS_FIRST = "prefills_first"  # as the earlier builder lays out a batch of requests
+    DECODES_FIRST = "decodes_first"  # as the present builder wants a batch reordered
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCase(CachedCase):
+class LayerCase(cached.CachedCase):
     role: ClassVar[Role] = Role.LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
     merges_ranks: ClassVar[bool] = False  # ranks of a layer merge their states themselves
@@ -244,7 +241,7 @@ LAYER = Space(
     dimensions=(
         batches.KIND,
         values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
-        *dimensions.cache(*CACHES),
+        *dimensions.cache(*cached.CACHES),
         values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
         dimensions.DTYPE,
         batches.MEASURED_HEADS,

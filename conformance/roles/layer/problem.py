@@ -1,4 +1,4 @@
-"""From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
+"""From a layer case to its calls: a batch over a paged cache, and what it must leave there; what a class supports."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.backends import foreign, roles
+from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
@@ -18,21 +20,21 @@ from mla_conformance.problems.written import TIE_SLACK, ExpectedCache
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
-from mla_conformance.roles.layer.call import LayerCall, RankedCall
-from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.decode.problem import DECODE
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks, RankedCall
+from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.prefill.problem import PREFILL
 
 _TILE, _TILES = 128, slice(512, 528)
-_TOKENS = 128
-"""Tokens that are moved away from ties at a time: a core's cache holds the steps between."""
+_TOKENS = 128  # tokens that are moved away from ties at a time: a core's cache holds the steps between
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
-_GRID = 32
-"""Steps of the grid in a standard deviation of dense weights; four deviations are within an int8."""
+_GRID = 32  # steps of the grid in a standard deviation of dense weights; four deviations are within an int8
 _SLICE_MARGIN = 16
 
-Latents = tuple[torch.Tensor, torch.Tensor]
-"""kv_c [S, L] and k_pe [S, R]."""
+Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R]
 
 
 def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
@@ -202,7 +204,7 @@ class LayerBatch(LatentBatch[LayerCase]):
             k_pe=k_pe.unsqueeze(1),
             weight=self.weight[:, heads],
             latents=self.seen[0],
-            requests=tuple(starmap(LayerRequest, batch)),
+            requests=tuple(starmap(mla_batch.LayerRequest, batch)),
             padding=case.pad or -1,
             padding_counts=case.padding_counts,
             written={"kv_cache": expected.image()},
@@ -230,3 +232,72 @@ def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) ->
     wide = poison((len(kv_c), sum(widths)), kv_c.dtype, kv_c.device, case.poison)
     _, first, second, _ = wide.split(widths, dim=1)
     return first.copy_(kv_c), second.copy_(k_pe)
+
+
+_ASKED = {
+    "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
+    "graph_replay": ("get_state_cls",),
+}
+"""What a capability asks of a layer's class that later generations have no more."""
+
+
+class _Layer(RoleDefinition):
+    def kernel(self, kernel: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayersOnRanks:
+        if case.ranks == 1:
+            return Layer(kernel, case, dtype, device)
+        lockstep = context_parallel.Lockstep(case.ranks)
+        return LayersOnRanks([Layer(kernel, case, dtype, device, group) for group in lockstep.groups], lockstep)
+
+    def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        reasons = foreign.reasons_of(
+            kernel.validate_configuration(
+                head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+                dtype=dtype,
+                kv_cache_dtype=case.cache,
+                block_size=case.page,
+                use_mla=True,
+                has_sink=False,
+                use_sparse=False,
+                use_mm_prefix=False,
+                device_capability=capability,
+                attn_type=attention_impl.AttentionType.DECODER,
+            )
+        )
+        if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
+            reasons.append("its builder takes no requests, prefills first")
+        written = getattr(kernel, "tile_scales", "float32")
+        if case.cache == "fp8_ds_mla" and case.scales != written:
+            reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
+        if case.out and not getattr(kernel, "accept_output_buffer", False):
+            reasons.append("output buffer not declared (accept_output_buffer)")
+        if case.ranks > 1 and not getattr(kernel.get_impl_cls(), "can_return_lse_for_decode", False):
+            reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
+        missing = [name for name in _ASKED.get(case.capability, ()) if not hasattr(kernel, name)]
+        if missing:
+            reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
+        if hasattr(kernel, "unsupported_batch"):
+            form = mla_batch.BatchForm(
+                decodes=tuple(case.q[index] for index in case.decoding),
+                prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
+                padding=case.pad * case.padding_counts,
+                kv_cache_dtype=case.cache,
+                dtype=dtype,
+                dimensions=case.dimensions,
+            )
+            reasons += foreign.reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
+        if reasons:
+            return reasons
+        prefill, decode = (getattr(kernel, f"{role}_backend", None) for role in ("prefill", "decode"))
+        if prefill is not None and case.decodes < len(case.q):
+            asked = foreign.reasons_of(prefill.validate_configuration(capability, PREFILL.config_of(case, dtype)))
+            reasons += (f"prefill: {reason}" for reason in asked)
+            if any(case.prefill_contexts) and not getattr(prefill, "returns_lse", True):
+                reasons.append("prefill: LSE not declared, by which contexts are merged")
+        if decode is not None and case.decodes:
+            config = DECODE.config_of(case, dtype, lse=case.ranks > 1)
+            asked = foreign.reasons_of(decode.validate_configuration(capability, config))
+            reasons += (f"decode: {reason}" for reason in asked)
+        return reasons
+
+
+LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))

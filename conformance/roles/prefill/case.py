@@ -6,16 +6,14 @@ from functools import cache, partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
-from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
-MOST_SLICES = 2**18
-"""Slices of contexts that a plan may have; those of the suite have up to 138."""
+MOST_SLICES = 2**18  # slices of contexts that a plan may have; those of the suite have up to 138
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +107,7 @@ OUTPUT_SCALES = Numbers(
 )
 _tokens = partial(batches.drawn_in_tile, TOKENS)
 _SHORT = 17
-_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
-"""Rows and keys times heads, of a batch in the covering arrays."""
+_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18  # rows and keys times heads, of a batch in the covering arrays
 _NEW = Only("call", (Call.NEW_TOKENS,), "only new tokens are asked without an LSE, or with quantised results")
 _GIVEN = Only("call", (Call.NEW_TOKENS, Call.CHUNKED_CONTEXT), "a chunk of context is handed no output")
 _CONTEXT = Only("call", (Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT), "new tokens alone have no context")
@@ -118,7 +115,7 @@ _CHUNKED = Only("call", (Call.CHUNKED_CONTEXT,), "only a context in chunks is pl
 _QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
 
 
-def _others(lengths: Lengths) -> str:
+def _others(lengths: grammar.Lengths) -> str:
     return "empty" if 0 in lengths and len(lengths) > 1 else batches.alike(lengths)
 
 
@@ -127,11 +124,11 @@ _OTHERS = ("shorter", "alone", "equal", "empty")
 
 
 @cache
-def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
+def _count(planner: str, contexts: grammar.Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
 
 
-def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Lengths:
+def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> grammar.Lengths:
     """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short.
 
     Where they are drawn, the longest stands anywhere, and others have a few lengths, in rounds or in runs.
@@ -147,7 +144,7 @@ def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Len
     return tuple(found)
 
 
-def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
+def _workspaces(contexts: grammar.Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
     with_context, whole = sum(map(bool, contexts)), sum(contexts)
     for number in draw.some(CHUNKS, chunks):
         share = -(-max(contexts) // number)
@@ -162,10 +159,10 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
     return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     tokens, heads = first(_tokens(row["tokens"], row["tile"], draw=draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
-    fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
+    fields: grammar.Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
     if not row["context"]:
         return fields
     longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))

@@ -7,17 +7,12 @@ from typing import Any, Self
 
 import torch
 
-from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.foreign import yes_or_no
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends import declaration, foreign, interface, quant_key, roles
 from mla_conformance.backends.kernel import DeviceCapability, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.quant_key import fp8_static_tensor_sym
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.problems import operands
+from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, lay_out, segments, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
@@ -25,8 +20,7 @@ from mla_conformance.reference.projections import expand_key, kv_b_proj, up_proj
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.case import PrefillCase
 
-ContextKeys = tuple[torch.Tensor, torch.Tensor]
-"""k [S, N, P + R] and v [S, N, V]."""
+ContextKeys = tuple[torch.Tensor, torch.Tensor]  # k [S, N, P + R] and v [S, N, V]
 
 
 @dataclass(frozen=True)
@@ -85,17 +79,17 @@ class PrefillCall(AttentionCall):
             ),
         )
 
-    def output_buffer(self) -> Guarded | None:
+    def output_buffer(self) -> memory.Guarded | None:
         if self.chunk_idx is not None or self.out_dtype is None:
             return None
-        return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
+        return memory.Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
-    def prepare(self, backend: MLAPrefillBackend) -> None:
+    def prepare(self, backend: interface.MLAPrefillBackend) -> None:
         if self.prepares:
             backend.prepare_metadata(self.metadata)
 
     def invoke(
-        self, backend: MLAPrefillBackend, out: Guarded | None
+        self, backend: interface.MLAPrefillBackend, out: memory.Guarded | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.chunk_idx is not None:
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
@@ -121,7 +115,7 @@ def assemble_metadata(
     context: LatentContext | None = None,
 ) -> MLACommonPrefillMetadata:
     room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    workspace = context.workspace if context else poison(room, output_dtype(dtype), device, case.poison)
+    workspace = context.workspace if context else memory.poison(room, output_dtype(dtype), device, case.poison)
     planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
     if planned is not None:
         planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
@@ -131,8 +125,7 @@ def assemble_metadata(
     return metadata
 
 
-_COUNTED_ELEMENTS = 2**24
-"""Elements of the keys from which inputs are drawn on the device, by counters."""
+_COUNTED_ELEMENTS = 2**24  # elements of the keys from which inputs are drawn on the device, by counters
 
 
 class PrefillBatch(Draw[PrefillCase]):
@@ -220,7 +213,7 @@ class PrefillBatch(Draw[PrefillCase]):
         cached, new = latents(sum(case.kv)), latents(sum(case.q))
         cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
-        workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
+        workspace = memory.poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
         chunk_keys = []
         for chunk in chunks:
             gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
@@ -240,7 +233,7 @@ class PrefillBatch(Draw[PrefillCase]):
             row[: len(ids)] = ids
             slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
         width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-        cache = poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
+        cache = memory.poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
         kv_c, k_pe = (x.to(device) for x in latents)
         write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
         return cache, block_table.to(device)
@@ -250,16 +243,16 @@ class _Prefill(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         reasons = super().reasons(kernel, case, dtype, capability)
         if (case.lse or case.call != Call.NEW_TOKENS) and not getattr(kernel, "returns_lse", True):
-            reasons.append(NO_LSE)
+            reasons.append(declaration.NO_LSE)
         if case.own_merge and not hasattr(kernel, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "none":
             declared = getattr(kernel, "supports_unquantised_output", lambda dtype: True)
-            if not yes_or_no(declared(dtype), "supports_unquantised_output"):
+            if not foreign.yes_or_no(declared(dtype), "supports_unquantised_output"):
                 reasons.append(f"unquantised output of {dtype} not declared")
         if case.quant == "fp8" and not reasons:
             try:
-                key = fp8_static_tensor_sym()
+                key = quant_key.fp8_static_tensor_sym()
             except ValueError as error:
                 return [str(error)]
             if not self.kernel(kernel, case, dtype, torch.device("cpu")).supports_quant_output(key):
@@ -267,4 +260,4 @@ class _Prefill(RoleDefinition):
         return reasons
 
 
-PREFILL = _Prefill(role=Role.PREFILL, batch=PrefillBatch, config=MLAPrefillSelectorConfig)
+PREFILL = _Prefill(role=roles.Role.PREFILL, batch=PrefillBatch, config=interface.MLAPrefillSelectorConfig)

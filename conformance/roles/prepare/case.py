@@ -6,19 +6,16 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, classes, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Numbers
 from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Rule, Space, by_length, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
 """What queries and keys are like; ``problem.py`` says what each reveals."""
 PAIRS = ("halves", "neighbours")
-BLOCK = 128
-"""Columns that share a scale."""
+BLOCK = 128  # columns that share a scale
 _USUAL_HEADS = 64
 
 
@@ -89,7 +86,7 @@ class PrepareCase(Case):
 
 ROTATED = plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}})
 _WIDE = "192-64-256-256"
-_POSITIONS = Numbers(
+_POSITIONS = classes.Numbers(
     {
         "up to 1,024": ((200,), range(1, 1025)),
         "0": ((0,),),
@@ -100,7 +97,7 @@ _POSITIONS = Numbers(
 _MOST_ROWS = 2**15
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
     number, most = draw.of(batches.REQUESTS, row["requests"]), draw.of(_POSITIONS, row["positions"])
     q = tuple(islice(cycle(batches.query_tokens(row["queries"], draw)[0]), number))
     kv = [min(most, draw.near(1, max(1, most), n % 16) if draw else batches.short(n)) for n in range(number)]
@@ -126,7 +123,7 @@ PREPARE = Space(
         values("scales", "scales", *TILE_SCALES),
         plain("weights", {"folded": {"fold": True}, "left": {"fold": False}}),
         plain("projection", {"apart": {"fused": False}, "fused": {"fused": True}}),
-        numbers("eps", "eps", Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))}, sizes=False)),
+        numbers("eps", "eps", classes.Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))}, sizes=False)),
         numbers("heads", "heads", batches.HEADS),
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,

@@ -10,12 +10,8 @@ from mla_conformance.backends import prepare as interface
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging.diagnosis import Position, extent
+from mla_conformance.judging import diagnosis, judged_rows, steps, tolerance, verdict
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.steps import Form, Measured, Steps
-from mla_conformance.judging.tolerance import unit_roundoff
-from mla_conformance.judging.verdict import Check, Verdict, failed
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference import prepare_index as reference
@@ -64,16 +60,17 @@ class PrepareBatch(Draw[PrepareCase]):
         frequencies = torch.tensor(plain_frequencies(case.rope_dim, _BASE), dtype=torch.float64)
         angle = torch.arange(int(positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
         table = torch.cat((angle.cos(), angle.sin()), dim=1).float()
-        only = PrepareCall(
-            q=q,
-            k=k,
-            given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
-            query_start_loc=starts,
-            key_start_loc=starts,
-            case=case,
+        return (
+            PrepareCall(
+                q=q,
+                k=k,
+                given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
+                metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
+                query_start_loc=starts,
+                key_start_loc=starts,
+                case=case,
+            ),
         )
-        return (only,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -99,7 +96,7 @@ class GoldenPrepared(Golden):
 
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
@@ -134,19 +131,19 @@ class _Part:
         return low, golden, high
 
 
-class PrepareJudge(Steps):
+class PrepareJudge(steps.Steps):
     expectation: GoldenPrepared
     case: PrepareCase
 
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
         for part in self._parts(observation):
             low, high = self._bounds(part)
-            yield Measured(part.scales, (low + high) / 2, (high - low) / 2)
+            yield steps.Measured(part.scales, (low + high) / 2, (high - low) / 2)
             sound = (part.scales > 0) & part.scales.isfinite()
-            yield Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
+            yield steps.Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         tokens, heads, width = returned.call.q.shape
         blocks, fold = -(-width // BLOCK), self.case.fold
         return [
@@ -158,7 +155,7 @@ class PrepareJudge(Steps):
             else ("scales of q", torch.Size((tokens, heads, blocks)), torch.float32),
         ]
 
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
         for part in self._parts(observation):
             yield self._scales(part)
             yield self._codes(part)
@@ -166,7 +163,7 @@ class PrepareJudge(Steps):
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         golden, case, dtype = self.expectation, self.case, self.problem.dtype
         coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
-        between = unit_roundoff(dtype) if coarse else 0.0
+        between = tolerance.unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
             given, factors = last.double().reshape(*q.shape[:2], -1), golden.factors.unsqueeze(-1)
@@ -187,7 +184,7 @@ class PrepareJudge(Steps):
         largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
         return reference.scale_bounds(largest, error, self.case.scales == "pow2")
 
-    def _scales(self, part: _Part) -> Verdict | None:
+    def _scales(self, part: _Part) -> verdict.Verdict | None:
         low, high = self._bounds(part)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
         if self.case.scales == "pow2":
@@ -200,7 +197,7 @@ class PrepareJudge(Steps):
         what = f"scale of {part.name}{folded} is {part.scales[index]:.6g}"
         return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
 
-    def _codes(self, part: _Part) -> Verdict | None:
+    def _codes(self, part: _Part) -> verdict.Verdict | None:
         not_a_number = part.codes.double().isnan()
         if bool(not_a_number.any()):
             index = tuple(not_a_number.nonzero()[0].tolist())
@@ -217,10 +214,10 @@ class PrepareJudge(Steps):
         detail += f"{int(outside[index])} codes outside the allowed interval"
         return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
 
-    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
-        place = Position.of(self.rows, list(index))
-        text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
-        return failed(Check.PREPARED, text, place.to_json())
+    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> verdict.Verdict:
+        place = diagnosis.Position.of(self.rows, list(index))
+        text = f"index preparation: {message}, at {place}, {diagnosis.extent(self.rows, wrong)}"
+        return verdict.failed(verdict.Check.PREPARED, text, place.to_json())
 
 
 PREPARE = RoleDefinition(

@@ -15,8 +15,7 @@ from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
 EXTRA_CACHES = ("none", *MAIN_CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "extra"))
-_EXTRA_RATIO = 4
-"""Tokens that an entry of a second cache stands for, as V4 compresses them."""
+_EXTRA_RATIO = 4  # tokens that an entry of a second cache stands for, as V4 compresses them
 _TILE = 64
 
 

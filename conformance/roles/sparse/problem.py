@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata, MLASparseSelectorConfig
+from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems import cached_batch
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, write_pages
@@ -28,10 +27,10 @@ class SparseCall(AttentionCall):
 
     selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
     slots: torch.Tensor  # [S] int64, where the key of each token stands
-    metadata: MLASparseMetadata
+    metadata: sparse.MLASparseMetadata
     case: SparseCase
 
-    interface: ClassVar = MLASparseBackend
+    interface: ClassVar = sparse.MLASparseBackend
     means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T", "slots": ""}  # lists name keys by number: all stay
     called: ClassVar = {"q": "query", "kv": "kv_cache"}
 
@@ -62,7 +61,7 @@ class SparseCall(AttentionCall):
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
 
-    def invoke(self, backend: MLASparseBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: sparse.MLASparseBackend, out: Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
@@ -81,10 +80,8 @@ def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tup
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
-_GUARDS = 1
-"""Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
-_COUNTED_ELEMENTS = 2**28
-"""Elements of the queries from which they are drawn on the device."""
+_GUARDS = 1  # blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison
+_COUNTED_ELEMENTS = 2**28  # elements of the queries from which they are drawn on the device
 
 
 @dataclass(frozen=True)
@@ -227,9 +224,9 @@ class SparseBatch(CachedBatch[SparseCase]):
 
     def _numbers(self, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
         """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
-        if self.case.space == IndexSpace.SLOT:
+        if self.case.space == roles.IndexSpace.SLOT:
             return lists.renumbered(pages.slots).keys
-        if self.case.space == IndexSpace.POSITION:
+        if self.case.space == roles.IndexSpace.POSITION:
             # A rank is handed what all others are, and finds its own.
             lists, lengths = self.main.lists, self.totals
         first = torch.tensor(start_loc(lengths))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
@@ -242,9 +239,9 @@ class SparseBatch(CachedBatch[SparseCase]):
 
 
 SPARSE = RoleDefinition(
-    role=Role.SPARSE,
+    role=roles.Role.SPARSE,
     batch=SparseBatch,
-    config=MLASparseSelectorConfig,
+    config=sparse.MLASparseSelectorConfig,
     constructed=(*KERNEL_SIZES, "kv_cache_dtype", "extra_kv_cache_dtype"),
     facts=lambda case, dtype: {
         "call": "decode" if case.is_paged else "prefill",

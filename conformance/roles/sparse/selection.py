@@ -8,8 +8,7 @@ from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.case import SparseCase
 
 _HUGE = 2**31 - 1
-_ROUND = 7
-"""Of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can."""
+_ROUND = 7  # of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can
 
 
 @dataclass(frozen=True)

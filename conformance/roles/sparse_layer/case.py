@@ -5,30 +5,26 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, cached, grammar
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
-from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN as STANDS
 from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, ROOM, SCALE, numbers
-from mla_conformance.cases.grammar import Data, Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
 
-INDEX_DIM = 128
-"""D, columns of an index key."""
-MOST_QUERIES = 12
-"""Of a latent query of 1536 columns, as DeepSeek's."""
+INDEX_DIM = 128  # D, columns of an index key
+MOST_QUERIES = 12  # of a latent query of 1536 columns, as DeepSeek's
 WHOLE = 64
-LATENTS = (Data.NORMAL, Data.INTEGERS)
+LATENTS = (grammar.Data.NORMAL, grammar.Data.INTEGERS)
 _USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCase(CachedCase):
+class SparseLayerCase(cached.CachedCase):
     """A question to a sparse layer; ``layout`` is that of the hidden states."""
 
     role: ClassVar[Role] = Role.SPARSE_LAYER
@@ -40,7 +36,7 @@ class SparseLayerCase(CachedCase):
     page: int = at_least(1, 64)
     data: str = one_of(
         LATENTS,
-        Data.NORMAL,
+        grammar.Data.NORMAL,
         "what latents are like; of a cache of codes they are always whole numbers, which it stores as they are",
     )
     cache: str = one_of(("auto", "fp8_ds_mla"), "auto", "layout of the latent cache")
@@ -120,7 +116,7 @@ class SparseLayerCase(CachedCase):
                 f"field topk: expected an even number from {2 * least} to {4 * least}, or a multiple of one of {sizes} "
                 f"beyond, since {self.index_heads} index heads tell so many groups of keys apart, got {self.topk}"
             )
-        if self.kv_lora_rank % WHOLE and (self.holds_codes or self.data == Data.INTEGERS):
+        if self.kv_lora_rank % WHOLE and (self.holds_codes or self.data == grammar.Data.INTEGERS):
             yield f"field data: {self.data} has latents of whole {WHOLE} columns, got dims={self.dims}"
         if not 0 < rope <= INDEX_DIM or rope % 2 or max(dims.qk_nope_head_dim, dims.v_head_dim) > self.kv_lora_rank:
             yield (
@@ -169,7 +165,7 @@ def _longest(topk: int, keys: str, draw: Draw = STANDS) -> tuple[int, ...]:
     return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     heads, topk = _SELECTED[row["selected"]]
     longest = first(_longest(topk, row["keys"], draw))
     number = draw.of(_REQUESTS, row["requests"])
@@ -213,7 +209,7 @@ SPARSE_LAYER = Space(
         measured("selected", _SELECTED, _selected),
         measured("keys", _KEYS, _keys),
         numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),
-        values("tails", "tails", *TAILS),
+        values("tails", "tails", *cached.TAILS),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)})),
         LAYOUT,
         SCALE,

@@ -25,25 +25,18 @@ from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put
 _PAIR, _ABREAST = 2, 4
 _MOST_KEYS = 80
 """Different keys of the tokens of a request that are of a topic, so that they are independent of one another."""
-_OTHERS = 2
-"""Different keys of the tokens that are of none."""
+_OTHERS = 2  # different keys of the tokens that are of none
 _MOST_MEAN = 3
-_ASIDE = -0.1
-"""What a topic's query and the key of another token make."""
-_DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
-"""Size of a decoy's query, and its weight."""
-_OF_ANOTHER = 2.0**-6
-"""Of the weight of a query, what each head has that has it as well as the one that decides."""
+_ASIDE = -0.1  # what a topic's query and the key of another token make
+_DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))  # size of a decoy's query, and its weight
+_OF_ANOTHER = 2.0**-6  # of the weight of a query, what each head has that has it as well as the one that decides
 _BLOCK = (7, *[2] * 16, *[1] * 15)
 """Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
 
-MARGIN = 0.5
-"""Of the best score of a row, how far the last selected token stands above the best that is left out."""
+MARGIN = 0.5  # of the best score of a row, how far the last selected token stands above the best that is left out
 _WEIGHTS_SEED = 39
-_LEAST = 2.0**-6
-"""Of a latent, so that none is a subnormal number."""
-_LARGER = 4.0
-"""Latents and keys before their norms, so that its epsilon is nothing beside them."""
+_LEAST = 2.0**-6  # of a latent, so that none is a subnormal number
+_LARGER = 4.0  # latents and keys before their norms, so that its epsilon is nothing beside them
 
 
 def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:

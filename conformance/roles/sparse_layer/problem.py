@@ -6,36 +6,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.prepare import IndexPreparation
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
-from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, MLASparseLayerMetadata
+from mla_conformance.backends import prepare, roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.judging.judge import AttentionJudge
-from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, sparse_metadata, write_pages
-from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.written import CacheImage, ExpectedCache
+from mla_conformance.judging import judge, verdict
+from mla_conformance.problems import cached_batch, memory, operands, written
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.layer.role import LayersOnRanks
+from mla_conformance.roles.layer.call import LayersOnRanks
+from mla_conformance.roles.sparse_layer import hidden_states, weights
 from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
-from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
-from mla_conformance.roles.sparse_layer.weights import EPSILON
 
 _INDEX_SEED = 10**6
-_BEHIND = 2
-"""Rows of the buffer behind those of the batch."""
+_BEHIND = 2  # rows of the buffer behind those of the batch
 _UNTOUCHED = 0x5A5A5A5A
 
 
-class SparseLayerBatch(HiddenStates):
+class SparseLayerBatch(hidden_states.HiddenStates):
     def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
@@ -46,7 +37,7 @@ class SparseLayerBatch(HiddenStates):
         latent, attention, slots = self._cache(self, self._latents)
         index, indexing, index_slots = self._index_cache()
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
-        first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
+        first = torch.tensor(operands.start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         x = self.padded(self.hidden[self.new]).unsqueeze(1)
         table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
         return SparseLayerCall(
@@ -54,13 +45,13 @@ class SparseLayerBatch(HiddenStates):
             k=k,
             v=v,
             query_start_loc=self.counted,
-            key_start_loc=start_loc(case.totals),
+            key_start_loc=operands.start_loc(case.totals),
             selected=torch.where(self.lists == NO_KEY, NO_KEY, self.lists + first.unsqueeze(1)).to(self.device),
-            hidden_states=(x if case.layout == Layout.HEADS_FIRST else lay_out("q", x, x, case))[:, 0],
+            hidden_states=(x if case.layout == Layout.HEADS_FIRST else operands.lay_out("q", x, x, case))[:, 0],
             positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
             cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
             weights=self.layer.handed(case, self.dtype, self.device, rank),
-            metadata=MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
+            metadata=sparse_layer.MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
             written={
                 "kv_cache": latent,
                 **({} if case.shared else {"index_kv_cache": index}),
@@ -86,7 +77,7 @@ class SparseLayerBatch(HiddenStates):
         q, k, v = (x.to(self.device) for x in found)
         return q, k, v
 
-    def _index_cache(self) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
+    def _index_cache(self) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
         keys = self.keys.to(self.dtype)
         names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
         case = IndexerCase(
@@ -97,23 +88,23 @@ class SparseLayerBatch(HiddenStates):
             seed=self.case.seed + _INDEX_SEED,
             **{name: getattr(self.case, name) for name in names},
         )
-        return self._cache(CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
+        return self._cache(cached_batch.CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
 
     def _cache(
-        self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]
-    ) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
+        self, batch: cached_batch.CachedBatch[Any], parts: tuple[Tensor, Tensor]
+    ) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
-        pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
-        image = ExpectedCache(case, pages, self.new, parts).image()
-        metadata = sparse_metadata(batch, pages, batch.totals, paged=True, space=IndexSpace.POSITION)
+        pages = cached_batch.write_pages(batch, cached_batch.PageForm(case.cache, case.page), entries, batch.totals)
+        image = written.ExpectedCache(case, pages, self.new, parts).image()
+        metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
     def _buffer(self) -> SelectedLists:
         """With what an earlier layer has left, where this one reuses it."""
         case, lists = self.case, self.lists.int().to(self.device)
-        guarded = Guarded.allocate((len(lists) + case.pad + _BEHIND, case.topk), torch.int32, self.device)
+        guarded = memory.Guarded.allocate((len(lists) + case.pad + _BEHIND, case.topk), torch.int32, self.device)
         guarded.view.fill_(_UNTOUCHED)
         if case.shared:
             guarded.view[: len(lists)] = lists
@@ -125,10 +116,10 @@ class SparseLayerBatch(HiddenStates):
         )
 
 
-class SparseLayerJudge(AttentionJudge):
+class SparseLayerJudge(judge.AttentionJudge):
     """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
 
-    writes: ClassVar = Check.WRITTEN
+    writes: ClassVar = verdict.Check.WRITTEN
     writes_first: ClassVar = True
 
 
@@ -140,14 +131,14 @@ class _SparseLayer(RoleDefinition):
 
 
 SPARSE_LAYER = _SparseLayer(
-    role=Role.SPARSE_LAYER,
+    role=roles.Role.SPARSE_LAYER,
     batch=SparseLayerBatch,
-    config=MLASparseLayerConfig,
+    config=sparse_layer.MLASparseLayerConfig,
     facts=lambda case, dtype: {
         "num_heads": case.heads // case.tp,
         "is_neox_style": case.layer_pairs == "halves",
-        "rms_norm_eps": EPSILON,
-        "preparation": IndexPreparation(
+        "rms_norm_eps": weights.EPSILON,
+        "preparation": prepare.IndexPreparation(
             head_dim=INDEX_DIM,
             rope_dim=case.dimensions.qk_rope_head_dim,
             rope_first=not case.rope_last,
@@ -155,7 +146,7 @@ SPARSE_LAYER = _SparseLayer(
             hadamard=False,
             scale_format=case.index_scales,
             fold_scales=True,
-            eps=EPSILON,
+            eps=weights.EPSILON,
         ),
         "index_n_heads": case.index_heads,
         "topk_tokens": case.topk,

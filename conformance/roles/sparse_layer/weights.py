@@ -7,34 +7,30 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import sparse_layer as interface
-from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.layer import LayerSpec
-from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights
-from mla_conformance.reference.projections import MLAWeights
+from mla_conformance.reference import dimensions, layer, layer_index, projections
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 EPSILON = 1e-6
-_QUARTERS = (1, 2, 3)
-"""Quarters of a turn in which pairs turn from token to token, so that a rotation rounds nothing."""
+_QUARTERS = (1, 2, 3)  # quarters of a turn in which pairs turn from token to token, so that a rotation rounds nothing
 
 
 @dataclass(frozen=True)
 class DrawnLayer:
     """A layer as the reference has it; weights float64 on the CPU."""
 
-    weights: MLAWeights  # of the attention
-    index: IndexerWeights  # of the indexer
-    spec: LayerSpec  # the layer
-    index_spec: IndexerSpec  # the indexer
+    weights: projections.MLAWeights  # of the attention
+    index: layer_index.IndexerWeights  # of the indexer
+    spec: layer.LayerSpec  # the layer
+    index_spec: layer_index.IndexerSpec  # the indexer
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
         dims, rope, latent = case.dimensions, case.dimensions.qk_rope_head_dim, case.kv_lora_rank
         sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
-        weights = MLAWeights(
+        weights = projections.MLAWeights(
             W_DQ=w_dq,
             W_UQ=selection(case.q_lora_rank, case.heads, dims.qk_nope_head_dim, generator),
             W_QR=selection(case.q_lora_rank, case.heads, rope, generator),
@@ -47,7 +43,7 @@ class DrawnLayer:
             kv_norm=_powers(latent, (1.0, 2.0), generator),
         )
         every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
-        index = IndexerWeights(
+        index = layer_index.IndexerWeights(
             wq_b=every[:, torch.arange(case.index_heads) % case.queries],
             wk=wk,
             k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
@@ -56,9 +52,9 @@ class DrawnLayer:
         )
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
         frequencies = tuple(turn * math.pi / 2 for turn in turns)
-        spec = LayerSpec(
+        spec = layer.LayerSpec(
             model=case.id,
-            dims=ModelDimensions(
+            dims=dimensions.ModelDimensions(
                 hidden_size=case.hidden_size,
                 num_heads=case.heads,
                 q_lora_rank=case.q_lora_rank,
@@ -73,7 +69,7 @@ class DrawnLayer:
         )
         rotation = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
         return DrawnLayer(
-            weights, index, spec, IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
+            weights, index, spec, layer_index.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
         )
 
     def handed(

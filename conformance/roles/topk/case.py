@@ -6,11 +6,10 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import COLUMNS, KEYS, LAYOUT, MAXIMA, PADDING, POISONS, against, numbers
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, exactly, measured, plain, values
 
 LOGITS = (
@@ -21,8 +20,7 @@ LOGITS = (
 TIED = ("zeros", "subnormal")
 """Those of which some are equal and differ in their bits, so that a kernel's own order of ties is not theirs."""
 _USUAL = 64
-_STEPS = 4
-"""Each logit is ordered, selected and judged in float64."""
+_STEPS = 4  # each logit is ordered, selected and judged in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,7 @@ class TopKCase(Case):
 _POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _LONGEST_OTHER = 64
 _MOST_LOGITS = 2**24
-_LOOSE = 100
-"""Factor of the columns where maxima are loose, so that a small case has them."""
+_LOOSE = 100  # factor of the columns where maxima are loose, so that a small case has them
 
 
 def _last_tokens(case: TopKCase) -> list[int]:
@@ -118,7 +115,7 @@ def _few(requests: str, queries: str, others: str, longest: str, starts: str, ma
     return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     longest, topk = first(_shapes(row, draw))
     number = draw.of(batches.REQUESTS, row["requests"])
     q = tuple(islice(cycle(batches.query_tokens(row["queries"], draw)[0]), number))

@@ -6,19 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import SelectionOrder, Ties
+from mla_conformance.backends import declaration, roles, topk
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.roles import Role
-from mla_conformance.backends.topk import MLATopKBackend, MLATopKSelectorConfig, TopKMetadata
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging import judged_rows, selection, steps, verdict
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
-from mla_conformance.judging.steps import Form, Measured
-from mla_conformance.judging.verdict import Verdict
+from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
@@ -31,11 +25,11 @@ _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 class TopKCall(KernelCall):
     """``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]."""
 
-    metadata: TopKMetadata
+    metadata: topk.TopKMetadata
     case: TopKCase
 
     name = "top-k"
-    interface: ClassVar = MLATopKBackend
+    interface: ClassVar = topk.MLATopKBackend
     called: ClassVar = {"row_starts": "row starts", "token_lengths": "token lengths"}
 
     @property
@@ -47,35 +41,35 @@ class TopKCall(KernelCall):
         return self.q.shape[0], self.case.places
 
 
-class TopKBatch(Draw[TopKCase]):
+class TopKBatch(operands.Draw[TopKCase]):
     def calls(self) -> tuple[TopKCall]:
         case = self.case
         requests = [request for request, rows in enumerate(case.q) for _ in range(rows)]
         # Start and length of each row's window, those of padding behind.
-        first = start_loc(case.spans) if case.packed else (0,) * len(case.q)
+        first = operands.start_loc(case.spans) if case.packed else (0,) * len(case.q)
         windows = [(first[request], length) for request, length in zip(requests, case.lengths, strict=True)]
         windows += [(0, 0)] * case.pad
-        made = poison((len(windows), case.width), self.dtype, torch.device("cpu"), case.poison)
+        made = memory.poison((len(windows), case.width), self.dtype, torch.device("cpu"), case.poison)
         for row, (start, length) in enumerate(windows):
             kind = KINDS[case.data_of(requests[row] if row < len(requests) else 0)]
             made[row, start : start + length] = kind(torch.randn(length, generator=self.generator)).to(self.dtype)
         logits = made.to(self.device).unsqueeze(1)
-        logits = lay_out("q", logits, logits, case)[:, 0]
+        logits = operands.lay_out("q", logits, logits, case)[:, 0]
         tokens = torch.tensor([*case.tokens, *[0] * case.pad], dtype=torch.int32, device=self.device)
         starts, lengths = torch.tensor(windows, dtype=torch.int32, device=self.device).mT.contiguous()
+        own = starts.clone() if case.packed else None
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
-        only = TopKCall(
-            q=logits,
-            k=logits,
-            given={"logits": logits, "topk_tokens": case.topk, **pools},
-            query_start_loc=start_loc(case.q),
-            key_start_loc=start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
-            metadata=TopKMetadata(
-                lengths.clone(), starts.clone() if case.packed else None, case.width, tokens if case.pool > 1 else None
+        return (
+            TopKCall(
+                q=logits,
+                k=logits,
+                given={"logits": logits, "topk_tokens": case.topk, **pools},
+                query_start_loc=operands.start_loc(case.q),
+                key_start_loc=operands.start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
+                metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
+                case=case,
             ),
-            case=case,
         )
-        return (only,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -116,7 +110,7 @@ class GoldenWindows(Golden):
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
@@ -171,24 +165,20 @@ class PoolTokens:
         return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
 
 
-class TopKJudge(SelectionSteps):
+class TopKJudge(selection.SelectionSteps):
     expectation: GoldenWindows
     case: TopKCase
 
-    def __init__(self, *judged: Any) -> None:
-        super().__init__(*judged)
-        self.declared = self.declaration.selection
-
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
             scores = self.expectation.scores
-            yield selected(self._positions(numbers), scores, scores.magnitude)
+            yield selection.selected(self._positions(numbers), scores, scores.magnitude)
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
 
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
         golden = self.expectation.scores
         for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
             name, positions = returned.call.name, self._positions(numbers)
@@ -207,31 +197,31 @@ class TopKJudge(SelectionSteps):
         """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window; of pools whole ones."""
         if self.case.pool > 1:
             return self._tokens(numbers).positions(self.case.topk // self.case.pool)
-        relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
-        return relative.where(relative >= 0, NOTHING).where(numbers != NO_KEY, NO_KEY)
+        relative = numbers if self.declaration.selection.relative else numbers - self.expectation.starts.unsqueeze(1)
+        return relative.where(relative >= 0, selection.NOTHING).where(numbers != NO_KEY, NO_KEY)
 
     def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
         return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
 
-    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[Verdict | None]:
+    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[verdict.Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
-        named, ordered = positions >= 0, ~self.expectation.scores.unordered
-        if self.declared.padding_behind:
+        named, ordered, declared = positions >= 0, ~self.expectation.scores.unordered, self.declaration.selection
+        if declared.padding_behind:
             wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
             yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
-        if self.declared.order is not SelectionOrder.ANY:
+        if declared.order is not declaration.SelectionOrder.ANY:
             wrong = self._disordered(positions) & ordered
-            order = self.declared.order.value
+            order = declared.order.value
             yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
-        if self.declared.ties is not Ties.FREE and not set(TIED).intersection(self.case.regimes):
-            first = self.declared.ties.value
+        if declared.ties is not declaration.Ties.FREE and not set(TIED).intersection(self.case.regimes):
+            first = declared.ties.value
             wrong = self._other_ties(positions) & ordered
             yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
 
     def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
         """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
         values, named, scores = positions, positions >= 0, self.expectation.scores.scores
-        if self.declared.order is not SelectionOrder.ASCENDING:
+        if self.declaration.selection.order is not declaration.SelectionOrder.ASCENDING:
             at = positions.clamp(min=0, max=scores.shape[1] - 1)
             values = -scores.gather(1, at) if scores.numel() else torch.zeros_like(positions)
         return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
@@ -246,7 +236,7 @@ class TopKJudge(SelectionSteps):
         chosen[rows, positions[rows, columns]] = True
         last = scores.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         tied, place = scores == last, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-        place = place if self.declared.ties is Ties.FIRST else -place
+        place = place if self.declaration.selection.ties is declaration.Ties.FIRST else -place
         taken = place.masked_fill(~(tied & chosen), -scores.shape[1]).amax(dim=1)
         left = place.masked_fill(~tied | chosen, scores.shape[1]).amin(dim=1)
         return left < taken
@@ -261,9 +251,9 @@ class _TopK(RoleDefinition):
 
 
 TOPK = _TopK(
-    role=Role.TOPK,
+    role=roles.Role.TOPK,
     batch=TopKBatch,
-    config=MLATopKSelectorConfig,
+    config=topk.MLATopKSelectorConfig,
     constructed=(),
     facts=lambda case, dtype: {"topk_tokens": case.topk, "row_starts": case.packed, "pool": case.pool},
     golden=golden_windows,

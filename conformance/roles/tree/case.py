@@ -6,14 +6,12 @@ from functools import partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases import batches, dimensions, space
 from mla_conformance.cases.case import Call, given, one_of
-from mla_conformance.cases.space import Dimension, Space
 from mla_conformance.roles.decode.case import DECODE, DecodeCase
 
 TREES = ("random", "chain", "binary", "star")
-_MOST_TOKENS = 2**12
-"""Query tokens of a request, whose mask has the square of it."""
+_MOST_TOKENS = 2**12  # query tokens of a request, whose mask has the square of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +69,14 @@ _DIMENSIONS = tuple(
 )
 
 
-_TREE = Dimension(
+_TREE = space.Dimension(
     "tree",
     {tree: {"tree": tree} for tree in TREES},
     lambda case: None if case.parents else case.tree_of(case.leading[0]),
     of_request=lambda case, request: None if case.parents else case.tree_of(request),
 )
 
-TREE = Space(
+TREE = space.Space(
     role=Role.TREE,
     capability="tree_combinations",
     dimensions=(_TREE, *_DIMENSIONS),

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.roles import Role
-from mla_conformance.backends.tree import MLATreeBackend, MLATreeMetadata
+from mla_conformance.backends import roles, tree
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.operands import segments, start_loc
@@ -20,10 +19,10 @@ from mla_conformance.roles.tree.case import TreeCase
 class TreeCall(DecodeCall):
     """``run_tree_decode``; each query attends to the keys of a list."""
 
-    metadata: MLATreeMetadata
+    metadata: tree.MLATreeMetadata
 
     name, entry = "tree decode", "run_tree_decode"
-    interface: ClassVar[Any] = MLATreeBackend
+    interface: ClassVar[Any] = tree.MLATreeBackend
 
     @property
     def masks(self) -> list[torch.Tensor]:
@@ -78,7 +77,7 @@ class TreeBatch(DecodeBatch):
             for token, parent in enumerate(parents):
                 mask[token] |= mask[parent]
             masks.append(mask.to(self.device))
-        metadata = MLATreeMetadata(**vars(call.metadata), **_packed(masks))
+        metadata = tree.MLATreeMetadata(**vars(call.metadata), **_packed(masks))
         return (TreeCall(**vars(call) | {"metadata": metadata}),)
 
 
@@ -90,4 +89,4 @@ _PARENTS: Mapping[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] 
 }
 """Of query tokens by number, their parents by the name of a tree; a random one has siblings and early ends."""
 
-TREE = replace(DECODE, role=Role.TREE, batch=TreeBatch)
+TREE = replace(DECODE, role=roles.Role.TREE, batch=TreeBatch)

@@ -27,29 +27,18 @@ class IndexerForm:
 
 @dataclass(frozen=True)
 class ProofFamily:
-    """Models whose attention is one class of transformers.
+    """Models whose attention is one class of transformers."""
 
-    Attributes:
-        module: ``transformers.models.MODULE.modeling_MODULE``.
-        prefix: what its classes begin with.
-        spec: the layer as the reference describes it; its ``model`` names the models.
-        settings: of the configuration, beyond the sizes.
-        attention: what the class of the attention ends with.
-        indexer: form of its indexer; None without one, and for one that the reference has no scores of.
-        padding_mask: its attention is given which tokens are none, and masks by its indexer's choice alone.
-    """
-
-    module: str
-    prefix: str
-    spec: LayerSpec
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    attention: str = "Attention"
-    indexer: IndexerForm | None = None
-    padding_mask: bool = False
+    module: str  # ``transformers.models.MODULE.modeling_MODULE``
+    prefix: str  # what its classes begin with
+    spec: LayerSpec  # the layer as the reference describes it; its ``model`` names the models
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, beyond the sizes
+    attention: str = "Attention"  # what the class of the attention ends with
+    indexer: IndexerForm | None = None  # None without one, and for one that the reference has no scores of
+    padding_mask: bool = False  # its attention is given which tokens are none, and masks by its indexer's choice alone
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The arguments of its configuration."""
         head = self.spec.dims.head
         sizes = {
             "hidden_size": HIDDEN,
@@ -117,7 +106,6 @@ def _plain(module: str, prefix: str, model: str, base: float, interleaved: bool 
 
 
 def _rope(base: float, **options: Any) -> dict[str, Any]:
-    """RoPE as a configuration has it."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base, **options}}
 
 

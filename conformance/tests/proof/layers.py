@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mla_conformance.reference import kv_cache, mla
 from mla_conformance.reference.index_scores import index_scores
-from mla_conformance.reference.kv_cache import PagedContext, write_latents
 from mla_conformance.reference.layer import LayerSpec, latents, mla_layer, query_latent
 from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_keys, index_queries, index_weights
-from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.tests.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
@@ -42,18 +41,12 @@ _MODELS = "transformers.models."
 
 
 class Widened(TorchFunctionMode):
-    """Computes in float64 whatever asks for float32, and sees the scores that a top-k is taken of.
-
-    Attributes:
-        kept: places that stay in float32.
-        places: those that asked.
-        scores: of the last top-k, None before.
-    """
+    """Computes in float64 whatever asks for float32, and sees the scores that a top-k is taken of."""
 
     def __init__(self, kept: Collection[str] = ()) -> None:
         super().__init__()
-        self.kept, self.places = kept, set[str]()
-        self.scores: Tensor | None = None
+        self.kept, self.places = kept, set[str]()  # places that stay in float32, and those that asked
+        self.scores: Tensor | None = None  # of the last top-k
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,7 +92,6 @@ def run_layer(family: ProofFamily, hidden: Tensor, *, first: int = 0, kept: Coll
 
 
 def _layer(family: ProofFamily, modules: ModuleType) -> tuple[Any, Any]:
-    """The module with drawn weights, and its configuration."""
     config = getattr(modules, f"{family.prefix}Config")(**family.configuration, attn_implementation="eager")
     layer = getattr(modules, family.prefix + family.attention)(config, layer_idx=0).to(torch.float64).eval()
     draw_weights(layer)
@@ -158,22 +150,17 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _asks_for_float32(function: Any, args: Any, kwargs: Any) -> bool:
-    """By name, or by a quotient of integers."""
     if function in _QUOTIENTS:
         return not any(isinstance(x, Tensor) and x.is_floating_point() for x in args)
     return function is Tensor.float or any(x is torch.float32 for x in (*args, *kwargs.values()))
 
 
 def _widened(function: Any, args: Any, kwargs: Any) -> Any:
-    """The call in float64."""
     if function in _QUOTIENTS:
         return function(*(x.double() if isinstance(x, Tensor) else x for x in args), **kwargs)
-    args, kwargs = [_wide(value) for value in args], {name: _wide(value) for name, value in kwargs.items()}
+    args = [torch.float64 if x is torch.float32 else x for x in args]
+    kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
     return (Tensor.double if function is Tensor.float else function)(*args, **kwargs)
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 _BLOCKS = torch.tensor([[5, 0, 3, 6, 1, 4]])
@@ -191,7 +178,7 @@ class GoldenLayer:
     hidden: Tensor
     first: int
 
-    def output(self, start: int, end: int, selected: Tensor | None, path: Path) -> Tensor:
+    def output(self, start: int, end: int, selected: Tensor | None, path: mla.Path) -> Tensor:
         """[T, H] of tokens start … end - 1, those before them cached."""
         spec, weights = self.family.spec, golden_weights(self.theirs, self.family.spec)
         return mla_layer(
@@ -222,13 +209,13 @@ class GoldenLayer:
     def _positions(self) -> Tensor:
         return self.first + torch.arange(len(self.hidden))
 
-    def _context(self, weights: MLAWeights, tokens: int) -> PagedContext:
+    def _context(self, weights: MLAWeights, tokens: int) -> kv_cache.PagedContext:
         """The first tokens in pages; what no token wrote is NaN."""
         kv_c, k_pe = latents(self.hidden[:tokens], self._positions[:tokens], weights, self.family.spec)
         cache = torch.full((_BLOCKS.numel() + 1, _PAGE, kv_c.shape[1] + k_pe.shape[1]), torch.nan, dtype=torch.float64)
         token = torch.arange(tokens)
-        write_latents(cache, kv_c, k_pe, _BLOCKS[0][token // _PAGE] * _PAGE + token % _PAGE)
-        return PagedContext(cache, _BLOCKS, (tokens,), _WORKSPACE)
+        kv_cache.write_latents(cache, kv_c, k_pe, _BLOCKS[0][token // _PAGE] * _PAGE + token % _PAGE)
+        return kv_cache.PagedContext(cache, _BLOCKS, (tokens,), _WORKSPACE)
 
 
 def golden_weights(theirs: Mapping[str, Tensor], spec: LayerSpec) -> MLAWeights:
@@ -257,7 +244,6 @@ def golden_weights(theirs: Mapping[str, Tensor], spec: LayerSpec) -> MLAWeights:
 
 
 def golden_index_weights(theirs: Mapping[str, Tensor]) -> IndexerWeights:
-    """Their indexer's weights as the reference has them."""
     return IndexerWeights(
         wq_b=theirs["indexer.wq_b.weight"].mT.unflatten(1, (INDEX_HEADS, INDEX_WIDTH)),
         wk=theirs["indexer.wk.weight"].mT,
