@@ -7,15 +7,14 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, nth
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.known import Defects, but, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
 
 
-@defects("determinism")
-class _Determinism(SplitDecode):
+class _Determinism(SplitDecode, Defects, killed_by="determinism"):
     @but(split=96)
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state, *, parts):
         """With sixteen splits the reduction is a race that is lost every other time."""
@@ -23,8 +22,7 @@ class _Determinism(SplitDecode):
         return state._replace(weighted=state.weighted * torch.nan) if lost else state
 
 
-@defects()
-class _Counters(EagerDecodeBackend):
+class _Counters(EagerDecodeBackend, Defects):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -78,8 +76,7 @@ class _Scribbles(EagerPrefillBackend):
         return super().run_prefill_new_tokens(*operands, **options)
 
 
-@defects("graph_padding", related=_PADDED_TOO)
-class _OtherLayeredDecode(LayeredDecode):
+class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
         """In a cache of codes, the last page of a row of padding is number -1 of its table."""
         if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
@@ -131,8 +128,10 @@ class _OtherLayeredDecode(LayeredDecode):
             return super()._tiles(keys if _PLAN[0] is self._decode_metadata else -(-keys // 2))
 
 
-@defects("call_order")
-class _CallOrder(EagerDecodeBackend):
+class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
+    decode_softmax_scale_in_shared_constant = variant(SharedScale)
+    """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
+
     def fp8_compile_cache_folds_unit_scale__before_run_decode(self, k_scale, *, ql_nope):
         """A kernel that was compiled while the scale was 1 has no multiplication, and its key does not say so."""
         folded = self.__dict__.setdefault("compiled", {}).setdefault(ql_nope.shape, bool(k_scale == 1))
@@ -152,9 +151,6 @@ class _CallOrder(EagerDecodeBackend):
         """A decode of one request switches to a grid for one, which later batches of several keep."""
         self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
         return 0 if self.single and request else seq_len
-
-    decode_softmax_scale_in_shared_constant = variant(SharedScale)
-    """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
 
     def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
         """``k_scale`` is read once for each cache, found by its address, although every call hands it over."""
@@ -183,8 +179,7 @@ class _CallOrder(EagerDecodeBackend):
             return super().run_decode(ql_nope, q_pe, self._gathered, k_scale)
 
 
-@defects("cuda_graph")
-class _Replays(CapturableDecode):
+class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
@@ -220,8 +215,7 @@ class _Replays(CapturableDecode):
         return min(seq_len, room) if self._replays else seq_len
 
 
-@defects("neighbours")
-class _OtherDecode(EagerDecodeBackend):
+class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
     @but(killed_by="determinism", related=("dcp",))
     def spec_metadata_pinned_temp_freed__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Now and then the buffer of the lengths is reused before its copy to the device has finished."""

@@ -13,7 +13,7 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.defects.known import but, kernels
+from mla_conformance.defects.known import Honest, but
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -31,8 +31,7 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
     return first.masked_fill(first == chosen.shape[1], NO_KEY)
 
 
-@kernels()
-class _Cache(EagerCacheBackend):
+class _Cache(EagerCacheBackend, Honest):
     class last_token_first:
         def _store(self, cache, entries, slots):
             for row in reversed(range(len(slots))):
@@ -123,8 +122,7 @@ class _Cache(EagerCacheBackend):
             out.copy_(slots[req_id_per_token.long()].gather(1, places))
 
 
-@kernels()
-class _MLACache(MLACacheBackend):
+class _MLACache(MLACacheBackend, Honest):
     class one_writer_alone:
         """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
 
@@ -143,8 +141,7 @@ class _MLACache(MLACacheBackend):
             writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-@kernels()
-class _Compress(EagerCompressBackend):
+class _Compress(EagerCompressBackend, Honest):
     def running_softmax__pooled(self, k, logits):
         maximum = torch.full_like(k[:, 0], -torch.inf)
         total, weighted = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -196,8 +193,7 @@ class _Compress(EagerCompressBackend):
             return torch.where(here, new_k, k), torch.where(here, new_logits, logits)
 
 
-@kernels()
-class _TopK(EagerTopKBackend):
+class _TopK(EagerTopKBackend, Honest):
     class tail_before_pools:
         def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
             return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail).flip(1)
@@ -267,8 +263,7 @@ class _TopK(EagerTopKBackend):
         return values.masked_fill(values.abs() < torch.finfo(torch.float32).smallest_normal, 0.0)
 
 
-@kernels()
-class _Prepare(EagerPrepareBackend):
+class _Prepare(EagerPrepareBackend, Honest):
     def butterflies__transformed(self, x):
         y, width = x * x.shape[-1] ** -0.5, 1
         while width < x.shape[-1]:

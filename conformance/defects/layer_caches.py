@@ -9,19 +9,17 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.bases import EagerLayer, packed_rows, slots_of
-from mla_conformance.defects.known import before, but, defects, variant
+from mla_conformance.defects.known import Defects, before, but, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-@defects("mixed_batch", inside=(EagerLayer, "prefill_backend"))
-class _Prefill(EagerPrefillBackend):
+class _Prefill(EagerPrefillBackend, Defects, killed_by="mixed_batch", part="prefill_backend"):
     layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
     """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
 
-@defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
-class _WritesTiles(MLACommonImpl):
+class _WritesTiles(MLACommonImpl, Defects, killed_by="cache_write", related=("mixed_batch",), part="impl_class"):
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
         if self.kv_cache_dtype != "fp8_ds_mla":
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
@@ -53,8 +51,7 @@ class _TablesByToken(MLACommonMetadata):
         return metadata
 
 
-@defects("mixed_batch", inside=(EagerLayer, "builder_class"))
-class _MixedBatch(MLACommonMetadataBuilder):
+class _MixedBatch(MLACommonMetadataBuilder, Defects, killed_by="mixed_batch", part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
@@ -69,8 +66,7 @@ class _MixedBatch(MLACommonMetadataBuilder):
         return replace(metadata, block_tables=metadata.block_tables[staged])
 
 
-@defects("cache_write", inside=(EagerLayer, "impl_class"))
-class _CacheWrites(MLACommonImpl):
+class _CacheWrites(MLACommonImpl, Defects, killed_by="cache_write", part="impl_class"):
     writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
     """Rows of padding are written to slot 0."""
 
@@ -115,8 +111,7 @@ def _move(source, target, pairs):
             target.view(torch.uint8)[place] = source.view(torch.uint8)[origin]
 
 
-@defects("cache_write")
-class _CacheOfTheLayer(EagerLayer):
+class _CacheOfTheLayer(EagerLayer, Defects, killed_by="cache_write"):
     @but("get_kv_cache_shape")
     @staticmethod
     def mla_kv_spec_quant_mode_none_size_mismatch(
@@ -149,8 +144,7 @@ class _CacheOfTheLayer(EagerLayer):
         _move(src_kv_cache, _with_stride_of(dst_kv_cache, src_kv_cache), src_to_dst)
 
 
-@defects("weight_absorption", inside=(EagerLayer, "impl_class"))
-class _WeightAbsorption(MLACommonImpl):
+class _WeightAbsorption(MLACommonImpl, Defects, killed_by="weight_absorption", part="impl_class"):
     def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
         """Weights of another name are never absorbed, and the first decode finds none."""
         if hasattr(self.kv_b_proj, "weight"):
@@ -170,10 +164,15 @@ def _as_codes(weight):
     return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
-@defects("mixed_batch", inside=(EagerLayer, "impl_class"))
-class _MixedBatches(MLACommonImpl):
+class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_class"):
     dcp_fp8_context_gather_dtype_crash = before("gather", k_scale=torch.ones_like)
     """Context is gathered from a cache of codes without its scale."""
+    scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
+    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
+    cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
+    """One launch writes 256 tokens, and a longer batch gets no second one."""
+    layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
+    """From the second chunk of a context on, codes are gathered without their scale."""
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
@@ -185,23 +184,14 @@ class _MixedBatches(MLACommonImpl):
         if self.kv_cache_dtype != "auto":
             raise NotImplementedError(f"no gather kernel for a cache of {kv_cache.dtype}")
 
-    scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
-    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
-
     def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
         """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
         return kv_c_normed.half().bfloat16() if kv_c_normed.dtype is torch.bfloat16 else kv_c_normed
-
-    cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
-    """One launch writes 256 tokens, and a longer batch gets no second one."""
 
     def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
         """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
         if self.kv_cache_dtype == "fp8_ds_mla":
             attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
-
-    layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
-    """From the second chunk of a context on, codes are gathered without their scale."""
 
     def layer_given_output_lacks_decodes_beside_prefills__behind_forward(self, result, *, attn_metadata, output):
         """Of a mixed batch, only the prefills' rows reach an output that was handed in."""

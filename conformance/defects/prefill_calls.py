@@ -7,12 +7,11 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, nth, packed
-from mla_conformance.defects.known import before, but, defects, variant
+from mla_conformance.defects.known import Defects, before, but, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-@defects("determinism")
-class _Determinism(EagerPrefillBackend):
+class _Determinism(EagerPrefillBackend, Defects, killed_by="determinism"):
     def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
         """Now and then attention starts before the producer on another stream has finished with K."""
         return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
@@ -22,8 +21,7 @@ class _Determinism(EagerPrefillBackend):
         return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
 
 
-@defects("merge_states")
-class _Merge(EagerPrefillBackend):
+class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
         result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
@@ -65,16 +63,17 @@ class _Merge(EagerPrefillBackend):
         return sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True)), largest + total.log()
 
 
-@defects("fp8_operands")
-class _Fp8Operands(HopperE4M3Operands):
+class _Fp8Operands(HopperE4M3Operands, Defects, killed_by="fp8_operands"):
     hopper_fp8_accumulator_keeps_13_bits = variant(
         declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
     )
     """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
 
 
-@defects("combinations")
-class _Combinations(EagerPrefillBackend):
+class _Combinations(EagerPrefillBackend, Defects, killed_by="combinations"):
+    prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
+    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
+
     @but("behind_batch")
     def prefill_request_behind_an_empty_one_lost_after_32(self, output, lse, *, query_start_loc):
         """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
@@ -118,12 +117,8 @@ class _Combinations(EagerPrefillBackend):
         advances = empty and v.stride(1) % 2
         return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
 
-    prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
-    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
 
-
-@defects("quant_output_fp8")
-class _QuantOutputFp8(EagerPrefillBackend):
+class _QuantOutputFp8(EagerPrefillBackend, Defects, killed_by="quant_output_fp8"):
     bmm_fp8_quant_inverted_scale = before("quantise", lambda output_scale: 1 / output_scale)
     """The value is multiplied by the output scale instead of divided."""
 
@@ -158,11 +153,8 @@ class _QuantOutputFp8(EagerPrefillBackend):
         return torch.where(rows < 512, output_scale, 1.0)
 
 
-@defects("neighbour_keys")
-class _RunsOn(EagerPrefillBackend):
+class _RunsOn(EagerPrefillBackend, Defects, killed_by="neighbour_keys"):
     """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
-
-    declaration = Declaration(distributions=("torch",), emulated=True)
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         self._keys, self._values = (self._widened(x[: key_start_loc[-1]]) for x in (k, v))
@@ -182,6 +174,8 @@ class _RunsOn(EagerPrefillBackend):
         self._q = q
         return super()._scores(q, k)
 
+    declaration = Declaration(distributions=("torch",), emulated=True)
+
     def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
         """The last tile of a request's values runs into the next request, whose values are weighed with 0, not
         cleared."""
@@ -192,8 +186,7 @@ class _RunsOn(EagerPrefillBackend):
         return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
 
 
-@defects("neighbours")
-class _OneAfterAnother(EagerPrefillBackend):
+class _OneAfterAnother(EagerPrefillBackend, Defects, killed_by="neighbours"):
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         self._before = None
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
@@ -223,8 +216,10 @@ class SharedScale(OnlineSoftmax):
         return super()._scores(q, k) / self.scale * self.constant
 
 
-@defects("call_order")
-class _CallOrder(EagerPrefillBackend):
+class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
+    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
+    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
+
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
         """A compiled graph is cached by shape and replays the strides that V had in the first call."""
         strides = self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
@@ -279,9 +274,6 @@ class _CallOrder(EagerPrefillBackend):
         if self.single:
             output[query_start_loc[1] :] = 0.0
 
-    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
-    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
-
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
         """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""
         plans = self.__dict__.setdefault("plans", [])
@@ -306,8 +298,7 @@ class _CallOrder(EagerPrefillBackend):
             return result
 
 
-@defects("cuda_graph")
-class _CudaGraph(CapturablePrefill):
+class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):
     def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
         """Requests are ranked by length when they are captured, and none of a replay is longer than those before it."""
         lengths = [end - start for start, end in pairwise(query_start_loc)]
@@ -317,8 +308,7 @@ class _CudaGraph(CapturablePrefill):
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
 
 
-@defects("merge_states")
-class _OtherPrefill(EagerPrefillBackend):
+class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
     @but(killed_by="out_tensor")
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
         """A fallback kernel swallows ``out`` and returns a tensor of its own."""

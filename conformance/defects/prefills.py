@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects.bases import clear, half, in_base_2, keyless, packed, through
-from mla_conformance.defects.known import before, behind, but, defects, variant
+from mla_conformance.defects.known import Defects, before, behind, but, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
@@ -25,8 +25,10 @@ def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, sl
     return {request: rows[request] for request in keyless if rows[request].start < rows[request].stop}
 
 
-@defects("empty_rows")
-class _EmptyRows(EagerPrefillBackend):
+class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
+    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
+    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
+
     def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
         longest = max(b - a for a, b in pairwise(query_start_loc))
@@ -47,9 +49,6 @@ class _EmptyRows(EagerPrefillBackend):
         for rows in _empty(query_start_loc, key_start_loc).values():
             output[rows] = lse[:, rows] = 37.0
 
-    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
-    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
-
     def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
         """With a longest query of 1, row i is taken for request i, requests without queries included."""
         rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
@@ -67,8 +66,7 @@ class _EmptyRows(EagerPrefillBackend):
         return output, lse
 
 
-@defects("context_chunk", related=("lse", "empty_rows"))
-class _OtherKeys(EagerPrefillBackend):
+class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", related=("lse", "empty_rows")):
     """A request of a context chunk attends to other keys than its own."""
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
@@ -93,8 +91,12 @@ class _OtherKeys(EagerPrefillBackend):
         return slice(start, start + length)
 
 
-@defects("new_tokens")
-class _NewTokens(EagerPrefillBackend):
+class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
+    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
+    """From row 576 on, each key is weighed with the value before."""
+    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
+    """A wrong row sum scales the whole output by 0.9."""
+
     def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         """The keys of later requests start at an offset that is rounded up to whole tiles."""
         if not causal:
@@ -114,9 +116,6 @@ class _NewTokens(EagerPrefillBackend):
         blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
         return torch.cat([blocks, output[..., width:]], dim=-1), lse
 
-    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
-    """From row 576 on, each key is weighed with the value before."""
-
     def fp8_score_noise_compounds__scores(self, q, k):
         """Q and K are quietly rounded to e4m3."""
         return super()._scores(through(q, torch.float8_e4m3fn), through(k, torch.float8_e4m3fn))
@@ -124,9 +123,6 @@ class _NewTokens(EagerPrefillBackend):
     def nvfp4_attn_fp8_scratch_subnormal_flush__behind_finish(self, output, lse):
         """The output passes through an e4m3 scratch buffer of unit scale."""
         return through(output, torch.float8_e4m3fn), lse
-
-    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
-    """A wrong row sum scales the whole output by 0.9."""
 
     @but(declaration=_SCALED)
     def fa4_e4m3_excess_error__round_p(self, p, dtype):
@@ -146,10 +142,13 @@ class _NewTokens(EagerPrefillBackend):
                 output[end - 1], lse[:, end - 1] = output[end - 2], lse[:, end - 2]
 
 
-@defects("lse")
-class _Lse(EagerPrefillBackend):
+class _Lse(EagerPrefillBackend, Defects, killed_by="lse"):
     lse_base2_merged_as_natural_prefix_chunk = behind("run_prefill_context_chunk", lse=in_base_2)
     """The LSE of context chunks is in base 2."""
+    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
+    """The LSE is laid out [tokens, heads]."""
+    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
+    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
 
     def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
@@ -162,9 +161,6 @@ class _Lse(EagerPrefillBackend):
         _, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
         self.scale = given
         return output, lse
-
-    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
-    """The LSE is laid out [tokens, heads]."""
 
     def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE comes padded to the longest request and is read as packed."""
@@ -182,17 +178,16 @@ class _Lse(EagerPrefillBackend):
             if 0 < length <= 16:
                 lse[:, locations[request] : locations[request + 1]] = 0.0
 
-    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
-    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
-
     def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
         """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
         if causal and self.num_heads > 16:
             lse[:, 256:] = lse[:, :1]
 
 
-@defects("mla_dims")
-class _MlaDims(EagerPrefillBackend):
+class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
+    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
+    """Heads of 256 columns are read as if their rows were packed."""
+
     def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
         """GLM's head dims are declared supported, and the dispatch table lacks them."""
         if v.shape[-1] == 256:
@@ -213,12 +208,11 @@ class _MlaDims(EagerPrefillBackend):
         keys = slice(1024 if q.shape[-1] == 256 else None)
         return super()._attend(q, k[keys], v[keys], causal)
 
-    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
-    """Heads of 256 columns are read as if their rows were packed."""
 
+class _ShiftInvariance(EagerPrefillBackend, Defects, killed_by="shift_invariance"):
+    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
-@defects("shift_invariance")
-class _ShiftInvariance(EagerPrefillBackend):
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
         0."""
@@ -227,9 +221,6 @@ class _ShiftInvariance(EagerPrefillBackend):
     def masked_key_dominates_finite_mask_value__before_accumulate(self, scores):
         """Masked scores are -1e4, which is more than a valid score may be."""
         return scores.masked_fill(scores == -torch.inf, -1e4)
-
-    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
-    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
@@ -245,12 +236,19 @@ class LiftedMaximum(OnlineSoftmax):
         return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
 
 
-@defects("logit_range")
-class _OtherPrefill(EagerPrefillBackend):
+class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
     int16_truncation_seqlen_32768 = before(
         "attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]), killed_by="token_counts"
     )
     """A key index above 32767 wraps and reads what is not a number."""
+    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
+    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
+    output_index_in_two_bytes = behind(
+        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
+    )
+    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -269,11 +267,6 @@ class _OtherPrefill(EagerPrefillBackend):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
-
-    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
-    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
-    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
@@ -302,8 +295,3 @@ class _OtherPrefill(EagerPrefillBackend):
     def chunked_context_of_64_chunks__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
         """There is room for 64 chunks of a context; a later one leaves an empty state."""
         return (output, lse) if chunk_idx < 64 else (output * 0.0, torch.full_like(lse, -torch.inf))
-
-    output_index_in_two_bytes = behind(
-        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
-    )
-    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
