@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -129,6 +129,9 @@ def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
+in_e4m3, in_e5m2 = partial(through, dtype=torch.float8_e4m3fn), partial(through, dtype=torch.float8_e5m2)
+
+
 def rough_exp(x: torch.Tensor) -> torch.Tensor:
     """An exponential with relative errors up to 1e-4."""
     return x.exp() * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
@@ -155,6 +158,16 @@ def keyless(lse: torch.Tensor) -> torch.Tensor:
 
 def nan_without_keys(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return output.masked_fill(keyless(lse), torch.nan), lse
+
+
+def without_keys(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows without keys have in place of these results."""
+    return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+
+
+def all_or_nothing(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows are without keys where a number of any is not finite."""
+    return (output, lse) if output.isfinite().all() else without_keys(output, lse)
 
 
 def in_base_2(lse: torch.Tensor) -> torch.Tensor:
@@ -239,7 +252,7 @@ class SplitDecode(LayeredDecode):
     split = 256  # keys
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        ends = [*self._starts(seq_len), seq_len]
+        ends = [*range(0, seq_len, self._share(seq_len)), seq_len]
         spans = list(map(slice, ends, ends[1:]))
         parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
         return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
@@ -247,9 +260,6 @@ class SplitDecode(LayeredDecode):
     def _within(self, span: slice) -> Iterator[slice]:
         for start in range(span.start, span.stop, self.key_tile):
             yield slice(start, min(start + self.key_tile, span.stop))
-
-    def _starts(self, seq_len: int) -> Iterable[int]:
-        return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
         return self.split

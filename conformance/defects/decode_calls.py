@@ -6,8 +6,8 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, nth
-from mla_conformance.defects.known import Defects, but, variant
+from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, nth
+from mla_conformance.defects.known import Defects, behind, but, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
@@ -216,6 +216,9 @@ class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
 
 
 class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
+    decode_nan_guard_over_the_batch = behind("run_decode", all_or_nothing)
+    """Where any row of a decode is not finite, the whole batch is taken for one of padding."""
+
     @but(killed_by="determinism", related=("dcp",))
     def spec_metadata_pinned_temp_freed__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
@@ -243,12 +246,6 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
         first = slice(0, min(-seq_len % self.key_tile, int(lengths[following])))
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
         return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
-
-    def decode_nan_guard_over_the_batch__behind_run_decode(self, output, lse):
-        """Where any row of a decode is not finite, the whole batch is taken for one of padding."""
-        if output.isfinite().all():
-            return output, lse
-        return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
 
     class decode_maximum_over_the_batch:
         """Scores are checked against the largest of all requests so far, and one that is not below it ends the

@@ -195,7 +195,7 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
             about |= step() if isinstance(step, partial) else {}
             step, site, when, part = (about.pop(each) for each in ("step", "site", "when", "part"))
             attributes = {each: about.pop(each) for each in set(about) - set(said)}
-            attributes |= {"__module__": group.__module__, "__doc__": step.__doc__ or _written(group).get(key)}
+            attributes |= {"__module__": group.__module__, "__doc__": _written(group).get(key) or step.__doc__}
             made = _emulation(group, name(kernel), step, site, when, part, attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about

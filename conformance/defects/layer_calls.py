@@ -9,7 +9,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.defects.bases import mixed_entries, packed, several
+from mla_conformance.defects.bases import mixed_entries, packed, several, without_keys
 from mla_conformance.defects.known import Defects, before, but
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
@@ -47,8 +47,7 @@ class _KnowsTokens(MLACommonImpl, Defects, part="impl_class"):
     @but(killed_by="layer_dcp")
     def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
         """With several query tokens, what ranks behind the eighth hold is left out."""
-        lost = self._several and self.dcp_rank >= 8
-        return (torch.zeros_like(output), torch.full_like(lse, -torch.inf)) if lost else None
+        return without_keys(output, lse) if self._several and self.dcp_rank >= 8 else None
 
 
 class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_class"):

@@ -6,8 +6,8 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, nth, packed
-from mla_conformance.defects.known import Defects, before, but, variant
+from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, all_or_nothing, nth, packed
+from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -309,6 +309,9 @@ class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):
 
 
 class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
+    prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing, killed_by="neighbours")
+    """Where any row of the batch is not finite, all rows are taken for rows without keys."""
+
     @but(killed_by="out_tensor")
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
         """A fallback kernel swallows ``out`` and returns a tensor of its own."""
@@ -359,13 +362,6 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
 
         def _scores(self, q, k):
             return super()._scores(q.float() / self._range, k) * self._range
-
-    @but(killed_by="neighbours")
-    def prefill_nan_guard_over_the_batch__behind_batch(self, output, lse):
-        """Where any row of the batch is not finite, all rows are taken for rows without keys."""
-        if output.isfinite().all():
-            return output, lse
-        return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
 
     @but(killed_by="request_order")
     def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc, *, causal):

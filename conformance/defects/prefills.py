@@ -7,8 +7,17 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import clear, half, in_base_2, keyless, packed, through
-from mla_conformance.defects.known import Defects, before, behind, but, variant
+from mla_conformance.defects.bases import (
+    clear,
+    half,
+    in_base_2,
+    in_e4m3,
+    in_e5m2,
+    nan_without_keys,
+    packed,
+    without_keys,
+)
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
@@ -28,6 +37,8 @@ def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, sl
 class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
     paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
     """Infinity is 5e4: a row without keys has an LSE of -5e4."""
+    fa4_zero_len_k_hang_nan = behind("finish", nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256)
+    """A row without keys is 0 / 0 where V has 256 columns."""
 
     def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
@@ -54,16 +65,9 @@ class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
         rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
         return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
 
-    def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
-        """A row without keys is 0 / 0 where V has 256 columns."""
-        empty = keyless(lse) & (output.shape[-1] == 256)
-        return output.masked_fill(empty, torch.nan), lse
-
     def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A threshold divided by a length of 0 skips every tile of the whole batch."""
-        if _empty(query_start_loc, key_start_loc):
-            output, lse = torch.zeros_like(output), torch.full_like(lse, -torch.inf)
-        return output, lse
+        return without_keys(output, lse) if _empty(query_start_loc, key_start_loc) else None
 
 
 class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", related=("lse", "empty_rows")):
@@ -96,6 +100,12 @@ class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
     """From row 576 on, each key is weighed with the value before."""
     sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
     """A wrong row sum scales the whole output by 0.9."""
+    nvfp4_attn_fp8_scratch_subnormal_flush = behind("finish", output=in_e4m3)
+    """The output passes through an e4m3 scratch buffer of unit scale."""
+    fp8_score_noise_compounds = before("scores", q=in_e4m3, k=in_e4m3)
+    """Q and K are quietly rounded to e4m3."""
+    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: in_e5m2(p), declaration=_SCALED)
+    """P is rounded to e5m2 where e4m3 is declared."""
 
     def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         """The keys of later requests start at an offset that is rounded up to whole tiles."""
@@ -115,19 +125,6 @@ class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
             return output.roll(1, -1), lse
         blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
         return torch.cat([blocks, output[..., width:]], dim=-1), lse
-
-    def fp8_score_noise_compounds__scores(self, q, k):
-        """Q and K are quietly rounded to e4m3."""
-        return super()._scores(through(q, torch.float8_e4m3fn), through(k, torch.float8_e4m3fn))
-
-    def nvfp4_attn_fp8_scratch_subnormal_flush__behind_finish(self, output, lse):
-        """The output passes through an e4m3 scratch buffer of unit scale."""
-        return through(output, torch.float8_e4m3fn), lse
-
-    @but(declaration=_SCALED)
-    def fa4_e4m3_excess_error__round_p(self, p, dtype):
-        """P is rounded to e5m2 where e4m3 is declared."""
-        return through(p, torch.float8_e5m2)
 
     def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
         """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
@@ -249,6 +246,10 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
         "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
     )
     """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
+    chunked_context_of_64_chunks = behind(
+        "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64, killed_by="model_shapes"
+    )
+    """There is room for 64 chunks of a context; a later one leaves an empty state."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -271,7 +272,7 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
         """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
-        return through(p, torch.float8_e4m3fn)
+        return in_e4m3(p)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     class fp8_lazy_rescale_p_saturation:
@@ -283,15 +284,10 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
             return torch.where(lags, state.maximum, largest)
 
         def _round_p(self, p, dtype):
-            return through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
+            return in_e4m3((p * 256).clamp(max=448)) / 256
 
     @but(killed_by="head_counts")
     def missing_template_instantiation__before_batch(self):
         """One number of heads has no template instance."""
         if self.num_heads == 20:
             raise RuntimeError("no template instance for 20 heads")
-
-    @but(killed_by="model_shapes")
-    def chunked_context_of_64_chunks__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
-        """There is room for 64 chunks of a context; a later one leaves an empty state."""
-        return (output, lse) if chunk_idx < 64 else (output * 0.0, torch.full_like(lse, -torch.inf))
