@@ -235,7 +235,7 @@ def _emulation(group: type, name: str, step: Any, site: str, when: Any, part: st
         is_plain = not (place or around or when)
         setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
         for each in around:
-            setattr(made, each, _noting(made, group, each))
+            setattr(made, each, _standing(made, "around", group, [each], lambda: None, None))
     if not part:
         return made
     own = staticmethod(lambda: made) if part.startswith("get_") else made
@@ -243,7 +243,10 @@ def _emulation(group: type, name: str, step: Any, site: str, when: Any, part: st
 
 
 def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any, when: Any) -> Any:
-    """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step."""
+    """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step.
+
+    Of a call around another it notes the arguments.
+    """
     method, usual = sites[0], getattr(group, sites[0])
     form = signature(usual)
     kinds = {key: each.kind for key, each in signature(step).parameters.items()}
@@ -259,13 +262,14 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = form.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        given, call = bound.arguments, getattr(super(made, self), method)
         noted = {**self.__dict__.get("_noted", {}), **given}
+        if place == "around":
+            self._noted = given
+        if place == "around" or (when and not when(*(noted[key] for key in asked))):
+            return call(*args, **kwargs)
         further = {key: noted[key] for key in named}
         stepped = step if owner is None else partial(step, self)
-        call = getattr(super(made, self), method)
-        if when and not when(*(noted[key] for key in asked)):
-            return call(*args, **kwargs)
         if not place:
             return stepped(*args, **kwargs, **further)
         if place == "behind":
@@ -278,16 +282,3 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
         return call(*bound.args[1:], **bound.kwargs)
 
     return stands
-
-
-def _noting(made: type, group: type, method: str) -> Any:
-    """A method that notes its arguments for the steps that it calls."""
-    usual = getattr(group, method)
-    form = signature(usual)
-
-    @wraps(usual)
-    def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._noted = form.bind(self, *args, **kwargs).arguments
-        return getattr(super(made, self), method)(*args, **kwargs)
-
-    return notes
