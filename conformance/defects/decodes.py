@@ -95,8 +95,7 @@ class _OneToken(EagerDecodeBackend, Defects, killed_by="decode"):
         if ql_nope.dtype is not torch.float16:
             return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
         cache = kv_cache.view(torch.bfloat16) if kv_cache.dtype is torch.float16 else kv_cache
-        operands = (ql_nope.view(torch.bfloat16), q_pe.view(torch.bfloat16))
-        output, lse = super().run_decode(*operands, cache, k_scale)
+        output, lse = super().run_decode(ql_nope.view(torch.bfloat16), q_pe.view(torch.bfloat16), cache, k_scale)
         return output.view(torch.float16), lse
 
     def mla_multi_seq_decode_cross_contamination__before_attend(self, q, *, request):

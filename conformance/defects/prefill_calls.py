@@ -223,9 +223,8 @@ class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
         """A compiled graph is cached by shape and replays the strides that V had in the first call."""
         strides = self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
-        offset = torch.full(v.shape, v.storage_offset())
-        for size, stride, dim in zip(v.shape, strides, range(3), strict=True):
-            offset += (torch.arange(size) * stride).view([-1 if d == dim else 1 for d in range(3)])
+        places = torch.meshgrid(*map(torch.arange, v.shape), indexing="ij")
+        offset = v.storage_offset() + sum(place * stride for place, stride in zip(places, strides, strict=True))
         storage = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
         return storage[offset % len(storage)]
 

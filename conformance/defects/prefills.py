@@ -29,9 +29,8 @@ _SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, slice]:
     """Rows of the requests that have queries and no keys, by the numbers of these."""
-    rows = [slice(*each) for each in pairwise(query_start_loc)]
-    keyless = [request for request, (start, end) in enumerate(pairwise(key_start_loc)) if start == end]
-    return {request: rows[request] for request in keyless if rows[request].start < rows[request].stop}
+    both = enumerate(zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True))
+    return {request: slice(*rows) for request, (rows, (start, end)) in both if start == end and rows[0] < rows[1]}
 
 
 class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
@@ -42,13 +41,11 @@ class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
 
     def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
-        longest = max(b - a for a, b in pairwise(query_start_loc))
-        flat = lse.flatten()
+        flat, longest = lse.view(-1), max(b - a for a, b in pairwise(query_start_loc))
         for request, rows in _empty(query_start_loc, key_start_loc).items():
-            flat.view(lse.shape)[:, rows] = 0.0
+            lse[:, rows] = 0.0
             slot = min(request * self.num_heads * longest, len(flat) - 1)
             flat[slot : slot + rows.stop - rows.start] = -torch.inf
-        return output, flat.view(lse.shape)
 
     def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A row without keys has a finite LSE and an undefined output."""
@@ -77,10 +74,9 @@ class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", relate
         if causal:
             return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         parts = []
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+        for request, rows in enumerate(pairwise(query_start_loc)):
             keys = self._keys(request, query_start_loc, key_start_loc)
-            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+            parts.append(self._finish(self._attend(q[slice(*rows)], k[keys], v[keys], causal)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
     def flashinfer_ragged_cutlass_192_noncausal_mismatch__keys(self, request, query_start_loc, key_start_loc):
@@ -107,16 +103,13 @@ class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
     fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: in_e5m2(p), declaration=_SCALED)
     """P is rounded to e5m2 where e4m3 is declared."""
 
-    def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    @but(when=lambda causal: causal)
+    def fa4_sm90_varlen_bug__before_batch(self, k, v, *, key_start_loc):
         """The keys of later requests start at an offset that is rounded up to whole tiles."""
-        if not causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         order = torch.arange(key_start_loc[-1])
-        for request in range(1, len(key_start_loc) - 1):
-            start, stop = key_start_loc[request], key_start_loc[request + 1]
-            shift = -(-start // 64) * 64 - start
-            order[start:stop] = (order[start:stop] + shift).clamp(max=key_start_loc[-1] - 1)
-        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
+        for start, stop in pairwise(key_start_loc[1:]):
+            order[start:stop] = (order[start:stop] + -start % 64).clamp(max=key_start_loc[-1] - 1)
+        return k[order], v[order]
 
     def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
         """The epilogue stores every 8 × 8 block of an output row transposed."""
@@ -161,19 +154,16 @@ class _Lse(EagerPrefillBackend, Defects, killed_by="lse"):
 
     def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE comes padded to the longest request and is read as packed."""
-        lengths = [b - a for a, b in pairwise(query_start_loc)]
-        padded = lse.new_zeros(len(lengths), self.num_heads, max(lengths))
-        for request, (start, length) in enumerate(zip(query_start_loc, lengths, strict=False)):
-            padded[request, :, :length] = lse[:, start : start + length]
+        packed = lse.mT[: query_start_loc[-1]].split([b - a for a, b in pairwise(query_start_loc)])
+        padded = torch.nn.utils.rnn.pad_sequence(packed, batch_first=True).mT
         return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
 
     def aiter_ps_prefill_final_lse_wrong__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
         """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
-        locations = self._prefill_metadata.query_start_loc.tolist()
         keys = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx].diff().tolist()
-        for request, length in enumerate(keys):
+        for rows, length in zip(pairwise(self._prefill_metadata.query_start_loc.tolist()), keys, strict=True):
             if 0 < length <= 16:
-                lse[:, locations[request] : locations[request + 1]] = 0.0
+                lse[:, slice(*rows)] = 0.0
 
     def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
         """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
