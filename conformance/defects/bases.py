@@ -334,3 +334,9 @@ def through_e8m0(rows: torch.Tensor) -> torch.Tensor:
     scales = rows[..., V32_SCALES].contiguous().view(torch.float32)
     rounded[..., V32_SCALES] = scales.log2().round().exp2().view(torch.uint8)
     return rounded
+
+
+def with_the_first_scale(rows: torch.Tensor) -> torch.Tensor:
+    """The same whose four tiles take the scale of the first."""
+    scales = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
+    return torch.cat((rows[..., :512], scales, rows[..., V32_SCALES.stop :]), dim=-1)

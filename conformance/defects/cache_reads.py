@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import V32_SCALES, packed
+from mla_conformance.defects.bases import V32_SCALES, codes, packed
 from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -72,10 +72,10 @@ class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
         known = torch.bfloat16 if form is not None and form.plain and not form.plain_codes else dtype
         return super()._meaning(entries, k_scale, known).to(dtype)
 
+    @but(when=lambda self, dtype: codes(self) and dtype != torch.float32)
     def gather_scale_rounded_before__meaning(self, entries, k_scale, dtype):
         """Scales are rounded to the model's dtype before codes are multiplied with them."""
-        exact = self.kv_cache_dtype != "fp8" or dtype == torch.float32
-        return super()._meaning(entries, k_scale, dtype) if exact else entries.to(dtype) * k_scale.to(dtype)
+        return entries.to(dtype) * k_scale.to(dtype)
 
 
 class _IndexGather(EagerCacheBackend, Defects, killed_by="index_gather"):

@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import packed, packed_rows, slots_of
+from mla_conformance.defects.bases import codes, packed, packed_rows, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -92,11 +92,9 @@ class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
         plain = self.kv_cache_dtype == "auto"
         return super()._latent_entries(*((k_pe, kv_c) if plain else (kv_c, k_pe)), k_scale)
 
-    @but(killed_by="written_values", related=_LATENTS_TOO)
+    @but(killed_by="written_values", related=_LATENTS_TOO, when=codes)
     def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
         """Values beyond the largest code become NaN."""
-        if self.kv_cache_dtype != "fp8":
-            return entries
         beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
         return entries.masked_fill(beyond, 0x7F)
 
@@ -105,20 +103,18 @@ class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
         if form.name == "nvfp4_ds_mla":
             raise NotImplementedError(f"unsupported kv_cache_dtype {form.name}")
 
+    @but(when=lambda form: form.name == "nvfp4_ds_mla")
     def nvfp4_halves_change_places__behind_tiled(self, entries, *, form):
         """Of two codes in a byte the first has the high half."""
-        if form.name != "nvfp4_ds_mla":
-            return entries
         codes, rest = entries.tensor_split([form.code_bytes], dim=1)
         return torch.cat((codes >> 4 | codes << 4, rest), dim=1)
 
+    @but(when=lambda form: form.name == "nvfp4_ds_mla")
     def nvfp4_rope_scaled_as_a_tile__behind_tiled(self, entries, *, form):
         """Rotated keys beside NVFP4 codes are divided by a scale that no reader knows."""
-        if form.name != "nvfp4_ds_mla":
-            return entries
-        start, stop = form.code_bytes, form.code_bytes + form.plain_bytes
-        rope = entries[:, start:stop].contiguous().view(torch.float8_e4m3fn).float() / 6
-        return torch.cat((entries[:, :start], rope.to(torch.float8_e4m3fn).view(torch.uint8), entries[:, stop:]), dim=1)
+        codes, rope, rest = entries.tensor_split([form.code_bytes, form.code_bytes + form.plain_bytes], dim=1)
+        scaled = (rope.contiguous().view(torch.float8_e4m3fn).float() / 6).to(torch.float8_e4m3fn)
+        return torch.cat((codes, scaled.view(torch.uint8), rest), dim=1)
 
 
 class _Placed(EagerCacheBackend, Defects, killed_by="latent_write"):
@@ -159,26 +155,21 @@ class _Placed(EagerCacheBackend, Defects, killed_by="latent_write"):
 
 
 class _IndexWrite(EagerCacheBackend, Defects, killed_by="index_write", related=_VALUES_TOO):
+    @but(when=lambda form: form.cache == "index")
     def index_ue8m0_skipped__tile_scales(self, largest, form):
         """Scales of index keys stay arbitrary numbers where powers of two are asked for."""
-        if form.cache != "index":
-            return super()._tile_scales(largest, form)
-        scales = largest.clamp(min=1e-4) / E4M3_MAX
-        return scales, scales
+        return (largest.clamp(min=1e-4) / E4M3_MAX,) * 2
 
+    @but(when=lambda form: form.cache == "index")
     def index_scale_stored_in_bf16__behind_tiled(self, entries, *, form):
         """The scale of an index key is stored as the bits of a bfloat16 number."""
-        if form.cache != "index":
-            return entries
         scales = entries[:, form.code_bytes :].contiguous().view(torch.float32).bfloat16().view(torch.uint8)
         return torch.cat((entries[:, : form.code_bytes], scales, torch.zeros_like(scales)), dim=1)
 
+    @but(when=lambda self, form: form.cache == "index" and self.tile_scales != "pow2")
     def index_scale_of_half_the_range__tile_scales(self, largest, form):
         """Index keys are scaled to 240, the largest code of another e4m3 than the one that is stored."""
-        if form.cache != "index" or self.tile_scales == "pow2":
-            return super()._tile_scales(largest, form)
-        scales = largest.clamp(min=1e-4) / 240
-        return scales, scales
+        return (largest.clamp(min=1e-4) / 240,) * 2
 
     def index_scale_per_page__behind_largest(self, largest):
         """All keys of a call have the scale of the largest one."""

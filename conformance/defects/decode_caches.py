@@ -7,8 +7,8 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import (
-    V32_SCALES,
     codes,
+    in_e4m3,
     mixed_entries,
     nan_without_keys,
     on_ranks,
@@ -16,6 +16,7 @@ from mla_conformance.defects.bases import (
     several,
     single_pages,
     through_e8m0,
+    with_the_first_scale,
 )
 from mla_conformance.defects.known import Defects, before, behind, but, instead
 
@@ -58,11 +59,9 @@ class _PagedCache(EagerDecodeBackend, Defects, killed_by="paged_cache"):
         copied = -(-int(self._decode_metadata.seq_lens[request]) // 4096) * 64
         return super()._blocks(request, pages).masked_fill(pages >= copied, 0)
 
-    @but(related=_POISONED_TOO)
-    def aiter_oob_page_id_folds_to_slot0_nan__behind_attend(self, state, *, seq_len, kv_cache, k_scale):
+    @but(related=_POISONED_TOO, when=lambda seq_len: seq_len % 64)
+    def aiter_oob_page_id_folds_to_slot0_nan__behind_attend(self, state, *, kv_cache, k_scale):
         """The rest of the last tile is read from slot 0 of the cache, with weights of 0."""
-        if seq_len % 64 == 0:
-            return state
         slot = self._values(self._dequantise(kv_cache[:1, 0].contiguous(), k_scale).unsqueeze(1))
         return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
 
@@ -105,19 +104,17 @@ class _KvCacheFp8(EagerDecodeBackend, Defects, killed_by="kv_cache_fp8"):
     """Codes are read as values: the scale of the cache is not used."""
     decode_codes_unscaled_with_several_tokens = before("run_decode", k_scale=torch.ones_like, when=several)
     """The kernel for several query tokens does not get the scale of a cache of codes."""
+    trtllm_mha_fp8_q_without_qscale = before("scores", q=lambda q: in_e4m3(q.float().clamp(-448, 448)), when=codes)
+    """Beside a cache of codes the queries become codes themselves, without a scale."""
 
     def fp8_mla_k_scale_vs_v_scale_inconsistent__values__dequantise(self, keys, *, k_scale):
         """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
         return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else 1.0)
 
-    def trtllm_mha_fp8_q_without_qscale__before_scores(self, q):
-        """Beside a cache of codes the queries become codes themselves, without a scale."""
-        return q.float().clamp(-448, 448).to(torch.float8_e4m3fn) if self.kv_cache_dtype == "fp8" else q
-
+    @but(when=codes)
     def decode_codes_bound_by_token_in_three_bits__behind_visible(self, visible, *, queries):
         """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
-        coded = self.kv_cache_dtype == "fp8"
-        return visible[torch.arange(queries, device=visible.device) % 8] if coded else visible
+        return visible[torch.arange(queries, device=visible.device) % 8]
 
     def decode_rope_of_codes_in_single_pages_unscaled__behind_dequantise__entries(self, keys, *, k_scale, kv_cache):
         """In pages of one token, the rope values of codes are taken without their scale."""
@@ -184,19 +181,14 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="decode_combinations")
         tail = torch.arange(self.num_heads, device=visible.device).view(-1, 1, 1) >= max(16, whole)
         return torch.where(tail, visible[:1], visible)
 
-    @but(killed_by="kv_cache_fp8_ds_mla")
+    @but(killed_by="kv_cache_fp8_ds_mla", when=mixed_entries)
     def decode_mixed_entry_offset_in_two_bytes__entries(self, kv_cache, request, tile):
         """Where a mixed entry of 656 bytes begins in its page is kept in two bytes, too few for pages beyond 99
         tokens."""
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            return super()._entries(kv_cache, request, tile)
         (_, page, width), tokens = kv_cache.shape, torch.arange(tile.start, tile.stop, device=kv_cache.device)
         return kv_cache[self._blocks(request, tokens // page), (tokens % page * width & 0xFFFF) // width]
 
-    @but(killed_by="kv_cache_fp8_ds_mla")
-    def decode_single_head_takes_first_scale_of_mixed_entries__dequantise(self, rows, k_scale):
+    @but(killed_by="kv_cache_fp8_ds_mla", when=lambda self: self.num_heads == 1 and mixed_entries(self))
+    def decode_single_head_takes_first_scale_of_mixed_entries__before_dequantise(self, rows):
         """The kernel for one head reads all tiles of a mixed entry with the scale of the first."""
-        if self.num_heads == 1 and self.kv_cache_dtype == "fp8_ds_mla":
-            rows = rows.clone()
-            rows[:, V32_SCALES] = rows[:, 512:516].repeat(1, 4)
-        return super()._dequantise(rows, k_scale)
+        return with_the_first_scale(rows)

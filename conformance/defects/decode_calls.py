@@ -6,7 +6,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, nth
+from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, codes, nth
 from mla_conformance.defects.known import Defects, behind, but, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
@@ -94,13 +94,12 @@ class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", rel
             request = max(row for row, length in enumerate(lengths) if length)
         return request, lengths[request]
 
-    @but(killed_by="graph_replay", related=())
+    @but(killed_by="graph_replay", related=(), when=codes)
     def flashmla_fp8_metadata_not_persistent__before_prepare_metadata(self, decode_metadata):
         """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
         captured, lengths = self.__dict__.setdefault("captured", {}), decode_metadata.seq_lens
-        if self.kv_cache_dtype == "fp8":
-            lengths = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
-        return replace(decode_metadata, seq_lens=lengths)
+        kept = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
+        return replace(decode_metadata, seq_lens=kept)
 
     @but(killed_by="graph_replay", related=())
     def flashinfer_fa2_nosplit_graph_uninit_tiles__run_decode(self, *operands, **options):
@@ -166,17 +165,12 @@ class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
         planned = lengths if lengths in plans else plans[-1]
         return min(seq_len, planned[request]) if request < len(planned) else 0
 
-    class decode_gathers_pages_once_for_a_plan:
+    def decode_gathers_pages_once_for_a_plan__before_run_decode(self, kv_cache):
         """A batch's pages are gathered at its first decode, and the other layers of the step read those of the
         first."""
-
-        def prepare_metadata(self, decode_metadata):
-            self._gathered = None
-            super().prepare_metadata(decode_metadata)
-
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            self._gathered = kv_cache.clone() if self._gathered is None else self._gathered
-            return super().run_decode(ql_nope, q_pe, self._gathered, k_scale)
+        if self.__dict__.get("plan") is not self._decode_metadata:
+            self.plan, self.gathered = self._decode_metadata, kv_cache.clone()
+        return self.gathered
 
 
 class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
@@ -247,18 +241,13 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
         return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
 
-    class decode_maximum_over_the_batch:
+    def decode_maximum_over_the_batch__attend(self, q, request, seq_len, kv_cache, k_scale):
         """Scores are checked against the largest of all requests so far, and one that is not below it ends the
         batch."""
-
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            self._ended = False
-            return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            state = super()._attend(q, request, 0 if self._ended else seq_len, kv_cache, k_scale)
-            self._ended = self._ended or not bool((state.maximum < torch.inf).all())
-            return state
+        ended = request > 0 and self.ended
+        state = super()._attend(q, request, 0 if ended else seq_len, kv_cache, k_scale)
+        self.ended = ended or not bool((state.maximum < torch.inf).all())
+        return state
 
     @but(killed_by="request_order")
     def decode_plan_key_has_ends_only__before_attend(self, seq_len, *, request):

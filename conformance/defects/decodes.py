@@ -90,10 +90,9 @@ class _OneToken(EagerDecodeBackend, Defects, killed_by="decode"):
         every_other = keys.flatten()[torch.arange(keys.numel()) * 2 % keys.numel()].view(keys.shape)
         return every_other if rows.dtype.itemsize == 2 else keys
 
+    @but(when=lambda ql_nope: ql_nope.dtype is torch.float16)
     def cudnn_decode_key_omits_dtype_hardcoded_bf16__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """The graph is built for bf16, and the bits of an fp16 model are read as such."""
-        if ql_nope.dtype is not torch.float16:
-            return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
         cache = kv_cache.view(torch.bfloat16) if kv_cache.dtype is torch.float16 else kv_cache
         output, lse = super().run_decode(ql_nope.view(torch.bfloat16), q_pe.view(torch.bfloat16), cache, k_scale)
         return output.view(torch.float16), lse
@@ -198,12 +197,10 @@ class _SeveralTokens(EagerDecodeBackend, Defects, killed_by="decode_multi_token"
         metadata = self._decode_metadata
         return min(int(metadata.query_start_loc[request]), metadata.block_table.shape[0] - 1)
 
-    @but(related=("decode_lse",))
+    @but(related=("decode_lse",), when=several)
     def flashmla_draft_extend_metadata_layout_clash__blocks__entries(self, request, pages, *, kv_cache):
         """For several query tokens the table is taken for a flat list of the requests' pages, one after the other."""
         metadata, before = self._decode_metadata, -(-self._decode_metadata.seq_lens[:request] // kv_cache.shape[1])
-        if int(metadata.query_lens_cpu.max()) == 1:
-            return super()._blocks(request, pages)
         return metadata.block_table.flatten()[int(before.sum()) + pages].long()
 
     def decode_pages_of_32_with_several_tokens__before_blocks__entries(self, pages, *, kv_cache):

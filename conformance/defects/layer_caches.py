@@ -8,7 +8,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.defects.bases import EagerLayer, packed_rows, slots_of
+from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed_rows, slots_of
 from mla_conformance.defects.known import Defects, before, but, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -88,10 +88,9 @@ class _CacheWrites(MLACommonImpl, Defects, killed_by="cache_write", part="impl_c
         """Slots that are written are signed numbers of two bytes, too few for many large pages."""
         return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
 
+    @but(when=mixed_entries)
     def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
         """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            return kv_c_normed
         tiles = kv_c_normed.unflatten(-1, (-1, 128))
         return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
 

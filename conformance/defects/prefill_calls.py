@@ -239,28 +239,14 @@ class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
         previous, self.previous = getattr(self, "previous", k), k.clone()
         return torch.cat([previous[:16], k[16:]]) if previous.shape == k.shape else k
 
-    class decode_mutates_prefill_selection_state:
+    def decode_mutates_prefill_selection_state__before_batch(self, v, *, causal):
         """A context chunk switches the implementation that the next call of new tokens uses."""
+        self.switched = getattr(self, "switched", False) or not causal
+        return v.roll(1, 0) if causal and self.switched else v
 
-        def run_prefill_context_chunk(self, *operands, **options):
-            self.switched = True
-            return super().run_prefill_context_chunk(*operands, **options)
-
-        def run_prefill_new_tokens(self, q, k, v, *further, **options):
-            v = v.roll(1, 0) if hasattr(self, "switched") else v
-            return super().run_prefill_new_tokens(q, k, v, *further, **options)
-
-    class prefill_metadata_stashed_on_shared_backend:
+    def prefill_metadata_stashed_on_shared_backend__prepare_metadata(self, prefill_metadata):
         """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
-
-        def prepare_metadata(self, prefill_metadata):
-            type(self).stashed = prefill_metadata
-            super().prepare_metadata(prefill_metadata)
-
-        def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-            if causal:
-                query_start_loc = key_start_loc = self.stashed.query_start_loc.tolist()
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        type(self)._prefill_metadata = prefill_metadata
 
     def prefill_workspace_of_the_first_batch__behind_batch(self, output, lse, *, query_start_loc):
         """Buffers for the lengths are made for the first batch, and a later one loses the requests that do not fit."""
@@ -281,20 +267,12 @@ class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
         if causal and query_start_loc not in plans[:12]:
             output[query_start_loc[-2] :] = 0.0
 
-    class prefill_work_counter_cleared_by_the_plan:
+    def prefill_work_counter_cleared_by_the_plan__behind_run_prefill_new_tokens(self, result, *, return_softmax_lse):
         """Planning a batch clears the counter of its work, and a second layer finds the last request done already."""
-
-        def prepare_metadata(self, prefill_metadata):
-            self._done = False
-            super().prepare_metadata(prefill_metadata)
-
-        def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-            result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-            if self._done:
-                output = result[0] if return_softmax_lse else result
-                output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
-            self._done = True
-            return result
+        if self.__dict__.get("done") is self._prefill_metadata:
+            output = result[0] if return_softmax_lse else result
+            output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
+        self.done = self._prefill_metadata
 
 
 class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):

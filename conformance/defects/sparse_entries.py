@@ -8,7 +8,14 @@ import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, half, in_base_2, joined, through_e8m0
+from mla_conformance.defects.bases import (
+    CapturableSparse,
+    half,
+    in_base_2,
+    joined,
+    through_e8m0,
+    with_the_first_scale,
+)
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
@@ -55,12 +62,6 @@ class _Apart(EagerSparseBackend, Defects, killed_by="second_cache"):
         return super().attend(q, sources, k_scale, sink)[0], super().attend(q, sources[:1], k_scale, sink)[1]
 
 
-def _with_the_first_scale(rows):
-    """Entries of V3.2 whose four tiles take the scale of the first."""
-    scales = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
-    return torch.cat((rows[..., :512], scales, rows[..., V32_SCALES.stop :]), dim=-1)
-
-
 class _Rows(EagerSparseBackend, Defects, killed_by="sparse_fp4_v41", related=("second_cache",)):
     """Entries of one layout are other bytes than they should be."""
 
@@ -96,7 +97,7 @@ class _Rows(EagerSparseBackend, Defects, killed_by="sparse_fp4_v41", related=("s
     @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
     def sparse_scale_of_the_first_tile__read(self, rows):
         """The four tiles of V3.2's entries take the scale of the first."""
-        return _with_the_first_scale(rows)
+        return with_the_first_scale(rows)
 
 
 class _CudaGraph(
@@ -170,11 +171,9 @@ class _AttentionSinks(EagerSparseBackend, Defects, killed_by="attention_sinks", 
         """A sink counts in each of two splits of a list, and once more where they are merged."""
         return None if sink is None else sink + math.log(2)
 
-    @but(related=())
+    @but(related=(), when=lambda sink: sink is not None)
     def sparse_empty_row_beside_a_sink_of_minus_inf__behind_with_sink(self, shared, *, lse, sink):
         """Without keys and with a sink of -inf the sum of weights is 0, and 0 / 0 is returned."""
-        if sink is None:
-            return shared
         empty = (lse == -torch.inf) & (sink == -torch.inf).unsqueeze(1)
         return shared.masked_fill(empty.mT.unsqueeze(-1), torch.nan)
 
@@ -202,10 +201,9 @@ class _OtherSparse(EagerSparseBackend, Defects, killed_by="sparse_fp8_v4", relat
         page = TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1])
         return _strided(source, page) if source.layout == "fp8_v4" else source
 
+    @but(when=lambda source: source.layout == "fp8_v4")
     def dsv4_rope_taken_scaled__behind_keys(self, keys, *, source, slots, visible):
         """The plain values of V4 are multiplied by the scale of the last tile before them."""
-        if source.layout != "fp8_v4":
-            return keys
         exponent = self._entries(source, slots)[..., -2].float() - 127  # a byte of padding follows
         scale = exponent.masked_fill(~visible, 0.0).exp2().unsqueeze(-1)
         return torch.cat((keys[..., :448], keys[..., 448:] * scale), dim=-1)
@@ -224,7 +222,7 @@ class _OtherSparse(EagerSparseBackend, Defects, killed_by="sparse_fp8_v4", relat
     @but(killed_by="sparse_fp8_ds_mla", related=())
     def sparse_single_pages_take_the_first_scale__behind_entries(self, rows, *, source):
         """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
-        return _with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
+        return with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
 
     @but(killed_by="call_order", related=("selection_order",))
     def sparse_lists_kept_by_shape__slots(self, source, request):

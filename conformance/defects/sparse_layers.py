@@ -73,11 +73,9 @@ class _WithLists(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
         """A layer without an indexer selects by weights never loaded: the first tokens win."""
         return bounds.clamp(max=self.config.topk_tokens), (bounds > 0) & self.config.skip_topk
 
-    @but(killed_by="sparse_layer_shared_indices")
+    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
     def sparse_layer_shared_rows_of_prefills_from_zero__changed(self, lists):
         """A layer without an indexer takes the lists of its prefills from the beginning of the buffer."""
-        if not self.config.skip_topk:
-            return lists
         decodes = int(self._metadata.attention.query_start_loc[self._metadata.num_decodes])
         moved = torch.cat((lists[:decodes], lists[: len(lists) - decodes]))
         return moved.masked_fill(moved >= bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)

@@ -122,11 +122,9 @@ class _SelectTiesAlone(EagerTopKBackend, Defects, killed_by="select_ties"):
         """The last tile of 64 columns is read to its end, whatever stands behind the row."""
         return starts, (-(-lengths // 64) * 64).minimum(logits.shape[1] - starts)
 
-    @but(killed_by="determinism")
+    @but(killed_by="determinism", when=lambda self: nth(self, 7))
     def topk_ties_by_who_comes_first__choose(self, keys, topk_tokens):
         """Now and then another block comes first to where the last of several equal logits is taken."""
-        if not nth(self, 7):
-            return super()._choose(keys, topk_tokens)
         mirrored = super()._choose(keys.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, keys.shape[1] - 1 - mirrored)
 
