@@ -195,8 +195,8 @@ def mixed_entries(self: Any) -> bool:
     return bool(self.kv_cache_dtype == "fp8_ds_mla")
 
 
-def single_pages(kv_cache: torch.Tensor) -> bool:
-    return kv_cache.shape[1] == 1
+def pages_of(tokens: int) -> Callable[[torch.Tensor], bool]:
+    return lambda kv_cache: kv_cache.shape[1] == tokens
 
 
 def half(q: torch.Tensor) -> bool:

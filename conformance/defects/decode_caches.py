@@ -13,8 +13,8 @@ from mla_conformance.defects.bases import (
     nan_without_keys,
     on_ranks,
     packed,
+    pages_of,
     several,
-    single_pages,
     through_e8m0,
     with_the_first_scale,
 )
@@ -83,13 +83,12 @@ class _PagedCache(EagerDecodeBackend, Defects, killed_by="paged_cache"):
         slots = self._blocks(request, tokens // page) * page + tokens % page & 0x7FFF
         return kv_cache.view(torch.uint8)[slots // page, slots % page].view(kv_cache.dtype)
 
-    def decode_full_last_page_fetches_the_next__attend(self, q, request, seq_len, kv_cache, k_scale):
+    def decode_full_last_page_fetches_the_next__before_attend(self, *, request, seq_len, kv_cache):
         """Behind a last page that is full the next block of the table is fetched, whatever stands there."""
         column, offset = divmod(seq_len, kv_cache.shape[1])
         row = self._decode_metadata.block_table[request]
         if seq_len and not offset and column < len(row) and not 0 <= int(row[column]) < len(kv_cache):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super()._attend(q, request, seq_len, kv_cache, k_scale)
 
     def aiter_qh64_pagesize1_fault__before_entries(self, kv_cache):
         """With pages of one token, a batch of 16 requests or more reads out of bounds."""
@@ -106,6 +105,8 @@ class _KvCacheFp8(EagerDecodeBackend, Defects, killed_by="kv_cache_fp8"):
     """The kernel for several query tokens does not get the scale of a cache of codes."""
     trtllm_mha_fp8_q_without_qscale = before("scores", q=lambda q: in_e4m3(q.float().clamp(-448, 448)), when=codes)
     """Beside a cache of codes the queries become codes themselves, without a scale."""
+    decode_codes_of_large_pages_unscaled = before("run_decode", k_scale=torch.ones_like, when=pages_of(128))
+    """The kernel for pages of 128 codes ignores their scale."""
 
     def fp8_mla_k_scale_vs_v_scale_inconsistent__values__dequantise(self, keys, *, k_scale):
         """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
@@ -125,10 +126,6 @@ class _KvCacheFp8(EagerDecodeBackend, Defects, killed_by="kv_cache_fp8"):
         """Beside a cache of codes there is no kernel for more than four query tokens."""
         if self.kv_cache_dtype == "fp8" and q.shape[0] > 4:
             raise RuntimeError(f"no kernel for 16-bit queries, codes and {q.shape[0]} query tokens")
-
-    def decode_codes_of_large_pages_unscaled__before_run_decode(self, k_scale, *, kv_cache):
-        """The kernel for pages of 128 codes ignores their scale."""
-        return torch.ones_like(k_scale) if kv_cache.shape[1] == 128 else k_scale
 
     def decode_codes_scaled_in_first_1024_keys__before_dequantise__entries(self, k_scale, *, tile):
         """With 64 heads or more, only codes of the first 1024 keys are scaled."""
@@ -166,7 +163,7 @@ class _Dcp(EagerDecodeBackend, Defects, killed_by="dcp"):
 
 
 class _OtherDecode(EagerDecodeBackend, Defects, killed_by="decode_combinations"):
-    decode_single_pages_assumed_packed = before("entries", kv_cache=packed, when=single_pages)
+    decode_single_pages_assumed_packed = before("entries", kv_cache=packed, when=pages_of(1))
     """Pages of one token are taken to stand one behind the other, whatever the stride between blocks is."""
     dcp_assumes_packed_pages = before("entries", kv_cache=packed, when=on_ranks)
     """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""

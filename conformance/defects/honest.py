@@ -145,9 +145,8 @@ class _Sparse(EagerSparseBackend, Honest):
             super()._attend(q, request, sources, k_scale)
             return bases.joined_in_a_tree(self._states)
 
+    @but(when=lambda sink: sink is not None)
     def sink_among_the_keys__with_sink(self, output, lse, sink):
-        if sink is None:
-            return output
         logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
@@ -162,11 +161,9 @@ class _Impl(MLACommonImpl, Honest, part="impl_class"):
             kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
             yield self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
 
-    def reciprocal_cache_scale__do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-        if self.kv_cache_dtype == "fp8":
-            factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
-            kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+    @but(when=bases.codes)
+    def reciprocal_cache_scale__before_do_kv_cache_update(self, kv_c_normed, k_pe, k_scale):
+        return kv_c_normed.float() * (1 / k_scale), k_pe.float() * (1 / k_scale), torch.ones_like(k_scale)
 
     def last_chunk_first__compute_prefill_context(self, *operands):
         return reduce(lambda later, chunk: self._merge(chunk, later), self._states(*operands, step=-1))

@@ -156,11 +156,13 @@ class _Indexer(EagerIndexerBackend, Honest):
     def rounded_keys__behind_keys(self, keys):
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
-    @but(token_tile=64, declaration=bases.declares(accumulation=Precision.FP22))
+    @but(
+        token_tile=64,
+        declaration=bases.declares(accumulation=Precision.FP22),
+        when=lambda self: self.kv_cache_dtype != "auto",
+    )
     def truncated_sums__scores(self, q, weights, keys):
         """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
-        if self.kv_cache_dtype == "auto":
-            return super()._scores(q, weights, keys)
         rows = q.flatten(0, 1)
         (dots,) = bases.added(rows.new_zeros(1, len(rows), len(keys)), rows[None], keys.mT[None])
         return (weights.unsqueeze(1) @ dots.view(*q.shape[:2], -1).relu()).squeeze(1)

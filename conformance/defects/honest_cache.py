@@ -13,6 +13,7 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.defects.bases import codes
 from mla_conformance.defects.known import Honest, but
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -51,9 +52,8 @@ class _Cache(EagerCacheBackend, Honest):
         def _largest(self, tiles):
             return super()._largest(tiles) * (1 - 2.0**-23)
 
+    @but(when=lambda form: form.scales == "ue8m0")
     def scales_by_their_bits__tile_scales(self, largest, form):
-        if form.scales != "ue8m0":
-            return super()._tile_scales(largest, form)
         bits = (largest / E4M3_MAX).clamp(min=form.least_scale).view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
         return (exponent << 23).view(torch.float32), exponent.to(torch.uint8)
@@ -71,9 +71,8 @@ class _Cache(EagerCacheBackend, Honest):
                 entries[:, -form.padding :] = 0xEE
             return entries
 
+    @but(when=lambda form: form.codes == "e4m3")
     def codes_of_zero_without_sign__behind_tiled(self, entries, *, form):
-        if form.codes != "e4m3":
-            return entries
         codes = entries[:, : form.code_bytes]
         return torch.cat((codes.masked_fill(codes == 0x80, 0), entries[:, form.code_bytes :]), dim=1)
 
@@ -86,9 +85,8 @@ class _Cache(EagerCacheBackend, Honest):
             found.view(torch.uint8)[first:stop] = rows
         return found
 
+    @but(when=codes)
     def dequantises_in_float64__meaning(self, entries, k_scale, dtype):
-        if self.kv_cache_dtype != "fp8":
-            return super()._meaning(entries, k_scale, dtype)
         return (entries.double() * k_scale.double()).to(dtype)
 
     def long_vectors__gathered(self, cache, slots):

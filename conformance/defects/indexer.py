@@ -85,10 +85,9 @@ class _OtherIndexer(EagerIndexerBackend, Defects, killed_by="index_mapping"):
     """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
 
     @but(killed_by="indexer_causal", related=("indexer_topk",))
-    def indexer_bound_off_by_one__bounds(self):
+    def indexer_bound_off_by_one__behind_bounds(self, bounds):
         """A row sees one token too many, the first behind its own."""
-        lengths = self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()]
-        return torch.minimum(super()._bounds() + 1, lengths)
+        return (bounds + 1).minimum(self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()])
 
     def indexer_pages_of_another_size__before_numbers(self, k):
         """Slots are computed as if every page held 64 tokens."""
@@ -127,11 +126,9 @@ class _OtherIndexer(EagerIndexerBackend, Defects, killed_by="index_mapping"):
         behind = torch.arange(logits.shape[1], device=logits.device) >= 1024
         return logits.masked_fill(behind & (topk_tokens % 64 > 0), -torch.inf)
 
-    @but(killed_by="indexer_causal", related=_EARLIER[:2])
-    def indexer_gathered_bound_of_the_longest_query__bounds(self):
+    @but(killed_by="indexer_causal", related=_EARLIER[:2], when=lambda self: self._sparse_metadata.block_table is None)
+    def indexer_gathered_bound_of_the_longest_query__behind_bounds(self, bounds):
         """Over gathered keys, bounds count back from as many query tokens as the longest request has."""
-        bounds, metadata = super()._bounds(), self._sparse_metadata
-        if metadata.block_table is not None:
-            return bounds
-        missing = (metadata.query_lens_cpu.max() - metadata.query_lens_cpu).to(bounds)
-        return (bounds - missing[metadata.req_id_per_token.long()]).clamp(min=1)
+        lengths = self._sparse_metadata.query_lens_cpu
+        missing = (lengths.max() - lengths).to(bounds)
+        return (bounds - missing[self._sparse_metadata.req_id_per_token.long()]).clamp(min=1)

@@ -9,7 +9,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.defects.bases import mixed_entries, packed, several, without_keys
+from mla_conformance.defects.bases import mixed_entries, packed, pages_of, several, without_keys
 from mla_conformance.defects.known import Defects, before, but
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
@@ -101,6 +101,10 @@ class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="i
     """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
     dcp_ranks_merged_without_lse = before("merge_over_ranks", lse=torch.zeros_like, killed_by="layer_dcp")
     """The ranks' results of a decode are averaged as if each held as much of the weights."""
+    layer_single_pages_of_codes_written_unscaled = before(
+        "do_kv_cache_update", k_scale=torch.ones_like, when=pages_of(1)
+    )
+    """Codes are written to pages of one token without their scale."""
 
     @but(killed_by="call_order")
     def layer_weights_found_by_the_metadata__before_forward(self, *, attn_metadata):
@@ -118,10 +122,6 @@ class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="i
             return result
         buffer = self.__dict__.setdefault("_buffer", result.new_empty(4 * len(result), result.shape[1]))
         return buffer[: len(result)].copy_(result)
-
-    def layer_single_pages_of_codes_written_unscaled__before_do_kv_cache_update(self, k_scale, *, kv_cache):
-        """Codes are written to pages of one token without their scale."""
-        return torch.ones_like(k_scale) if kv_cache.shape[1] == 1 else k_scale
 
     def layer_padded_batch_loses_last_of_several_tokens__behind_forward(self, result, *, attn_metadata):
         """In a batch with rows of padding, a decode of several query tokens loses its last."""

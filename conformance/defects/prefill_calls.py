@@ -315,12 +315,11 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
         """Codes of e4m3fn are read as e4m3fnuz: half of each value, and -0 is NaN."""
         return x.view(torch.float8_e4m3fnuz) if x.dtype == torch.float8_e4m3fn else x
 
-    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands")
-    def context_chunk_behind_16_is_of_the_first_request(self, output, lse, *, chunk_idx):
+    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands", when=lambda chunk_idx: chunk_idx >= 16)
+    def context_chunk_behind_16_is_of_the_first_request(self, output, lse):
         """From chunk 16 on there is a place for one request; those behind it get an empty state."""
-        if chunk_idx >= 16:
-            behind = int(self._prefill_metadata.query_start_loc[1])
-            output[behind:], lse[:, behind:] = 0.0, -torch.inf
+        behind = int(self._prefill_metadata.query_start_loc[1])
+        output[behind:], lse[:, behind:] = 0.0, -torch.inf
 
     @but(killed_by="fp8_operands")
     def fp8_operands_of_16_heads__behind_widened(self, wide, *, x):
@@ -340,13 +339,11 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
         def _scores(self, q, k):
             return super()._scores(q.float() / self._range, k) * self._range
 
-    @but(killed_by="request_order")
-    def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc, *, causal):
+    @but(killed_by="request_order", when=lambda causal: causal)
+    def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc):
         """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
-        if causal:
-            key = _ends(torch.tensor(query_start_loc).diff().tolist())
-            query_start_loc = key_start_loc = self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)
-        return query_start_loc, key_start_loc
+        key = _ends(torch.tensor(query_start_loc).diff().tolist())
+        return [self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)] * 2
 
     @but(killed_by="refusals")
     def refusal_after_the_output_was_cleared__before_run_prefill_new_tokens(self, out):

@@ -250,9 +250,8 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
     @but(killed_by="v_padding", related=("lse", "merge_states"))
     def fpad_negative_truncates__before_batch(self, v, *, q):
         """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
-        lost = max(0, v.shape[-1] - q.shape[-1])
-        kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
-        return torch.nn.functional.pad(kept, (0, lost))
+        kept, lost = v[..., : q.shape[-1]], v[..., q.shape[-1] :]
+        return torch.cat((kept, torch.zeros_like(lost)), dim=-1)
 
     def lazy_rescale_wave_uniform_nan__maximum(self, state, scores):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""

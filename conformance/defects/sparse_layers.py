@@ -105,11 +105,10 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
         self._attention.prepare_metadata(taken)
         return super()._attend(q, kv_cache, lists.minimum(bounds_of(taken).unsqueeze(1) - 1))
 
-    @but(killed_by="sparse_layer_shared_indices")
-    def sparse_layer_shared_buffer_cleared__behind_attend(self, output, *, lists):
+    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
+    def sparse_layer_shared_buffer_cleared__behind_attend(self, _, *, lists):
         """A layer without an indexer clears the buffer behind its attention, so that the next one finds nothing."""
-        if self.config.skip_topk:
-            lists.fill_(NO_KEY)
+        lists.fill_(NO_KEY)
 
     @but(killed_by="sparse_layer_caches")
     def sparse_layer_padding_written_to_the_last_slot__behind_latent_slots__write_latents(self, slots, *, kv_cache):

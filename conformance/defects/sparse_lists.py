@@ -281,14 +281,14 @@ class _IndexSpaces(EagerSparseBackend, Defects, killed_by="index_spaces"):
         """The table has a row for each request and is read at the number of the query token."""
         return torch.arange(len(request), device=request.device).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
 
+    @but(
+        when=lambda self, source: source.space is not IndexSpace.SLOT and self._sparse_metadata.block_table is not None
+    )
     def sparse_table_of_pages_of_64__behind_slots(self, slots, *, source, request):
         """Positions are divided into pages of 64 tokens, whatever the pages of the cache are."""
-        metadata = self._sparse_metadata
-        if source.space is IndexSpace.SLOT or metadata.block_table is None:
-            return slots
-        position, page = source.indices.long(), source.cache.shape[1]
-        columns = (position // 64).clamp(0, metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + position % 64 % page
+        position, table = source.indices.long(), self._sparse_metadata.block_table.long()
+        columns = (position // 64).clamp(0, table.shape[1] - 1)
+        return table[request.unsqueeze(1), columns] * source.cache.shape[1] + position % 64 % source.cache.shape[1]
 
     def sparse_gathered_start_of_request_in_six_bits__before_slots(self, request, *, source):
         """Where a request's gathered keys begin is looked up at its number modulo 64."""
