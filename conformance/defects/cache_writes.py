@@ -141,6 +141,8 @@ class _Placed(EagerCacheBackend, Defects, killed_by="latent_write"):
     """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
     nvfp4_scales_written_into_the_entry = variant(layout="nvfp4_v4")
     """Scales of V4's NVFP4 entries are written into the entry, not behind the page."""
+    index_scales_written_beside_codes = variant(killed_by="index_write", related=_VALUES_TOO, layout="fp8_index")
+    """A key's scale is written behind its codes, where readers expect the codes of the next one."""
 
     @but(killed_by="index_write", layout="fp8_index_shuffled")
     def index_written_flat_read_shuffled__place(self, token, page, byte):
@@ -148,10 +150,6 @@ class _Placed(EagerCacheBackend, Defects, killed_by="latent_write"):
         codes, scales = byte.tensor_split([self.kv_lora_rank])
         first = token * len(codes) + codes
         return torch.cat((first, page * len(codes) + token * len(scales) + scales - len(codes)), dim=1)
-
-    @but(killed_by="index_write", related=_VALUES_TOO, layout="fp8_index")
-    class index_scales_written_beside_codes:
-        """A key's scale is written behind its codes, where readers expect the codes of the next one."""
 
 
 class _IndexWrite(EagerCacheBackend, Defects, killed_by="index_write", related=_VALUES_TOO):

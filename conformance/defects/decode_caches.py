@@ -107,15 +107,14 @@ class _KvCacheFp8(EagerDecodeBackend, Defects, killed_by="kv_cache_fp8"):
     """Beside a cache of codes the queries become codes themselves, without a scale."""
     decode_codes_of_large_pages_unscaled = before("run_decode", k_scale=torch.ones_like, when=pages_of(128))
     """The kernel for pages of 128 codes ignores their scale."""
+    decode_codes_bound_by_token_in_three_bits = behind(
+        "visible", lambda visible, *, queries: visible[torch.arange(queries, device=visible.device) % 8], when=codes
+    )
+    """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
 
     def fp8_mla_k_scale_vs_v_scale_inconsistent__values__dequantise(self, keys, *, k_scale):
         """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
         return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else 1.0)
-
-    @but(when=codes)
-    def decode_codes_bound_by_token_in_three_bits__behind_visible(self, visible, *, queries):
-        """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
-        return visible[torch.arange(queries, device=visible.device) % 8]
 
     def decode_rope_of_codes_in_single_pages_unscaled__behind_dequantise__entries(self, keys, *, k_scale, kv_cache):
         """In pages of one token, the rope values of codes are taken without their scale."""

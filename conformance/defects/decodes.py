@@ -40,6 +40,11 @@ class _DecodeMultiToken(EagerDecodeBackend, Defects, killed_by="decode_multi_tok
 
 
 class _Decode(SplitDecode, Defects, killed_by="decode"):
+    decode_workspace_of_64_partials = before(
+        "combine__attend", lambda parts, *, request: parts[: max(1, 64 - request * len(parts))], split=64
+    )
+    """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
+
     @but(split=128)
     def cutlass_mla_splitkv_lse_overflow_large_q__combine(self, parts):
         """Splits are weighted by the exponential of their LSE without subtracting the largest, which overflows."""
@@ -69,11 +74,6 @@ class _Decode(SplitDecode, Defects, killed_by="decode"):
     def trtllm_workspace_not_zero_initialised__behind_combine(self, state, *, parts):
         """Where several blocks work on a sequence, they add to a workspace that nobody has zeroed."""
         return state._replace(weighted=state.weighted + 1e3) if len(parts) > 1 else state
-
-    @but(split=64)
-    def decode_workspace_of_64_partials__before_combine__attend(self, parts, *, request):
-        """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
-        return parts[: max(1, 64 - request * len(parts))]
 
 
 class _OneToken(EagerDecodeBackend, Defects, killed_by="decode"):

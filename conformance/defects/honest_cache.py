@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.defects.bases import codes
-from mla_conformance.defects.known import Honest, but
+from mla_conformance.defects.known import Honest, but, instead
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -33,6 +33,10 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
 
 
 class _Cache(EagerCacheBackend, Honest):
+    dequantises_in_float64 = instead(
+        "meaning", lambda entries, k_scale, dtype: (entries.double() * k_scale.double()).to(dtype), when=codes
+    )
+
     class last_token_first:
         def _store(self, cache, entries, slots):
             for row in reversed(range(len(slots))):
@@ -84,10 +88,6 @@ class _Cache(EagerCacheBackend, Honest):
             rows = super()._gathered(cache, slots[first:stop]).view(torch.uint8)
             found.view(torch.uint8)[first:stop] = rows
         return found
-
-    @but(when=codes)
-    def dequantises_in_float64__meaning(self, entries, k_scale, dtype):
-        return (entries.double() * k_scale.double()).to(dtype)
 
     def long_vectors__gathered(self, cache, slots):
         """Bytes are read in whole vectors of 8 around them, of which the others are dropped."""
@@ -192,6 +192,14 @@ class _Compress(EagerCompressBackend, Honest):
 
 
 class _TopK(EagerTopKBackend, Honest):
+    columns_of_the_logits = instead(
+        "numbered",
+        lambda self, chosen, starts: chosen.sort(dim=1).values,
+        supports_pools=False,
+        declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False),
+    )
+    """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
+
     class tail_before_pools:
         def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
             return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail).flip(1)
@@ -240,14 +248,6 @@ class _TopK(EagerTopKBackend, Honest):
         columns = (parts.indices + starts).flatten(1)
         best = super()._choose(parts.values.flatten(1), topk_tokens)
         return columns.gather(1, best.clamp(min=0)).masked_fill(best == NO_KEY, NO_KEY)
-
-    @but(
-        supports_pools=False, declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
-    )
-    def columns_of_the_logits__numbered(self, chosen, starts):
-        """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no
-        pools."""
-        return chosen.sort(dim=1).values
 
     @but(declaration=_selects())
     def bits_of_zeros__keys(self, logits):

@@ -9,7 +9,7 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed_rows, slots_of
-from mla_conformance.defects.known import Defects, before, but, variant
+from mla_conformance.defects.known import Defects, before, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -172,6 +172,8 @@ class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_
     """One launch writes 256 tokens, and a longer batch gets no second one."""
     layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
     """From the second chunk of a context on, codes are gathered without their scale."""
+    layer_ignores_the_output_buffer = instead("forward", lambda self, *operands, **outputs: super().forward(*operands))
+    """An output buffer is taken and left unwritten, the result is a tensor of its own."""
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
@@ -208,10 +210,6 @@ class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_
         own, metadata.block_table = metadata.block_table, attn_metadata.block_tables[: attn_metadata.num_prefills]
         super()._gather(index, kv_cache, attn_metadata, k_scale)
         metadata.block_table = own
-
-    def layer_ignores_the_output_buffer__forward(self, *operands, **outputs):
-        """An output buffer is taken and left unwritten, the result is a tensor of its own."""
-        return super().forward(*operands)
 
     def layer_adds_to_the_output_buffer__forward(self, *operands, output=None):
         """The result is added to what the output buffer holds, as if it began as zeros."""

@@ -240,6 +240,10 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
         "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64, killed_by="model_shapes"
     )
     """There is room for 64 chunks of a context; a later one leaves an empty state."""
+    fp8_p_underflow_mass_loss = instead(
+        "round_p", lambda self, p, dtype: in_e4m3(p), killed_by="weights", related=_VALUES, declaration=_SCALED
+    )
+    """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -257,11 +261,6 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
-
-    @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
-    def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
-        """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
-        return in_e4m3(p)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     class fp8_lazy_rescale_p_saturation:

@@ -8,14 +8,7 @@ import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import (
-    CapturableSparse,
-    half,
-    in_base_2,
-    joined,
-    through_e8m0,
-    with_the_first_scale,
-)
+from mla_conformance.defects.bases import CapturableSparse, half, in_base_2, joined, through_e8m0, with_the_first_scale
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0

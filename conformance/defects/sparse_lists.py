@@ -47,11 +47,10 @@ class _SelectionPadding(EagerSparseBackend, Defects, killed_by="selection_paddin
     """The LSE of a row whose list names nothing is +inf."""
     sparse_keyless_row_not_written = behind("attend", nan_without_keys)
     """A row whose list names nothing is skipped, and holds what the buffer held."""
-
-    def sparse_valid_entries_read_from_the_front__behind_listed(self, listed, *, source):
-        """The entries that name a key are counted, and so many columns are read from the front, whatever stands
-        there."""
-        return listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
+    sparse_valid_entries_read_from_the_front = behind(
+        "listed", lambda listed, *, source: listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
+    )
+    """The entries that name a key are counted, and so many columns are read from the front, whatever stands there."""
 
     def sparse_tiles_behind_an_empty_one_skipped__behind_listed(self, listed):
         """A list ends with the first tile of 64 entries that names no key."""
@@ -225,6 +224,10 @@ class _SelectionLength(EagerSparseBackend, Defects, killed_by="selection_length"
 class _SparseDecodeAlone(EagerSparseBackend, Defects, killed_by="sparse_decode"):
     sparse_slot_in_fifteen_bits = behind("slots", lambda slots, *, source: slots & 0x7FFF if source.paged else slots)
     """A slot is a signed number of two bytes, too few for many large pages."""
+    sparse_last_tile_of_a_list_dropped = instead(
+        "tiles", lambda self, keys: (tile for tile in super()._tiles(keys) if tile.stop - tile.start == 64), key_tile=64
+    )
+    """Columns behind the last whole tile of 64 are ignored."""
 
     @but(key_tile=64)
     def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
@@ -244,11 +247,6 @@ class _SparseDecodeAlone(EagerSparseBackend, Defects, killed_by="sparse_decode")
             padded = torch.nn.functional.pad(source.indices.flatten(), padding, value=NO_KEY)
             misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
         return misread
-
-    @but(key_tile=64)
-    def sparse_last_tile_of_a_list_dropped__tiles(self, keys):
-        """Columns behind the last whole tile of 64 are ignored."""
-        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == 64)
 
     def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
         """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
