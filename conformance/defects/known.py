@@ -157,7 +157,8 @@ def _behind(site: str, step: Any = None, *, output: Any = _kept, lse: Any = _kep
 
 
 def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
-    said = {each: given.pop(each) for each in ("when", "killed_by", "related", "covers") if each in given}
+    about = ("when", "killed_by", "related", "covers")
+    said: dict[str, Any] = {each: given.pop(each) for each in about if each in given}
     return {"site": f"before_{site}", "step": step or _replacing(given), **said}
 
 
