@@ -45,20 +45,17 @@ class _Decode(SplitDecode, Defects, killed_by="decode"):
     )
     """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
 
-    @but(split=128)
+    @but(split=128, when=lambda parts: len(parts) > 1)
     def cutlass_mla_splitkv_lse_overflow_large_q__combine(self, parts):
         """Splits are weighted by the exponential of their LSE without subtracting the largest, which overflows."""
-        if len(parts) == 1:
-            return parts[0]
         total = sum(part.total * part.maximum.exp() for part in parts)
         weighted = sum(part.weighted * part.maximum.exp() for part in parts)
         return SoftmaxState(torch.zeros_like(total), total, weighted)
 
-    @but(split=128)
-    def splitk_reduce_pow2_padding_uninit__behind_combine(self, state, *, parts):
+    @but(split=128, when=lambda parts: len(parts) & (len(parts) - 1))
+    def splitk_reduce_pow2_padding_uninit__behind_combine(self, state):
         """The reduction runs over a power of two of splits, and the outputs of those that do not exist are garbage."""
-        exact = len(parts) & (len(parts) - 1) == 0
-        return state if exact else state._replace(weighted=state.weighted + 0.0 * torch.nan)
+        return state._replace(weighted=state.weighted + 0.0 * torch.nan)
 
     class window_stage2_merges_empty_splits:
         """All four slots of partials are combined, although a short request fills the first ones only."""

@@ -1,13 +1,12 @@
 """Layers that write to their paged cache, or gather from it, what they should not; wrong weights."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed_rows, slots_of
 from mla_conformance.defects.known import Defects, before, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
@@ -42,23 +41,10 @@ class _WritesTiles(MLACommonImpl, Defects, killed_by="cache_write", related=("mi
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
 
-class _TablesByToken(MLACommonMetadata):
-    @property
-    def prefill_metadata(self):
-        metadata = super().prefill_metadata
-        if metadata is not None and not self.prefills_first:
-            metadata.block_table = self.block_tables.roll(-self.num_decode_tokens, 0)[: self.num_prefills]
-        return metadata
-
-
 class _MixedBatch(MLACommonMetadataBuilder, Defects, killed_by="mixed_batch", part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
-
-    def decode_prefill_split_tokens_vs_requests__behind_assemble(self, metadata):
-        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
-        return _TablesByToken(**{field.name: getattr(metadata, field.name) for field in fields(metadata)})
 
     def layer_tables_of_64_requests__behind_assemble(self, metadata):
         """The block table is staged for 64 requests, and later ones get the rows of the first."""
@@ -174,6 +160,12 @@ class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_
     """From the second chunk of a context on, codes are gathered without their scale."""
     layer_ignores_the_output_buffer = instead("forward", lambda self, *operands, **outputs: super().forward(*operands))
     """An output buffer is taken and left unwritten, the result is a tensor of its own."""
+
+    def decode_prefill_split_tokens_vs_requests__before_forward(self, *, attn_metadata):
+        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
+        if attn_metadata.num_prefills and not attn_metadata.prefills_first:
+            rows = attn_metadata.block_tables.roll(-attn_metadata.num_decode_tokens, 0)
+            attn_metadata.prefill_metadata.block_table = rows[: attn_metadata.num_prefills]
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""

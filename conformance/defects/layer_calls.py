@@ -69,9 +69,11 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_cla
         local = metadata.dcp_local_seq_lens
         return metadata if local is None else replace(metadata, seq_lens_tensor=local)
 
-    @but(killed_by="layer_dcp", when=lambda self: self.dcp_world_size > 1)
+    @but(killed_by="layer_dcp")
     def dcp_virtual_loc_used_raw__behind_build_from_requests(self, metadata, *, requests):
         """Every rank stores every new token, at the slot of its position in the whole sequence."""
+        if metadata.dcp_world_size == 1:
+            return metadata
         slots = []
         for request in requests:
             for position in range(request.context_len, request.context_len + request.query_len):

@@ -43,10 +43,9 @@ class _Apart(EagerSparseBackend, Defects, killed_by="second_cache"):
     def _merged(self, states):
         return reduce(joined, states)
 
+    @but(when=lambda states: len(states) > 1)
     def sparse_two_caches_averaged__behind_merged(self, whole, *, states):
         """The outputs over both caches are averaged, not weighed by their LSEs."""
-        if len(states) == 1:
-            return whole
         outputs = [(each.weighted / each.total).nan_to_num(0.0) for each in states]
         return whole._replace(weighted=sum(outputs) / 2 * whole.total)
 

@@ -120,11 +120,9 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
         """The indexer rotates the pairs that the layer rotates."""
         return self.config.is_neox_style
 
-    @but(killed_by="sparse_layer_conventions", related=("sparse_layer",))
+    @but(killed_by="sparse_layer_conventions", related=("sparse_layer",), when=lambda x: x.shape[1] == 1)
     def sparse_layer_index_keys_rotated_otherwise__index_rope(self, x, turns):
         """Index queries are rotated in the indexer's columns, index keys always in the first ones."""
-        if x.shape[1] > 1:
-            return super()._index_rope(x, turns)
         part, rest = x.tensor_split([turns.shape[1]], dim=-1)
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
 
