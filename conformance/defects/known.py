@@ -159,7 +159,9 @@ def _behind(site: str, step: Any = None, *, output: Any = _kept, lse: Any = _kep
 def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
     about = ("when", "killed_by", "related", "covers")
     said: dict[str, Any] = {each: given.pop(each) for each in about if each in given}
-    return {"site": f"before_{site}", "step": step or _replacing(given), **said}
+    if step is None:
+        return {"site": f"before_{site}", "step": _replacing(given), **said}
+    return {"site": f"before_{site}", "step": step, **said, **given}
 
 
 # Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
