@@ -46,16 +46,12 @@ _MOST_SHOWN = 20
 _CPU = torch.device("cpu")
 
 
-def kernels() -> list[MatrixKernel]:
-    return [*(MatrixKernel(name, name) for name in _REAL), *emulated()]
-
-
 def rows_of(capability: str, small: bool) -> list[Row]:
     """The rows of one capability; the small part has its first case alone, and no honest kernel."""
     context, found = Context(), []
     cases = CAPABILITIES[capability].select(Tier.FULL)
-    asked = [kernel for kernel in kernels() if kernel.killed_by in ("", capability)]
-    asked = [kernel for kernel in asked if not small or kernel.killed_by or kernel.name in _REAL]
+    of_here = [*(MatrixKernel(name, name) for name in _REAL), *(x for x in emulated() if x.killed_by or not small)]
+    asked = [kernel for kernel in of_here if kernel.killed_by in ("", capability)]
     subjects = {kernel.name: Subject(BackendReference(kernel.name, kernel.reference), _CPU) for kernel in asked}
     for case in islice(cases, 1 if small else None):
         records = [judge_one(subjects[kernel.name], case, context) for kernel in asked if kernel.serves(case)]

@@ -1,14 +1,19 @@
-"""Record the signatures that the adapters call, from unpacked packages and without importing them.
+"""Signatures that the adapters call, read from packages that are not imported.
 
-``python ci/signatures.py LABEL=FOLDER ... FILE:FUNCTION ...`` prints these packages' part of
-``backends/tests/signatures.json``; a folder is the target of ``pip install --no-deps --target FOLDER PACKAGE==VERSION``
-(or an unpacked source distribution). Functions that are recorded already need not be named.
+``python ci/signatures.py`` compares the recorded ones with those of the real packages, fetched as wheels: a line for
+each, and 1 if a signature differs. A package that cannot be fetched here, for want of a wheel or an index, is named
+with the reason and decides nothing. ``python ci/signatures.py LABEL=FOLDER ... FILE:FUNCTION ...`` prints these
+packages' part of ``backends/tests/signatures.json``; a folder is the target of ``pip install --no-deps --target FOLDER
+PACKAGE==VERSION`` (or an unpacked source distribution). Functions that are recorded already need not be named.
 """
 
 import ast
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from zipfile import Path as ZipPath
@@ -17,6 +22,11 @@ RECORDED: dict[str, dict[str, list[list[Any]]]] = json.loads(
     (Path(__file__).parents[1] / "backends" / "tests" / "signatures.json").read_text(encoding="utf-8")
 )
 """Package and version to ``FILE:FUNCTION`` to its parameters as [name, kind, has a default]."""
+_FETCH = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12")
+_SECONDS = 120
+_AT_ONCE = 4
+_LARGE = ("lmdeploy", "sglang-kernel", "tensorrt-llm", "vllm")
+"""Packages whose wheels have hundreds of megabytes; read an unpacked one, or a checkout of the commit of the label."""
 
 
 def signatures(folder: Path | ZipPath, functions: Iterable[str]) -> dict[str, list[list[object]]]:
@@ -56,13 +66,45 @@ def _parameters(arguments: ast.arguments) -> list[list[object]]:
     return listed
 
 
-def main(arguments: list[str]) -> None:
+def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, bool]:
+    """One line about the package ``NAME VERSION``, and whether a signature differs."""
+    if label.split()[0] in _LARGE:
+        return "not compared: its wheel is too large to fetch for this", False
+    with tempfile.TemporaryDirectory() as folder:
+        problem = _fetch(label.replace(" ", "=="), folder)
+        if problem:
+            return f"not compared: {problem}", False
+        (wheel,) = Path(folder).iterdir()
+        found = signatures(ZipPath(wheel), expected)
+    different = sorted(name for name in expected if found.get(name) != expected[name])
+    if different:
+        return f"DIFFERENT: {', '.join(different)}", True
+    return f"{len(expected)} signatures as recorded", False
+
+
+def _fetch(requirement: str, folder: str) -> str:
+    command = [sys.executable, *_FETCH, "--dest", folder, requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer from the index in {_SECONDS} s"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return (errors or ["pip failed"])[-1] if done.returncode else ""
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        with ThreadPoolExecutor(_AT_ONCE) as fetching:
+            outcomes = list(fetching.map(compare, RECORDED, RECORDED.values()))
+        sys.stdout.writelines(f"{label}: {line}\n" for label, (line, _) in zip(RECORDED, outcomes, strict=True))
+        return int(any(differs for _, differs in outcomes))
     packages = [argument.split("=", 1) for argument in arguments if "=" in argument]
     named = [argument for argument in arguments if "=" not in argument]
     functions = list(dict.fromkeys([*(name for entry in RECORDED.values() for name in entry), *named]))
     found = {label: signatures(Path(folder), functions) for label, folder in packages}
     sys.stdout.write(json.dumps(found).replace('{"', '{\n "').replace(']], "', ']],\n "') + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

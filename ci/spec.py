@@ -6,9 +6,8 @@
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -19,27 +18,19 @@ from mla_conformance.problems.operands import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-
-@dataclass(frozen=True)
-class Hazard:
-    """A circumstance in which kernels have been wrong in public."""
-
-    group: str  # the heading that it stands below
-    clause: int  # its number in section 5, which it keeps
-    id: str  # its name in the catalogue of reported bugs
-    sentence: str  # what generates it, or why it is out of reach; facts in braces
-
-
-@cache
-def hazards() -> tuple[Hazard, ...]:
-    text = Path(__file__).with_name("hazards.toml").read_text(encoding="utf-8")
-    reported = tomllib.loads(text)["hazard"]
-    return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)
-
-
+HERE = Path(__file__).parent
 _WORDS_SHOWN = 9
 _UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
 """How many of a field's units are 1."""
+_OF_LENGTHS = {
+    "requests": lambda case: [len(case.q)],
+    "tokens": lambda case: [sum(case.q)],
+    "keys": lambda case: [sum(case.kv)],
+    "queries": lambda case: case.q,
+    "contexts": lambda case: case.kv,
+    "sequences": lambda case: map(sum, zip(case.q, case.kv, strict=False)),
+}
+"""Requests, new tokens and context tokens of a call; new, context and all tokens of a request."""
 
 
 class WordedValues:
@@ -58,31 +49,15 @@ class WordedValues:
 
 
 class Facts:
-    """What some cases run, each field of a case an attribute.
-
-    Attributes:
-        where: the device that they need, with the space before it; empty if any will do.
-        requests: of a call.
-        tokens: new tokens of a call.
-        keys: context tokens of a call.
-        queries: new tokens of a request.
-        contexts: context tokens of a request.
-        sequences: tokens of a request with its context.
-    """
+    """What some cases run: each field of a case, and what follows from their lengths, is an attribute."""
 
     def __init__(self, cases: Iterable[Case], where: str = "") -> None:
         self._cases = tuple(cases)
-        self.where = where
-        self.requests = WordedValues(len(case.q) for case in self._cases)
-        self.tokens = WordedValues(sum(case.q) for case in self._cases)
-        self.keys = WordedValues(sum(case.kv) for case in self._cases)
-        self.queries = WordedValues(length for case in self._cases for length in case.q)
-        self.contexts = WordedValues(length for case in self._cases for length in case.kv)
-        self.sequences = WordedValues(
-            sum(lengths) for case in self._cases for lengths in zip(case.q, case.kv, strict=False)
-        )
+        self.where = where  # the device that they need, with the space before it; empty if any will do
 
     def __getattr__(self, field: str) -> WordedValues:
+        if field in _OF_LENGTHS:
+            return WordedValues(value for case in self._cases for value in _OF_LENGTHS[field](case))
         have = [case for case in self._cases if field in case.defaults()]
         if not have:
             raise AttributeError(f"no case of these has a field {field!r}")
@@ -110,15 +85,15 @@ def _facts() -> dict[str, Any]:
 
 def section_lines() -> Iterator[str]:
     """The list of hazards under its headings, then the table of data regimes."""
-    facts = _facts()
-    for heading, group in groupby(hazards(), lambda hazard: hazard.group):
-        yield from (f"**{heading}**", "", *(_line(hazard, facts) for hazard in group), "")
+    facts, hazards = _facts(), tomllib.loads((HERE / "hazards.toml").read_text(encoding="utf-8"))["hazard"]
+    for heading, group in groupby(hazards, itemgetter("group")):
+        yield from (f"**{heading}**", "")
+        for hazard in group:  # whose sentence says what generates it, or why nothing does; facts in braces
+            sentence = " ".join(hazard["sentence"].split()).format_map(facts)
+            yield f"- **5.{hazard['clause']} {hazard['id']}** {sentence}"
+        yield ""
     yield from ("**Data regimes**", "", "| regime | reveals |", "|---|---|")
     yield from (f"| `{name}` | {regime.sentence} |" for name, regime in REGIMES.items())
-
-
-def _line(hazard: Hazard, facts: dict[str, Any]) -> str:
-    return f"- **5.{hazard.clause} {hazard.id}** {hazard.sentence.format_map(facts)}"
 
 
 def requirements(spec: str) -> dict[str, list[str]]:
@@ -138,7 +113,7 @@ def requirement_lines(spec: str) -> Iterator[str]:
     Raises:
         InputError: the table has more or fewer entries for a clause than it has such sentences.
     """
-    decided = tomllib.loads(Path(__file__).with_name("requirements.toml").read_text(encoding="utf-8"))["decided"]
+    decided = tomllib.loads((HERE / "requirements.toml").read_text(encoding="utf-8"))["decided"]
     musts = requirements(spec)
     for clause in {**musts, **decided}:
         want, got = len(musts.get(clause, [])), len(decided.get(clause, []))
@@ -160,6 +135,6 @@ def requirement_lines(spec: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    _SPEC = Path(__file__).parents[1] / "conformance" / "SPEC.md"
+    _SPEC = HERE.parent / "conformance" / "SPEC.md"
     Section.of(_SPEC, "hazards").write("\n".join(section_lines()))
     Section.of(_SPEC, "requirements").write("\n".join(requirement_lines(_SPEC.read_text(encoding="utf-8"))))

@@ -7,7 +7,6 @@ what they judged: its digest before is kept.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from mla_conformance.files.whole import read_text, write_whole
 from mla_conformance.version import SUITE_VERSION
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-
-
-def store(name: str, change: Callable[[Any], object]) -> None:
-    """Write an entry of this version into a file of the fixtures, given the one that stands there or None."""
-    path = FIXTURES / name
-    known = json.loads(read_text(path)) if path.exists() else {}
-    write_whole(path, json.dumps({**known, SUITE_VERSION: change(known.get(SUITE_VERSION))}, indent=1) + "\n")
 
 
 def grown(known: dict[str, Any] | None) -> dict[str, Any]:
@@ -35,10 +27,8 @@ def grown(known: dict[str, Any] | None) -> dict[str, Any]:
     return {**here, **kept, **({EARLIER: earlier} if earlier else {})}
 
 
-def main() -> None:
-    store("mustpass.json", lambda _: installed_digests()["must_pass"])
-    store("suites.json", grown)
-
-
 if __name__ == "__main__":
-    main()
+    for name, change in (("mustpass.json", lambda _: installed_digests()["must_pass"]), ("suites.json", grown)):
+        path = FIXTURES / name
+        stored = json.loads(read_text(path)) if path.exists() else {}
+        write_whole(path, json.dumps({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION))}, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -129,6 +129,9 @@ def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
+in_e4m3, in_e5m2 = partial(through, dtype=torch.float8_e4m3fn), partial(through, dtype=torch.float8_e5m2)
+
+
 def rough_exp(x: torch.Tensor) -> torch.Tensor:
     """An exponential with relative errors up to 1e-4."""
     return x.exp() * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
@@ -157,6 +160,16 @@ def nan_without_keys(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Ten
     return output.masked_fill(keyless(lse), torch.nan), lse
 
 
+def without_keys(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows without keys have in place of these results."""
+    return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+
+
+def all_or_nothing(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows are without keys where a number of any is not finite."""
+    return (output, lse) if output.isfinite().all() else without_keys(output, lse)
+
+
 def in_base_2(lse: torch.Tensor) -> torch.Tensor:
     return lse / math.log(2)
 
@@ -182,8 +195,8 @@ def mixed_entries(self: Any) -> bool:
     return bool(self.kv_cache_dtype == "fp8_ds_mla")
 
 
-def single_pages(kv_cache: torch.Tensor) -> bool:
-    return kv_cache.shape[1] == 1
+def pages_of(tokens: int) -> Callable[[torch.Tensor], bool]:
+    return lambda kv_cache: kv_cache.shape[1] == tokens
 
 
 def half(q: torch.Tensor) -> bool:
@@ -239,7 +252,7 @@ class SplitDecode(LayeredDecode):
     split = 256  # keys
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        ends = [*self._starts(seq_len), seq_len]
+        ends = [*range(0, seq_len, self._share(seq_len)), seq_len]
         spans = list(map(slice, ends, ends[1:]))
         parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
         return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
@@ -247,9 +260,6 @@ class SplitDecode(LayeredDecode):
     def _within(self, span: slice) -> Iterator[slice]:
         for start in range(span.start, span.stop, self.key_tile):
             yield slice(start, min(start + self.key_tile, span.stop))
-
-    def _starts(self, seq_len: int) -> Iterable[int]:
-        return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
         return self.split
@@ -324,3 +334,9 @@ def through_e8m0(rows: torch.Tensor) -> torch.Tensor:
     scales = rows[..., V32_SCALES].contiguous().view(torch.float32)
     rounded[..., V32_SCALES] = scales.log2().round().exp2().view(torch.uint8)
     return rounded
+
+
+def with_the_first_scale(rows: torch.Tensor) -> torch.Tensor:
+    """The same whose four tiles take the scale of the first."""
+    scales = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
+    return torch.cat((rows[..., :512], scales, rows[..., V32_SCALES.stop :]), dim=-1)

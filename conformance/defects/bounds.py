@@ -11,8 +11,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import before, defects
+from mla_conformance.defects.known import Defects, before
 
 _VECTOR = 16
 _libc = ctypes.CDLL(None)
@@ -66,8 +65,7 @@ def _page(x: torch.Tensor) -> int:
     return x.stride(0) * x.element_size()
 
 
-@defects("memory_bounds")
-class _Prefill(EagerPrefillBackend):
+class _Prefill(EagerPrefillBackend, Defects, killed_by="memory_bounds"):
     prefill_reads_an_element_behind_q = before("batch", q=an_element_behind)
     """The last row of queries is loaded with one element more."""
     prefill_reads_a_vector_behind_k = before("batch", k=a_vector_behind)
@@ -96,8 +94,7 @@ class _Prefill(EagerPrefillBackend):
             writes(out, _place(out) - _VECTOR, _VECTOR)
 
 
-@defects("memory_bounds")
-class _Decode(EagerDecodeBackend):
+class _Decode(EagerDecodeBackend, Defects, killed_by="memory_bounds"):
     decode_reads_a_page_behind_the_cache = before(
         "run_decode",
         lambda kv_cache: reads(kv_cache, end(kv_cache) + kv_cache.stride(0) * kv_cache.element_size() - 1, 1),
@@ -105,12 +102,6 @@ class _Decode(EagerDecodeBackend):
     """The next page of a sequence is prefetched where no page follows."""
     decode_reads_a_vector_behind_the_cache = before("run_decode", kv_cache=a_vector_behind)
     """The last entry of the last page is loaded with one vector more."""
-
-    def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
-        """A block of -1 is loaded as if it were one, and what it gives is not used."""
-        if (self._decode_metadata.block_table < 0).any():
-            reads(kv_cache, -_page(kv_cache), 1)
-
     decode_reads_a_column_behind_the_block_table = before(
         "run_decode", lambda self: an_element_behind(self._decode_metadata.block_table)
     )
@@ -126,23 +117,25 @@ class _Decode(EagerDecodeBackend):
     )
     """The element behind the cache is written with what stands there."""
 
+    def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
+        """A block of -1 is loaded as if it were one, and what it gives is not used."""
+        if (self._decode_metadata.block_table < 0).any():
+            reads(kv_cache, -_page(kv_cache), 1)
 
-@defects("memory_bounds")
-class _Sparse(EagerSparseBackend):
+
+class _Sparse(EagerSparseBackend, Defects, killed_by="memory_bounds"):
     sparse_reads_a_vector_behind_the_lists = before("attend", lambda sources: a_vector_behind(sources[0].indices))
     """The next vector of a list is loaded ahead, also behind the last one."""
+    sparse_reads_a_sink_behind_the_last = before("attend", sink=an_element_behind)
+    """Sinks are loaded for a tile of heads, of which there are fewer."""
 
     def sparse_reads_the_slot_before_the_first__before_attend(self, sources):
         """An index of -1 is loaded as a slot, and its score is masked."""
         if (sources[0].indices < 0).any():
             reads(sources[0].cache, -sources[0].cache.shape[-1] * sources[0].cache.element_size(), 1)
 
-    sparse_reads_a_sink_behind_the_last = before("attend", sink=an_element_behind)
-    """Sinks are loaded for a tile of heads, of which there are fewer."""
 
-
-@defects("memory_bounds")
-class _Indexer(EagerIndexerBackend):
+class _Indexer(EagerIndexerBackend, Defects, killed_by="memory_bounds"):
     indexer_reads_a_vector_behind_the_weights = before("logits", weights=a_vector_behind)
     """Weights are loaded in vectors, one more than there are."""
 
@@ -152,8 +145,7 @@ class _Indexer(EagerIndexerBackend):
             reads(k, end(k), _page(k))
 
 
-@defects("memory_bounds", inside=(EagerLayer, "impl_class"))
-class _Layer(MLACommonImpl):
+class _Layer(MLACommonImpl, Defects, killed_by="memory_bounds", part="impl_class"):
     layer_reads_a_vector_behind_the_rope_keys = before("forward", k_pe=a_vector_behind)
     """New rope keys are loaded in vectors, one more than there are."""
     layer_writes_a_vector_behind_the_cache = before(

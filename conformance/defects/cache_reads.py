@@ -4,37 +4,36 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import V32_SCALES, packed
-from mla_conformance.defects.known import before, behind, but, defects, variant
+from mla_conformance.defects.bases import V32_SCALES, codes, packed
+from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
-@defects("latent_gather")
-class _Elsewhere(EagerCacheBackend):
+class _Elsewhere(EagerCacheBackend, Defects, killed_by="latent_gather"):
     """Slots may be none of the cache's; then its first or its last is read."""
 
     def _gathered(self, cache, slots):
         return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
 
+    gather_starts_at_zero = before("slots_of_requests", seq_starts=torch.zeros_like)
+    """Starts are ignored: every request is gathered from its first entry."""
+    gather_takes_the_table_for_slots = before("slots_of_requests", page=1)
+    """Pages are taken to hold one entry: the block table names slots."""
+
     def gather_starts_at_a_page__before_slots_of_requests(self, seq_starts, *, page, compress_ratio):
         """A start inside of a page is taken for the page's first entry."""
         return seq_starts // (page * compress_ratio) * page * compress_ratio
-
-    gather_starts_at_zero = before("slots_of_requests", seq_starts=torch.zeros_like)
-    """Starts are ignored: every request is gathered from its first entry."""
 
     def gather_start_not_compressed__before_slots_of_requests(self, seq_starts, *, compress_ratio):
         """A start in tokens is taken for one in entries."""
         return seq_starts * compress_ratio
 
-    gather_takes_the_table_for_slots = before("slots_of_requests", page=1)
-    """Pages are taken to hold one entry: the block table names slots."""
 
-
-@defects("latent_gather")
-class _LatentGatherCache(EagerCacheBackend):
+class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
     gather_ignores_the_page_stride = before("gathered", cache=packed)
     """A block is found by its own bytes, whatever the stride between blocks is."""
+    gather_without_the_scale = before("meaning", k_scale=torch.ones_like)
+    """Codes of an fp8 cache are widened as they are."""
 
     @but("run_gather_latent")
     def gather_tail_skipped_by_the_ratio(
@@ -67,23 +66,19 @@ class _LatentGatherCache(EagerCacheBackend):
             entries[:, V32_SCALES] = scales.log2().floor().exp2().view(torch.uint8)
         return super()._meaning(entries, k_scale, dtype)
 
-    gather_without_the_scale = before("meaning", k_scale=torch.ones_like)
-    """Codes of an fp8 cache are widened as they are."""
-
     def gather_rope_as_bf16__meaning(self, entries, k_scale, dtype):
         """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""
         form = TILED_FORMATS.get(self.kv_cache_dtype)
         known = torch.bfloat16 if form is not None and form.plain and not form.plain_codes else dtype
         return super()._meaning(entries, k_scale, known).to(dtype)
 
+    @but(when=lambda self, dtype: codes(self) and dtype != torch.float32)
     def gather_scale_rounded_before__meaning(self, entries, k_scale, dtype):
         """Scales are rounded to the model's dtype before codes are multiplied with them."""
-        exact = self.kv_cache_dtype != "fp8" or dtype == torch.float32
-        return super()._meaning(entries, k_scale, dtype) if exact else entries.to(dtype) * k_scale.to(dtype)
+        return entries.to(dtype) * k_scale.to(dtype)
 
 
-@defects("index_gather")
-class _IndexGather(EagerCacheBackend):
+class _IndexGather(EagerCacheBackend, Defects, killed_by="index_gather"):
     layout, read_as = "", ""  # pages of the one are read as if they had the other
 
     def _gathered(self, cache, slots):
@@ -95,6 +90,8 @@ class _IndexGather(EagerCacheBackend):
     """Scales of index keys are read behind their codes."""
     index_gather_reads_shuffled_as_flat = variant(layout="fp8_index_shuffled", read_as="fp8_index")
     """Codes of a shuffled page are read token after token."""
+    index_gather_scale_of_the_page = behind("scales", lambda scales: scales[:1].expand_as(scales))
+    """All keys of a request get the scale of the first key that is gathered."""
 
     def gather_truncates_addresses__gathered(self, cache, slots):
         """Addresses of entries are truncated to multiples of 16 bytes."""
@@ -104,9 +101,6 @@ class _IndexGather(EagerCacheBackend):
             addresses[:, : form.code_bytes] -= addresses[:, vectors] % 16
         return memory_of(cache)[addresses].view(cache.dtype)
 
-    index_gather_scale_of_the_page = behind("scales", lambda scales: scales[:1].expand_as(scales))
-    """All keys of a request get the scale of the first key that is gathered."""
-
     @but("slots__run_slot_mapping", killed_by="slot_mapping")
     def slots_ratio_of_the_block(self, block_table, request, entry, page, *, compress_ratio):
         """The column of the block table is that of the token, as if a page held as many tokens as entries."""
@@ -114,10 +108,11 @@ class _IndexGather(EagerCacheBackend):
         return block_table[request, column].long() * page + entry % page
 
 
-@defects("slot_mapping")
-class _SlotMapping(EagerCacheBackend):
+class _SlotMapping(EagerCacheBackend, Defects, killed_by="slot_mapping"):
     slots_of_raw_tokens = before("run_slot_mapping", compress_ratio=1)
     """Every token gets a slot of its own, although an entry stands for several."""
+    slots_interleave_ignored = before("run_slot_mapping", cp_kv_cache_interleave_size=1)
+    """Entries are dealt out to ranks one by one, whatever their interleave is."""
 
     def slots_written_by_the_first_token__before_run_slot_mapping(self, positions, *, compress_ratio):
         """The first token of an entry writes it, before the others are there."""
@@ -139,9 +134,6 @@ class _SlotMapping(EagerCacheBackend):
         """Block times page wraps in 32 bits."""
         slot_mapping.copy_(slot_mapping.int())
 
-    slots_interleave_ignored = before("run_slot_mapping", cp_kv_cache_interleave_size=1)
-    """Entries are dealt out to ranks one by one, whatever their interleave is."""
-
     @but("behind_run_slot_mapping")
     def slots_of_all_ranks(
         self, _, *, slot_mapping, query_start_loc, positions, block_table, block_size, compress_ratio
@@ -159,8 +151,10 @@ class _SlotMapping(EagerCacheBackend):
         return torch.arange(int(query_start_loc[-1]), device=positions.device) - first
 
 
-@defects("global_slots")
-class _GlobalSlots(EagerCacheBackend):
+class _GlobalSlots(EagerCacheBackend, Defects, killed_by="global_slots"):
+    list_page_of_64 = before("run_global_slots", block_size=64)
+    """Pages are taken to hold 64 entries."""
+
     def list_positions_passed_on__behind_run_global_slots(self, _, *, out, token_indices):
         """Positions in a request are passed on as slots."""
         out.copy_(token_indices)
@@ -176,9 +170,6 @@ class _GlobalSlots(EagerCacheBackend):
     def list_beyond_the_table_clamped__before_run_global_slots(self, token_indices, *, block_table, block_size):
         """A position beyond the block table becomes a slot of its last column."""
         return token_indices.clamp(max=block_table.shape[1] * block_size - 1)
-
-    list_page_of_64 = before("run_global_slots", block_size=64)
-    """Pages are taken to hold 64 entries."""
 
     def list_tail_of_columns_unfilled__run_global_slots(self, out, **further):
         """Of a list longer than a tile of 128 columns only whole tiles are filled."""

@@ -4,16 +4,15 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import packed, packed_rows, slots_of
-from mla_conformance.defects.known import before, behind, but, defects, instead, variant
+from mla_conformance.defects.bases import codes, packed, packed_rows, slots_of
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LATENTS_TOO, _VALUES_TOO = ("latent_write",), ("written_values",)
 
 
-@defects("written_values", related=_LATENTS_TOO)
-class _Scales(EagerCacheBackend):
+class _Scales(EagerCacheBackend, Defects, killed_by="written_values", related=_LATENTS_TOO):
     """Scales of tiles are other ones than they should be."""
 
     def _tile_scales(self, largest, form):
@@ -21,6 +20,9 @@ class _Scales(EagerCacheBackend):
             return super()._tile_scales(largest, form)
         scales = self._of(largest)
         return scales, scales
+
+    zero_tile_divides_by_zero = instead("of", lambda self, largest: largest / E4M3_MAX)
+    """A tile of zeros has the scale 0, and codes that are no numbers."""
 
     @but(related=())
     def tile_scale_has_a_floor__of(self, largest):
@@ -34,12 +36,8 @@ class _Scales(EagerCacheBackend):
         least = (largest / E4M3_MAX).clamp(min=1e-4)
         return least.log2().floor().exp2() if self.tile_scales == "pow2" else least
 
-    zero_tile_divides_by_zero = instead("of", lambda self, largest: largest / E4M3_MAX)
-    """A tile of zeros has the scale 0, and codes that are no numbers."""
 
-
-@defects("latent_write")
-class _LatentWrite(EagerCacheBackend):
+class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
     cache_written_as_if_pages_were_packed = before("store", cache=packed)
     """A block is found by its own bytes, whatever the stride between blocks is."""
     padding_slot_writes_slot_0 = before("store", lambda slots: slots.clamp(min=0))
@@ -48,6 +46,14 @@ class _LatentWrite(EagerCacheBackend):
     """Slot -1 counts from the end of the cache."""
     int64_slots_read_as_int32 = before("store", lambda slots: slots.contiguous().view(torch.int32)[: len(slots)])
     """A slot mapping of int64 is read as one of int32, half of whose numbers are upper halves."""
+    slots_cut_at_the_first_padding = before("store", lambda slots: slots[(slots == NO_SLOT).cumsum(0) == 0])
+    """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
+    writer_slots_in_16_bits = before("store", lambda slots: torch.where(slots < 0, slots, slots % 2**15))
+    """A slot from 2^15 on is cut to 15 bits."""
+    fp8_written_without_its_scale = before("latent_entries", k_scale=torch.ones_like)
+    """Codes of an fp8 cache are of the values as they are."""
+    one_scale_for_all_tiles = behind("largest", lambda largest: largest.amax(dim=1, keepdim=True).expand_as(largest))
+    """All tiles of an entry get the scale of the largest value in it."""
 
     def only_the_first_token_written__store(self, cache, entries, slots):
         """Of several tokens in a call only the first one is written."""
@@ -58,9 +64,6 @@ class _LatentWrite(EagerCacheBackend):
         page = slots // cache.shape[1]
         later = (page.unsqueeze(1) == page).triu(1).any(dim=1)
         return torch.where(later, NO_SLOT, slots)
-
-    slots_cut_at_the_first_padding = before("store", lambda slots: slots[(slots == NO_SLOT).cumsum(0) == 0])
-    """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
 
     def page_tail_zeroed_by_the_writer__store(self, cache, entries, slots):
         """What follows the last token of a call in its page is filled with zeros."""
@@ -80,9 +83,6 @@ class _LatentWrite(EagerCacheBackend):
         """Blocks count from 1, so entries of the last land in the pool behind."""
         return cache.as_strided(cache.shape, cache.stride(), cache.storage_offset() + cache.stride(0))
 
-    writer_slots_in_16_bits = before("store", lambda slots: torch.where(slots < 0, slots, slots % 2**15))
-    """A slot from 2^15 on is cut to 15 bits."""
-
     def rope_read_with_the_stride_of_latents__before_latent_entries(self, k_pe):
         """Rotated keys are read as if packed, from columns of a wider projection."""
         return packed_rows(k_pe) if k_pe.shape[1] and len(k_pe) > 1 else k_pe
@@ -92,43 +92,32 @@ class _LatentWrite(EagerCacheBackend):
         plain = self.kv_cache_dtype == "auto"
         return super()._latent_entries(*((k_pe, kv_c) if plain else (kv_c, k_pe)), k_scale)
 
-    fp8_written_without_its_scale = before("latent_entries", k_scale=torch.ones_like)
-    """Codes of an fp8 cache are of the values as they are."""
-
-    @but(killed_by="written_values", related=_LATENTS_TOO)
+    @but(killed_by="written_values", related=_LATENTS_TOO, when=codes)
     def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
         """Values beyond the largest code become NaN."""
-        if self.kv_cache_dtype != "fp8":
-            return entries
         beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
         return entries.masked_fill(beyond, 0x7F)
-
-    one_scale_for_all_tiles = behind("largest", lambda largest: largest.amax(dim=1, keepdim=True).expand_as(largest))
-    """All tiles of an entry get the scale of the largest value in it."""
 
     def writer_lacks_nvfp4__before_tiled(self, form):
         """The fused writer has no branch for NVFP4 entries, although the layout is declared."""
         if form.name == "nvfp4_ds_mla":
             raise NotImplementedError(f"unsupported kv_cache_dtype {form.name}")
 
+    @but(when=lambda form: form.name == "nvfp4_ds_mla")
     def nvfp4_halves_change_places__behind_tiled(self, entries, *, form):
         """Of two codes in a byte the first has the high half."""
-        if form.name != "nvfp4_ds_mla":
-            return entries
         codes, rest = entries.tensor_split([form.code_bytes], dim=1)
         return torch.cat((codes >> 4 | codes << 4, rest), dim=1)
 
+    @but(when=lambda form: form.name == "nvfp4_ds_mla")
     def nvfp4_rope_scaled_as_a_tile__behind_tiled(self, entries, *, form):
         """Rotated keys beside NVFP4 codes are divided by a scale that no reader knows."""
-        if form.name != "nvfp4_ds_mla":
-            return entries
-        start, stop = form.code_bytes, form.code_bytes + form.plain_bytes
-        rope = entries[:, start:stop].contiguous().view(torch.float8_e4m3fn).float() / 6
-        return torch.cat((entries[:, :start], rope.to(torch.float8_e4m3fn).view(torch.uint8), entries[:, stop:]), dim=1)
+        codes, rope, rest = entries.tensor_split([form.code_bytes, form.code_bytes + form.plain_bytes], dim=1)
+        scaled = (rope.contiguous().view(torch.float8_e4m3fn).float() / 6).to(torch.float8_e4m3fn)
+        return torch.cat((codes, scaled.view(torch.uint8), rest), dim=1)
 
 
-@defects("latent_write")
-class _Placed(EagerCacheBackend):
+class _Placed(EagerCacheBackend, Defects, killed_by="latent_write"):
     """Entries of one layout are written to other places of their page than readers expect."""
 
     layout: str
@@ -152,6 +141,8 @@ class _Placed(EagerCacheBackend):
     """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
     nvfp4_scales_written_into_the_entry = variant(layout="nvfp4_v4")
     """Scales of V4's NVFP4 entries are written into the entry, not behind the page."""
+    index_scales_written_beside_codes = variant(killed_by="index_write", related=_VALUES_TOO, layout="fp8_index")
+    """A key's scale is written behind its codes, where readers expect the codes of the next one."""
 
     @but(killed_by="index_write", layout="fp8_index_shuffled")
     def index_written_flat_read_shuffled__place(self, token, page, byte):
@@ -160,33 +151,23 @@ class _Placed(EagerCacheBackend):
         first = token * len(codes) + codes
         return torch.cat((first, page * len(codes) + token * len(scales) + scales - len(codes)), dim=1)
 
-    @but(killed_by="index_write", related=_VALUES_TOO, layout="fp8_index")
-    class index_scales_written_beside_codes:
-        """A key's scale is written behind its codes, where readers expect the codes of the next one."""
 
-
-@defects("index_write", related=_VALUES_TOO)
-class _IndexWrite(EagerCacheBackend):
+class _IndexWrite(EagerCacheBackend, Defects, killed_by="index_write", related=_VALUES_TOO):
+    @but(when=lambda form: form.cache == "index")
     def index_ue8m0_skipped__tile_scales(self, largest, form):
         """Scales of index keys stay arbitrary numbers where powers of two are asked for."""
-        if form.cache != "index":
-            return super()._tile_scales(largest, form)
-        scales = largest.clamp(min=1e-4) / E4M3_MAX
-        return scales, scales
+        return (largest.clamp(min=1e-4) / E4M3_MAX,) * 2
 
+    @but(when=lambda form: form.cache == "index")
     def index_scale_stored_in_bf16__behind_tiled(self, entries, *, form):
         """The scale of an index key is stored as the bits of a bfloat16 number."""
-        if form.cache != "index":
-            return entries
         scales = entries[:, form.code_bytes :].contiguous().view(torch.float32).bfloat16().view(torch.uint8)
         return torch.cat((entries[:, : form.code_bytes], scales, torch.zeros_like(scales)), dim=1)
 
+    @but(when=lambda self, form: form.cache == "index" and self.tile_scales != "pow2")
     def index_scale_of_half_the_range__tile_scales(self, largest, form):
         """Index keys are scaled to 240, the largest code of another e4m3 than the one that is stored."""
-        if form.cache != "index" or self.tile_scales == "pow2":
-            return super()._tile_scales(largest, form)
-        scales = largest.clamp(min=1e-4) / 240
-        return scales, scales
+        return (largest.clamp(min=1e-4) / 240,) * 2
 
     def index_scale_per_page__behind_largest(self, largest):
         """All keys of a call have the scale of the largest one."""

@@ -4,11 +4,10 @@ import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.defects.bases import packed, slots_of
-from mla_conformance.defects.known import before, behind, but, defects, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead
 
 
-@defects("compress_keys", related=("compress_continued",))
-class _OtherEnds(EagerCompressBackend):
+class _OtherEnds(EagerCompressBackend, Defects, killed_by="compress_keys", related=("compress_continued",)):
     """Entries are written where other tokens than the last of a group stand."""
 
     def _slots(self, page):
@@ -49,8 +48,7 @@ class _OtherEnds(EagerCompressBackend):
         return positions // page * page + positions // self.compression.ratio % page
 
 
-@defects("compress_keys")
-class _CompressKeysAlone(EagerCompressBackend):
+class _CompressKeysAlone(EagerCompressBackend, Defects, killed_by="compress_keys"):
     compress_lengths_not_handed_over = behind("missing", lambda missing: torch.ones_like(missing))
     """Without the lengths of its requests it takes all tokens for missing ones, and entries are no numbers."""
     compress_state_not_cleared = behind("missing", lambda missing: torch.zeros_like(missing))
@@ -69,19 +67,18 @@ class _CompressKeysAlone(EagerCompressBackend):
         return entries * entries.square().mean(dim=-1, keepdim=True).rsqrt() * weight
 
 
-@defects("compress_keys", related=("compress_continued",))
-class _CompressKeys(EagerCompressBackend):
-    def compress_softmax_without_maximum__pooled(self, k, logits):
-        """Exponentials are taken of the scores as they are, and overflow."""
-        p = logits.exp()
-        return (p * k).sum(dim=1) / p.sum(dim=1)
-
+class _CompressKeys(EagerCompressBackend, Defects, killed_by="compress_keys", related=("compress_continued",)):
     compress_pools_overlap = before("store", cache=packed)
     """Blocks are addressed as if no other layer's stood between them."""
     compress_rotated_by_the_last_position = instead("angles", lambda self, ends: ends)
     """Entries are rotated by the position of their last token."""
     compress_never_rotated = instead("rotated", lambda self, entries, turns: entries)
     """Entries stay as they came out of the norm."""
+
+    def compress_softmax_without_maximum__pooled(self, k, logits):
+        """Exponentials are taken of the scores as they are, and overflow."""
+        p = logits.exp()
+        return (p * k).sum(dim=1) / p.sum(dim=1)
 
     def compress_states_in_16_bits__before_store(self, rows, *, cache):
         """States are kept in bfloat16."""
@@ -92,8 +89,7 @@ class _CompressKeys(EagerCompressBackend):
         return super()._state_slots() % slots_of(state_cache)
 
 
-@defects("compress_continued")
-class _OtherCompress(EagerCompressBackend):
+class _OtherCompress(EagerCompressBackend, Defects, killed_by="compress_continued"):
     @but(related=("compress_keys",))
     def compress_length_3_modulo_4__state_slots(self):
         """Where one token is missing to a whole group, the state of the last one is not kept."""

@@ -6,25 +6,22 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, nth
-from mla_conformance.defects.known import but, defects, variant
+from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, codes, nth
+from mla_conformance.defects.known import Defects, behind, but, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
 
 
-@defects("determinism")
-class _Determinism(SplitDecode):
-    @but(split=96)
-    def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state, *, parts):
+class _Determinism(SplitDecode, Defects, killed_by="determinism"):
+    @but(split=96, when=lambda self, parts: len(parts) == 16 and nth(self, 2))
+    def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
         """With sixteen splits the reduction is a race that is lost every other time."""
-        lost = len(parts) == 16 and nth(self, 2)
-        return state._replace(weighted=state.weighted * torch.nan) if lost else state
+        return state._replace(weighted=state.weighted * torch.nan)
 
 
-@defects()
-class _Counters(EagerDecodeBackend):
+class _Counters(EagerDecodeBackend, Defects):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -78,8 +75,7 @@ class _Scribbles(EagerPrefillBackend):
         return super().run_prefill_new_tokens(*operands, **options)
 
 
-@defects("graph_padding", related=_PADDED_TOO)
-class _OtherLayeredDecode(LayeredDecode):
+class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
         """In a cache of codes, the last page of a row of padding is number -1 of its table."""
         if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
@@ -97,13 +93,12 @@ class _OtherLayeredDecode(LayeredDecode):
             request = max(row for row, length in enumerate(lengths) if length)
         return request, lengths[request]
 
-    @but(killed_by="graph_replay", related=())
+    @but(killed_by="graph_replay", related=(), when=codes)
     def flashmla_fp8_metadata_not_persistent__before_prepare_metadata(self, decode_metadata):
         """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
         captured, lengths = self.__dict__.setdefault("captured", {}), decode_metadata.seq_lens
-        if self.kv_cache_dtype == "fp8":
-            lengths = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
-        return replace(decode_metadata, seq_lens=lengths)
+        kept = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
+        return replace(decode_metadata, seq_lens=kept)
 
     @but(killed_by="graph_replay", related=())
     def flashinfer_fa2_nosplit_graph_uninit_tiles__run_decode(self, *operands, **options):
@@ -131,8 +126,10 @@ class _OtherLayeredDecode(LayeredDecode):
             return super()._tiles(keys if _PLAN[0] is self._decode_metadata else -(-keys // 2))
 
 
-@defects("call_order")
-class _CallOrder(EagerDecodeBackend):
+class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
+    decode_softmax_scale_in_shared_constant = variant(SharedScale)
+    """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
+
     def fp8_compile_cache_folds_unit_scale__before_run_decode(self, k_scale, *, ql_nope):
         """A kernel that was compiled while the scale was 1 has no multiplication, and its key does not say so."""
         folded = self.__dict__.setdefault("compiled", {}).setdefault(ql_nope.shape, bool(k_scale == 1))
@@ -153,9 +150,6 @@ class _CallOrder(EagerDecodeBackend):
         self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
         return 0 if self.single and request else seq_len
 
-    decode_softmax_scale_in_shared_constant = variant(SharedScale)
-    """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
-
     def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
         """``k_scale`` is read once for each cache, found by its address, although every call hands it over."""
         known = self.__dict__.setdefault("known", {})  # with the cache, so that no other one gets its address
@@ -170,21 +164,15 @@ class _CallOrder(EagerDecodeBackend):
         planned = lengths if lengths in plans else plans[-1]
         return min(seq_len, planned[request]) if request < len(planned) else 0
 
-    class decode_gathers_pages_once_for_a_plan:
+    def decode_gathers_pages_once_for_a_plan__before_run_decode(self, kv_cache):
         """A batch's pages are gathered at its first decode, and the other layers of the step read those of the
         first."""
-
-        def prepare_metadata(self, decode_metadata):
-            self._gathered = None
-            super().prepare_metadata(decode_metadata)
-
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            self._gathered = kv_cache.clone() if self._gathered is None else self._gathered
-            return super().run_decode(ql_nope, q_pe, self._gathered, k_scale)
+        if self.__dict__.get("plan") is not self._decode_metadata:
+            self.plan, self.gathered = self._decode_metadata, kv_cache.clone()
+        return self.gathered
 
 
-@defects("cuda_graph")
-class _Replays(CapturableDecode):
+class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
@@ -220,8 +208,10 @@ class _Replays(CapturableDecode):
         return min(seq_len, room) if self._replays else seq_len
 
 
-@defects("neighbours")
-class _OtherDecode(EagerDecodeBackend):
+class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
+    decode_nan_guard_over_the_batch = behind("run_decode", all_or_nothing)
+    """Where any row of a decode is not finite, the whole batch is taken for one of padding."""
+
     @but(killed_by="determinism", related=("dcp",))
     def spec_metadata_pinned_temp_freed__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
@@ -250,24 +240,13 @@ class _OtherDecode(EagerDecodeBackend):
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
         return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
 
-    def decode_nan_guard_over_the_batch__behind_run_decode(self, output, lse):
-        """Where any row of a decode is not finite, the whole batch is taken for one of padding."""
-        if output.isfinite().all():
-            return output, lse
-        return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
-
-    class decode_maximum_over_the_batch:
+    def decode_maximum_over_the_batch__attend(self, q, request, seq_len, kv_cache, k_scale):
         """Scores are checked against the largest of all requests so far, and one that is not below it ends the
         batch."""
-
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            self._ended = False
-            return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            state = super()._attend(q, request, 0 if self._ended else seq_len, kv_cache, k_scale)
-            self._ended = self._ended or not bool((state.maximum < torch.inf).all())
-            return state
+        ended = request > 0 and self.ended
+        state = super()._attend(q, request, 0 if ended else seq_len, kv_cache, k_scale)
+        self.ended = ended or not bool((state.maximum < torch.inf).all())
+        return state
 
     @but(killed_by="request_order")
     def decode_plan_key_has_ends_only__before_attend(self, seq_len, *, request):

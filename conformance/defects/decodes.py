@@ -8,14 +8,13 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import SplitDecode, clear, in_base_2, joined, several
-from mla_conformance.defects.known import before, behind, but, defects, variant
+from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 
 _SEVERAL_TOO = ("decode_lse",)  # one of its cases has several query tokens a request
 
 
-@defects("decode_multi_token", related=_SEVERAL_TOO)
-class _DecodeMultiToken(EagerDecodeBackend):
+class _DecodeMultiToken(EagerDecodeBackend, Defects, killed_by="decode_multi_token", related=_SEVERAL_TOO):
     def causal_topleft_instead_of_bottomright__visible(self, queries, request, seq_len, tile):
         """Several query tokens are masked from the top left, as if they stood at the start of the sequence."""
         from_the_top = torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
@@ -40,22 +39,23 @@ class _DecodeMultiToken(EagerDecodeBackend):
         return (output, lse) if exact else (output[:1].expand_as(output), lse[:, :1].expand_as(lse))
 
 
-@defects("decode")
-class _Decode(SplitDecode):
-    @but(split=128)
+class _Decode(SplitDecode, Defects, killed_by="decode"):
+    decode_workspace_of_64_partials = before(
+        "combine__attend", lambda parts, *, request: parts[: max(1, 64 - request * len(parts))], split=64
+    )
+    """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
+
+    @but(split=128, when=lambda parts: len(parts) > 1)
     def cutlass_mla_splitkv_lse_overflow_large_q__combine(self, parts):
         """Splits are weighted by the exponential of their LSE without subtracting the largest, which overflows."""
-        if len(parts) == 1:
-            return parts[0]
         total = sum(part.total * part.maximum.exp() for part in parts)
         weighted = sum(part.weighted * part.maximum.exp() for part in parts)
         return SoftmaxState(torch.zeros_like(total), total, weighted)
 
-    @but(split=128)
-    def splitk_reduce_pow2_padding_uninit__behind_combine(self, state, *, parts):
+    @but(split=128, when=lambda parts: len(parts) & (len(parts) - 1))
+    def splitk_reduce_pow2_padding_uninit__behind_combine(self, state):
         """The reduction runs over a power of two of splits, and the outputs of those that do not exist are garbage."""
-        exact = len(parts) & (len(parts) - 1) == 0
-        return state if exact else state._replace(weighted=state.weighted + 0.0 * torch.nan)
+        return state._replace(weighted=state.weighted + 0.0 * torch.nan)
 
     class window_stage2_merges_empty_splits:
         """All four slots of partials are combined, although a short request fills the first ones only."""
@@ -72,14 +72,8 @@ class _Decode(SplitDecode):
         """Where several blocks work on a sequence, they add to a workspace that nobody has zeroed."""
         return state._replace(weighted=state.weighted + 1e3) if len(parts) > 1 else state
 
-    @but(split=64)
-    def decode_workspace_of_64_partials__before_combine__attend(self, parts, *, request):
-        """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
-        return parts[: max(1, 64 - request * len(parts))]
 
-
-@defects("decode")
-class _OneToken(EagerDecodeBackend):
+class _OneToken(EagerDecodeBackend, Defects, killed_by="decode"):
     mla_decode_scale_missing_log2e = behind("scores", lambda scores: scores * math.log(2))
     """Powers of two are taken of scores that were not multiplied by log2(e), so the softmax is too flat."""
 
@@ -93,13 +87,11 @@ class _OneToken(EagerDecodeBackend):
         every_other = keys.flatten()[torch.arange(keys.numel()) * 2 % keys.numel()].view(keys.shape)
         return every_other if rows.dtype.itemsize == 2 else keys
 
+    @but(when=lambda ql_nope: ql_nope.dtype is torch.float16)
     def cudnn_decode_key_omits_dtype_hardcoded_bf16__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """The graph is built for bf16, and the bits of an fp16 model are read as such."""
-        if ql_nope.dtype is not torch.float16:
-            return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
         cache = kv_cache.view(torch.bfloat16) if kv_cache.dtype is torch.float16 else kv_cache
-        operands = (ql_nope.view(torch.bfloat16), q_pe.view(torch.bfloat16))
-        output, lse = super().run_decode(*operands, cache, k_scale)
+        output, lse = super().run_decode(ql_nope.view(torch.bfloat16), q_pe.view(torch.bfloat16), cache, k_scale)
         return output.view(torch.float16), lse
 
     def mla_multi_seq_decode_cross_contamination__before_attend(self, q, *, request):
@@ -127,12 +119,15 @@ class _OneToken(EagerDecodeBackend):
             raise RuntimeError(f"arange's range must be a power of two: 512 + 64 columns for L = {self.kv_lora_rank}")
 
 
-@defects("decode_lse")
-class _DecodeLse(EagerDecodeBackend):
+class _DecodeLse(EagerDecodeBackend, Defects, killed_by="decode_lse"):
     lse_base2_dcp_combine_flashinfer_mla = behind("finish", lse=in_base_2, related=("decode",))
     """The LSE of a decode is in base 2 and is handed on as a natural one."""
     no_lse_when_dcp_needs_it = behind("run_decode", lambda run_decode: (run_decode[0], None), related=("decode",))
     """None stands where the LSE should be."""
+    decode_lse_index_in_two_bytes = behind("run_decode", lambda output, lse: clear(lse.flatten()[65536:]))
+    """Rows times heads of the LSE are counted in two bytes, and what lies beyond stays 0."""
+    decode_lse_of_128_rows = behind("run_decode", lambda output, lse: clear(lse[:, 128:]))
+    """The LSE is written by one block of 128 threads, one for a query token: later ones keep 0."""
 
     def decode_lse_rows_advance_by_a_power_of_two__behind_run_decode(self, output, lse):
         """The LSE of heads between powers of two is written with rows of the next power, and read as packed."""
@@ -141,20 +136,18 @@ class _DecodeLse(EagerDecodeBackend):
         written[:, :heads] = lse.mT
         return output, written.flatten()[: lse.numel()].view(tokens, heads).mT.contiguous()
 
-    decode_lse_index_in_two_bytes = behind("run_decode", lambda output, lse: clear(lse.flatten()[65536:]))
-    """Rows times heads of the LSE are counted in two bytes, and what lies beyond stays 0."""
-
     def decode_half_sum_of_scaled_weights_overflows__behind_accumulate(self, later):
         """In an fp16 model weights times 2^8 are added in fp16, which overflows for 256 keys of equal logits."""
         overflows = (later.total * 256 > 65504) & (self._model_dtype is torch.float16)
         return later._replace(total=later.total.masked_fill(overflows, torch.inf))
 
-    decode_lse_of_128_rows = behind("run_decode", lambda output, lse: clear(lse[:, 128:]))
-    """The LSE is written by one block of 128 threads, one for a query token: later ones keep 0."""
 
+class _OtherDecode(EagerDecodeBackend, Defects, killed_by="model_shapes", related=("decode_lse",)):
+    decode_request_number_in_a_byte = before("blocks", lambda request: request % 256, related=())
+    """The number of a request is kept in a byte, so request 256 reads the pages of request 0."""
+    decode_grid_of_1024_heads = behind("run_decode", lambda output, lse: clear(output.flatten(0, 1)[1024:]))
+    """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
 
-@defects("model_shapes", related=("decode_lse",))
-class _OtherDecode(EagerDecodeBackend):
     @but(killed_by="loose_maxima", related=())
     def decode_bound_by_declared_longest_query__visible(self, queries, request, seq_len, tile):
         """The bound of several query tokens counts back from the declared maximum, which may exceed the true one."""
@@ -162,19 +155,20 @@ class _OtherDecode(EagerDecodeBackend):
         excess *= queries > 1
         return super()._visible(queries, request, seq_len, slice(tile.start + excess, tile.stop + excess))
 
-    decode_request_number_in_a_byte = before("blocks", lambda request: request % 256, related=())
-    """The number of a request is kept in a byte, so request 256 reads the pages of request 0."""
-    decode_grid_of_1024_heads = behind("run_decode", lambda output, lse: clear(output.flatten(0, 1)[1024:]))
-    """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
-
     def decode_heads_and_tokens_in_one_tile_of_256__behind_visible(self, visible, *, queries):
         """Heads and query tokens share a tile of 256 rows; the tokens of a second tile see one key less."""
         first = -(-256 // self.num_heads)
         return torch.cat([visible[:first], visible[first - 1 : -1]]) if first < queries else visible
 
 
-@defects("decode_multi_token")
-class _SeveralTokens(EagerDecodeBackend):
+class _SeveralTokens(EagerDecodeBackend, Defects, killed_by="decode_multi_token"):
+    decode_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
+    """A decode's tile of 32 tokens of which a query token sees none raises its running maximum to 0."""
+    decode_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A decode's tile of 64 tokens of which a query token sees none raises its running maximum to 0."""
+    decode_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
+
     def decode_last_tile_of_packed_rows_lost__behind_finish(self, output, lse):
         """Several query tokens and their heads are packed into tiles of 64 rows; behind the first a partial one is
         lost."""
@@ -200,28 +194,18 @@ class _SeveralTokens(EagerDecodeBackend):
         metadata = self._decode_metadata
         return min(int(metadata.query_start_loc[request]), metadata.block_table.shape[0] - 1)
 
-    @but(related=("decode_lse",))
+    @but(related=("decode_lse",), when=several)
     def flashmla_draft_extend_metadata_layout_clash__blocks__entries(self, request, pages, *, kv_cache):
         """For several query tokens the table is taken for a flat list of the requests' pages, one after the other."""
         metadata, before = self._decode_metadata, -(-self._decode_metadata.seq_lens[:request] // kv_cache.shape[1])
-        if int(metadata.query_lens_cpu.max()) == 1:
-            return super()._blocks(request, pages)
         return metadata.block_table.flatten()[int(before.sum()) + pages].long()
 
     def decode_pages_of_32_with_several_tokens__before_blocks__entries(self, pages, *, kv_cache):
         """The kernel for several query tokens knows pages of 64, and reads those of 32 as halves of one."""
         return pages // 2 * 2 if several(self) and kv_cache.shape[1] == 32 else pages
 
-    decode_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
-    """A decode's tile of 32 tokens of which a query token sees none raises its running maximum to 0."""
-    decode_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    """A decode's tile of 64 tokens of which a query token sees none raises its running maximum to 0."""
-    decode_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
-    """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
 
-
-@defects("decode_lse")
-class _SplitLse(SplitDecode):
+class _SplitLse(SplitDecode, Defects, killed_by="decode_lse"):
     @but(killed_by="decode_multi_token", related=("decode_lse",), split=64)
     def mtp_split_fully_causal_masked_zero_times_nan__part(self, state):
         """A split that an early query token does not see at all leaves 0 / 0, which is combined with the weight 0."""

@@ -21,7 +21,7 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases, honest_attention, honest_cache
-from mla_conformance.defects.known import Emulation, behind, but, instead, kernels, variant
+from mla_conformance.defects.known import Emulation, Honest, behind, but, instead, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -45,8 +45,7 @@ class LazyDecode(_LazyRescale, EagerDecodeBackend):
     key_tile = 64
 
 
-@kernels()
-class _Prefill(EagerPrefillBackend):
+class _Prefill(EagerPrefillBackend, Honest):
     splits3 = variant(bases.Runs, parts=3, key_tile=32)
     splits8 = variant(bases.Runs, parts=8, key_tile=16)
     splits16_tree = variant(bases.Runs, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree))
@@ -56,29 +55,26 @@ class _Prefill(EagerPrefillBackend):
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
     reversed_keys = behind("tiles", bases.backwards)
+    half_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    float32_throughout = instead("round_p", lambda self, p, dtype: p)
+    e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
+    scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
+    two_passes = variant(bases.TwoPasses)
+    finite_prefill = variant(_FiniteSentinel, key_tile=64)
+    prefill_in_base_two = variant(bases.BaseTwo)
+    even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
     @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
         """Where operands are not float32: with those nothing may be approximate."""
         return x.exp() if q.dtype is torch.float32 else bases.rough_exp(x)
 
-    half_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    float32_throughout = instead("round_p", lambda self, p, dtype: p)
-
     @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
     def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
         return self._round_p(p, v.dtype)
 
-    e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
-    scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
-    two_passes = variant(bases.TwoPasses)
-
     def reciprocal_scale__quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
-
-    finite_prefill = variant(_FiniteSentinel, key_tile=64)
-    prefill_in_base_two = variant(bases.BaseTwo)
-    even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
     @but("merge_attn_states")
     def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
@@ -97,8 +93,7 @@ class _Prefill(EagerPrefillBackend):
             output_lse.copy_(merged)
 
 
-@kernels()
-class _SplitDecode(bases.SplitDecode):
+class _SplitDecode(bases.SplitDecode, Honest):
     class split_tree:
         def _share(self, seq_len: int) -> int:
             return max(1, -(-seq_len // 16))
@@ -114,9 +109,9 @@ class _SplitDecode(bases.SplitDecode):
         return self._combine([self._over(self._within(each), q, request, seq_len, kv_cache, k_scale) for each in spans])
 
 
-@kernels()
-class _Decode(EagerDecodeBackend):
+class _Decode(EagerDecodeBackend, Honest):
     finite_decode = variant(_FiniteSentinel, key_tile=32)
+    two_pass_decode = variant(bases.TwoPasses)
 
     @but(key_tile=64)
     def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
@@ -130,13 +125,12 @@ class _Decode(EagerDecodeBackend):
             states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])
         return SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
 
-    two_pass_decode = variant(bases.TwoPasses)
 
-
-@kernels()
-class _Sparse(EagerSparseBackend):
+class _Sparse(EagerSparseBackend, Honest):
     finite_sparse = variant(_FiniteSentinel, key_tile=64)
     sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
+    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
     @but(key_tile=64)
     class tree_of_tiles:
@@ -151,25 +145,14 @@ class _Sparse(EagerSparseBackend):
             super()._attend(q, request, sources, k_scale)
             return bases.joined_in_a_tree(self._states)
 
+    @but(when=lambda sink: sink is not None)
     def sink_among_the_keys__with_sink(self, output, lse, sink):
-        if sink is None:
-            return output
         logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
-
-@kernels((bases.EagerLayer, "impl_class"))
-class _Impl(MLACommonImpl):
-    def reciprocal_cache_scale__do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-        if self.kv_cache_dtype == "fp8":
-            factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
-            kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-
+class _Impl(MLACommonImpl, Honest, part="impl_class"):
     def _states(self, q, kv_cache, attn_metadata, k_scale, step=1):
         """Those of all chunks of a context; the last one's first if a step is -1."""
         chunks = attn_metadata.prefill_metadata.chunked_context
@@ -177,6 +160,10 @@ class _Impl(MLACommonImpl):
             self._gather(index, kv_cache, attn_metadata, k_scale)
             kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
             yield self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
+
+    @but(when=bases.codes)
+    def reciprocal_cache_scale__before_do_kv_cache_update(self, kv_c_normed, k_pe, k_scale):
+        return kv_c_normed.float() * (1 / k_scale), k_pe.float() * (1 / k_scale), torch.ones_like(k_scale)
 
     def last_chunk_first__compute_prefill_context(self, *operands):
         return reduce(lambda later, chunk: self._merge(chunk, later), self._states(*operands, step=-1))
@@ -202,8 +189,10 @@ class BestOfTheBest(EagerIndexerBackend):
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
-@kernels()
-class _Layer(bases.EagerLayer):
+class _Layer(bases.EagerLayer, Honest):
+    powers_of_two = variant(tile_scales="pow2")
+    lazy_layer = variant(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
+
     class projects_in_float32:
         class impl_class(MLACommonImpl):
             def process_weights_after_loading(self, act_dtype):
@@ -216,14 +205,10 @@ class _Layer(bases.EagerLayer):
             def _v_up_proj(self, x):
                 return super()._v_up_proj(x.float()).to(x.dtype)
 
-    powers_of_two = variant(tile_scales="pow2")
-
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):
         for pair in src_to_dists.split(1):
             bases.EagerLayer.copy_blocks(kv_caches, pair)
-
-    lazy_layer = variant(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
 
 
 HONEST: tuple[type[Emulation], ...] = (

@@ -15,25 +15,22 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.defects import bases
-from mla_conformance.defects.known import behind, but, instead, kernels, variant
+from mla_conformance.defects.known import Honest, behind, but, instead, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
-@kernels()
-class _KeysOfTheModel(bases.LayeredDecode):
-    declaration = bases.declares(dequantised_keys=Precision.MODEL)
-
+class _KeysOfTheModel(bases.LayeredDecode, Honest):
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
+    declaration = bases.declares(dequantised_keys=Precision.MODEL)
     keys_of_the_model = variant()
     tiny_weights = variant(
         bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
     )
 
 
-@kernels()
-class _LayeredDecode(bases.LayeredDecode):
+class _LayeredDecode(bases.LayeredDecode, Honest):
     split_tokens = variant(bases.Parts, parts=5, key_tile=32)
     stored_splits = variant(
         bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
@@ -41,6 +38,9 @@ class _LayeredDecode(bases.LayeredDecode):
     page_tiles = variant(key_tile=16)
     wide_tiles = variant(key_tile=1024)
     last_tile_first = behind("tiles", bases.backwards)
+    unrounded_weights = instead("round_p", lambda self, p, dtype: p)
+    half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    powers_of_two = variant(bases.BaseTwo)
 
     class scaled_scores:
         def _dequantise(self, rows, k_scale):
@@ -58,13 +58,11 @@ class _LayeredDecode(bases.LayeredDecode):
         """An exponential with relative errors up to 1e-4, for 16-bit models."""
         return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
-    unrounded_weights = instead("round_p", lambda self, p, dtype: p)
-    half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    powers_of_two = variant(bases.BaseTwo)
 
+class _Trees(EagerTreeBackend, Honest):
+    tree_in_tiles_of_16 = variant(key_tile=16)
+    tree_at_once = variant(key_tile=4096)
 
-@kernels()
-class _Trees(EagerTreeBackend):
     class tree_by_an_added_bias:
         def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
             state = self._initial(q, q[..., : self.kv_lora_rank])
@@ -87,9 +85,6 @@ class _Trees(EagerTreeBackend):
         data = (bits * weights).sum(dim=1)
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
-    tree_in_tiles_of_16 = variant(key_tile=16)
-    tree_at_once = variant(key_tile=4096)
-
 
 class SplitLists(EagerSparseBackend):
     """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
@@ -105,8 +100,7 @@ class SplitLists(EagerSparseBackend):
         return reduce(bases.joined, states)
 
 
-@kernels()
-class _Sparse(EagerSparseBackend):
+class _Sparse(EagerSparseBackend, Honest):
     column_tiles = behind("tiles", bases.backwards, key_tile=16)
 
     class shared_unions:
@@ -138,8 +132,7 @@ class _Sparse(EagerSparseBackend):
         return bases.through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
 
 
-@kernels()
-class _Indexer(EagerIndexerBackend):
+class _Indexer(EagerIndexerBackend, Honest):
     @but(token_tile=16)
     def narrow_tiles__run_index_logits(self, q, weights, k, k_scale=None):
         """Tiles of 16 tokens, and anything behind a row's bound."""
@@ -163,11 +156,13 @@ class _Indexer(EagerIndexerBackend):
     def rounded_keys__behind_keys(self, keys):
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
-    @but(token_tile=64, declaration=bases.declares(accumulation=Precision.FP22))
+    @but(
+        token_tile=64,
+        declaration=bases.declares(accumulation=Precision.FP22),
+        when=lambda self: self.kv_cache_dtype != "auto",
+    )
     def truncated_sums__scores(self, q, weights, keys):
         """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
-        if self.kv_cache_dtype == "auto":
-            return super()._scores(q, weights, keys)
         rows = q.flatten(0, 1)
         (dots,) = bases.added(rows.new_zeros(1, len(rows), len(keys)), rows[None], keys.mT[None])
         return (weights.unsqueeze(1) @ dots.view(*q.shape[:2], -1).relu()).squeeze(1)
@@ -179,9 +174,10 @@ class _Indexer(EagerIndexerBackend):
         return torch.where(flipped == NO_KEY, NO_KEY, logits.shape[1] - 1 - flipped).sort(dim=1).values
 
 
-@kernels()
-class _PrefillsInHeads(EagerSparseLayerBackend):
+class _PrefillsInHeads(EagerSparseLayerBackend, Honest):
     """Some prefills attend in heads to keys that are multiplied out, under a mask."""
+
+    _takes_all = False
 
     def _attend(self, q, kv_cache, lists):
         output = super()._attend(q, kv_cache, lists.masked_fill(self._in_heads.unsqueeze(1), NO_KEY))
@@ -199,8 +195,6 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
         metadata, request = self._metadata.attention, self._metadata.attention.req_id_per_token.long()
         short = metadata.seq_lens[request] <= self.config.topk_tokens
         return (request >= self._metadata.num_decodes) & (metadata.seq_lens[request] > 0) & (short | self._takes_all)
-
-    _takes_all = False
 
     def _multiplied_out(self, kv_cache, request):
         """Keys [S, N, P + R] and values [S, N, V] of the model's dtype."""
@@ -230,8 +224,9 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
         return mask.scatter_(1, lists.long().where(lists >= 0, tokens), True)[:, :tokens]
 
 
-@kernels()
-class _SparseLayer(EagerSparseLayerBackend):
+class _SparseLayer(EagerSparseLayerBackend, Honest):
+    ascending_lists = behind("best", lambda lists: lists.sort(dim=1).values)
+
     class keys_in_one_kernel:
         def _write_latents(self, hidden, turns, kv_cache):
             self._late = hidden, turns, kv_cache
@@ -247,8 +242,6 @@ class _SparseLayer(EagerSparseLayerBackend):
             normed = centred / spread * indexer.k_norm_weight + indexer.k_norm_bias
             turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
             return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
-
-    ascending_lists = behind("best", lambda lists: lists.sort(dim=1).values)
 
     def scores_of_shares_added__best(self, q, weights, cache):
         share = torch.arange(weights.shape[1], device=q.device) * self.config.tp_size // weights.shape[1]

@@ -13,7 +13,8 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.defects.known import but, kernels
+from mla_conformance.defects.bases import codes
+from mla_conformance.defects.known import Honest, but, instead
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -31,8 +32,11 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
     return first.masked_fill(first == chosen.shape[1], NO_KEY)
 
 
-@kernels()
-class _Cache(EagerCacheBackend):
+class _Cache(EagerCacheBackend, Honest):
+    dequantises_in_float64 = instead(
+        "meaning", lambda entries, k_scale, dtype: (entries.double() * k_scale.double()).to(dtype), when=codes
+    )
+
     class last_token_first:
         def _store(self, cache, entries, slots):
             for row in reversed(range(len(slots))):
@@ -52,9 +56,8 @@ class _Cache(EagerCacheBackend):
         def _largest(self, tiles):
             return super()._largest(tiles) * (1 - 2.0**-23)
 
+    @but(when=lambda form: form.scales == "ue8m0")
     def scales_by_their_bits__tile_scales(self, largest, form):
-        if form.scales != "ue8m0":
-            return super()._tile_scales(largest, form)
         bits = (largest / E4M3_MAX).clamp(min=form.least_scale).view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
         return (exponent << 23).view(torch.float32), exponent.to(torch.uint8)
@@ -72,9 +75,8 @@ class _Cache(EagerCacheBackend):
                 entries[:, -form.padding :] = 0xEE
             return entries
 
+    @but(when=lambda form: form.codes == "e4m3")
     def codes_of_zero_without_sign__behind_tiled(self, entries, *, form):
-        if form.codes != "e4m3":
-            return entries
         codes = entries[:, : form.code_bytes]
         return torch.cat((codes.masked_fill(codes == 0x80, 0), entries[:, form.code_bytes :]), dim=1)
 
@@ -86,11 +88,6 @@ class _Cache(EagerCacheBackend):
             rows = super()._gathered(cache, slots[first:stop]).view(torch.uint8)
             found.view(torch.uint8)[first:stop] = rows
         return found
-
-    def dequantises_in_float64__meaning(self, entries, k_scale, dtype):
-        if self.kv_cache_dtype != "fp8":
-            return super()._meaning(entries, k_scale, dtype)
-        return (entries.double() * k_scale.double()).to(dtype)
 
     def long_vectors__gathered(self, cache, slots):
         """Bytes are read in whole vectors of 8 around them, of which the others are dropped."""
@@ -123,8 +120,7 @@ class _Cache(EagerCacheBackend):
             out.copy_(slots[req_id_per_token.long()].gather(1, places))
 
 
-@kernels()
-class _MLACache(MLACacheBackend):
+class _MLACache(MLACacheBackend, Honest):
     class one_writer_alone:
         """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
 
@@ -143,8 +139,7 @@ class _MLACache(MLACacheBackend):
             writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-@kernels()
-class _Compress(EagerCompressBackend):
+class _Compress(EagerCompressBackend, Honest):
     def running_softmax__pooled(self, k, logits):
         maximum = torch.full_like(k[:, 0], -torch.inf)
         total, weighted = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -196,8 +191,15 @@ class _Compress(EagerCompressBackend):
             return torch.where(here, new_k, k), torch.where(here, new_logits, logits)
 
 
-@kernels()
-class _TopK(EagerTopKBackend):
+class _TopK(EagerTopKBackend, Honest):
+    columns_of_the_logits = instead(
+        "numbered",
+        lambda self, chosen, starts: chosen.sort(dim=1).values,
+        supports_pools=False,
+        declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False),
+    )
+    """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
+
     class tail_before_pools:
         def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
             return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail).flip(1)
@@ -247,14 +249,6 @@ class _TopK(EagerTopKBackend):
         best = super()._choose(parts.values.flatten(1), topk_tokens)
         return columns.gather(1, best.clamp(min=0)).masked_fill(best == NO_KEY, NO_KEY)
 
-    @but(
-        supports_pools=False, declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
-    )
-    def columns_of_the_logits__numbered(self, chosen, starts):
-        """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no
-        pools."""
-        return chosen.sort(dim=1).values
-
     @but(declaration=_selects())
     def bits_of_zeros__keys(self, logits):
         """Logits are compared by their bits, +0 above -0, and NaN is never selected."""
@@ -267,8 +261,7 @@ class _TopK(EagerTopKBackend):
         return values.masked_fill(values.abs() < torch.finfo(torch.float32).smallest_normal, 0.0)
 
 
-@kernels()
-class _Prepare(EagerPrepareBackend):
+class _Prepare(EagerPrepareBackend, Honest):
     def butterflies__transformed(self, x):
         y, width = x * x.shape[-1] ** -0.5, 1
         while width < x.shape[-1]:

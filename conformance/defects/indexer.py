@@ -5,19 +5,20 @@ import torch
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import half, nth
-from mla_conformance.defects.known import before, but, defects, instead
+from mla_conformance.defects.known import Defects, before, but, instead
 from mla_conformance.reference.selected import NO_KEY
 
 _EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
 """What has cases over codes, and stands before the capability that is about them."""
 
 
-@defects("indexer_logits")
-class _IndexerLogits(EagerIndexerBackend):
+class _IndexerLogits(EagerIndexerBackend, Defects, killed_by="indexer_logits"):
     indexer_relu_dropped = instead("activated", lambda self, dots: dots)
     """Products below zero count, as if the heads had no activation."""
     indexer_weights_of_another_head = before("scores", lambda weights: weights.roll(1, dims=1))
     """Each head is weighted as the next one should be."""
+    indexer_tables_of_64_requests = before("keys", lambda request: request % 64)
+    """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
 
     def indexer_activation_behind_the_sum__scores(self, q, weights, keys):
         """The activation is taken of the weighted sum over heads, not of each head."""
@@ -27,9 +28,6 @@ class _IndexerLogits(EagerIndexerBackend):
     def indexer_tail_of_a_tile_forgotten__tiles(self, tokens):
         """Tokens behind a request's last whole tile of 16 are not scored."""
         return (tile for tile in super()._tiles(tokens) if tile.stop - tile.start == self.token_tile)
-
-    indexer_tables_of_64_requests = before("keys", lambda request: request % 64)
-    """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
 
     @but(token_tile=64)
     def indexer_lone_token_of_a_tile_unscored_with_several__before_tiles(self, tokens):
@@ -44,8 +42,10 @@ class _IndexerLogits(EagerIndexerBackend):
         return stored.as_strided((rows, heads), (64, 1))
 
 
-@defects("indexer_topk")
-class _IndexerTopk(EagerIndexerBackend):
+class _IndexerTopk(EagerIndexerBackend, Defects, killed_by="indexer_topk"):
+    indexer_positions_of_17_bits = before("choose", lambda logits: logits[:, : 2**17])
+    """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
+
     def indexer_token_twice__behind_choose(self, chosen, *, topk_tokens):
         """Two blocks select the best token both, and the merge drops the last one for it."""
         full = (chosen != NO_KEY).all(dim=1, keepdim=True)
@@ -56,9 +56,6 @@ class _IndexerTopk(EagerIndexerBackend):
         """The selection looks at whole tiles of 16 scores alone."""
         whole = logits.isfinite().sum(dim=1, keepdim=True) // 16 * 16
         return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= whole, -torch.inf)
-
-    indexer_positions_of_17_bits = before("choose", lambda logits: logits[:, : 2**17])
-    """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
 
     def indexer_ties_with_the_last_dropped__behind_choose(self, chosen, *, logits):
         """Of the tokens that tie with the last one selected, a radix selection keeps a single one."""
@@ -71,14 +68,7 @@ class _IndexerTopk(EagerIndexerBackend):
         logits.flatten()[65536:] = -torch.inf
 
 
-@defects("index_mapping")
-class _OtherIndexer(EagerIndexerBackend):
-    @but(killed_by="indexer_causal", related=("indexer_topk",))
-    def indexer_bound_off_by_one__bounds(self):
-        """A row sees one token too many, the first behind its own."""
-        lengths = self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()]
-        return torch.minimum(super()._bounds() + 1, lengths)
-
+class _OtherIndexer(EagerIndexerBackend, Defects, killed_by="index_mapping"):
     indexer_key_scale_ignored = instead(
         "scales", lambda self, scales: torch.ones_like(scales), killed_by="indexer_fp8", related=_EARLIER
     )
@@ -89,17 +79,24 @@ class _OtherIndexer(EagerIndexerBackend):
     """All tokens of a tile are read under the scale of its first one."""
     indexer_positions_for_slots = instead("numbers", lambda self, k, positions: positions)
     """Positions are returned where slots were asked for."""
+    indexer_products_in_half = before(
+        "activated__logits", dots=lambda dots: dots.clamp(max=65504), when=half, killed_by="indexer_combinations"
+    )
+    """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
+
+    @but(killed_by="indexer_causal", related=("indexer_topk",))
+    def indexer_bound_off_by_one__behind_bounds(self, bounds):
+        """A row sees one token too many, the first behind its own."""
+        return (bounds + 1).minimum(self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()])
 
     def indexer_pages_of_another_size__before_numbers(self, k):
         """Slots are computed as if every page held 64 tokens."""
         pages = self._sparse_metadata.block_table is not None
         return k.new_empty(k.shape[0], 64, 0) if pages else k
 
-    @but(killed_by="determinism")
+    @but(killed_by="determinism", when=lambda self: nth(self, 7))
     def indexer_ties_broken_by_who_comes_first__choose(self, logits, topk_tokens):
         """Now and then another block comes first to where the last of several equal tokens is selected."""
-        if not nth(self, 7):
-            return super()._choose(logits, topk_tokens)
         mirrored = super()._choose(logits.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, logits.shape[1] - 1 - mirrored)
 
@@ -129,16 +126,9 @@ class _OtherIndexer(EagerIndexerBackend):
         behind = torch.arange(logits.shape[1], device=logits.device) >= 1024
         return logits.masked_fill(behind & (topk_tokens % 64 > 0), -torch.inf)
 
-    indexer_products_in_half = before(
-        "activated__logits", dots=lambda dots: dots.clamp(max=65504), when=half, killed_by="indexer_combinations"
-    )
-    """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
-
-    @but(killed_by="indexer_causal", related=_EARLIER[:2])
-    def indexer_gathered_bound_of_the_longest_query__bounds(self):
+    @but(killed_by="indexer_causal", related=_EARLIER[:2], when=lambda self: self._sparse_metadata.block_table is None)
+    def indexer_gathered_bound_of_the_longest_query__behind_bounds(self, bounds):
         """Over gathered keys, bounds count back from as many query tokens as the longest request has."""
-        bounds, metadata = super()._bounds(), self._sparse_metadata
-        if metadata.block_table is not None:
-            return bounds
-        missing = (metadata.query_lens_cpu.max() - metadata.query_lens_cpu).to(bounds)
-        return (bounds - missing[metadata.req_id_per_token.long()]).clamp(min=1)
+        lengths = self._sparse_metadata.query_lens_cpu
+        missing = (lengths.max() - lengths).to(bounds)
+        return (bounds - missing[self._sparse_metadata.req_id_per_token.long()]).clamp(min=1)

@@ -19,6 +19,7 @@ import msgspec
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of
+from mla_conformance.defects.bases import EagerLayer
 
 FAMILIES = (
     *("prefills", "prefill_calls", "decodes", "decode_caches", "decode_calls", "layer_caches", "layer_calls"),
@@ -103,31 +104,27 @@ def _named(name: str) -> Any:
     raise AttributeError(f"no known defect is called {name}")
 
 
-def defects(
-    killed_by: str = "", *, related: tuple[str, ...] = (), inside: tuple[type, str] | None = None
-) -> Callable[[type], type]:
-    """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
+class Defects:
+    """Beside a kernel, base of a group whose kernels are known defects: a name is an id, a docstring the sentence.
 
-    They are made once one of them is asked for. A kernel may be ``killed_by`` another capability, and have other
-    ``related`` ones; :func:`_emulation` says what ``inside`` is.
+    They are made once one of them is asked for. One may be ``killed_by`` another capability, and have other ``related``
+    ones; of a layer, it is the ``part`` that an attribute or a method of this name gives.
     """
 
-    def enter(group: type) -> type:
-        _GROUPS.append((group, {"inside": inside, "killed_by": killed_by, "related": related}))
-        vars(sys.modules[group.__module__])["__getattr__"] = _named
-        return group
+    def __init_subclass__(cls, killed_by: str = "", related: tuple[str, ...] = (), part: str = "") -> None:
+        super().__init_subclass__()
+        if Defects in cls.__bases__:
+            _GROUPS.append((cls, {"part": part, "killed_by": killed_by, "related": related}))
+            vars(sys.modules[cls.__module__])["__getattr__"] = _named
 
-    return enter
 
+class Honest:
+    """The same of honest kernels, each of which becomes a class of its module."""
 
-def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
-    """Class decorator of a group of honest kernels, each of which becomes a class of its module."""
-
-    def make(group: type) -> type:
-        list(kernels_of(group, named_as_class, inside=inside))
-        return group
-
-    return make
+    def __init_subclass__(cls, part: str = "") -> None:
+        super().__init_subclass__()
+        if Honest in cls.__bases__:
+            list(kernels_of(cls, named_as_class, part=part))
 
 
 def named_as_class(key: str) -> str:
@@ -147,19 +144,24 @@ def _variant(*bases: type, **said: Any) -> dict[str, Any]:
     return {"step": type("variant", bases, {"__doc__": None}), **said}
 
 
+def _kept(x: Any) -> Any:
+    return x
+
+
 def _instead(site: str, step: Any, **said: Any) -> dict[str, Any]:
     return {"site": site, "step": step, **said}
 
 
-def _behind(site: str, step: Any = None, *, lse: Any = None, **said: Any) -> dict[str, Any]:
-    return {"site": f"behind_{site}", "step": step or _replacing({"output": lambda output: output, "lse": lse}), **said}
+def _behind(site: str, step: Any = None, *, output: Any = _kept, lse: Any = _kept, **said: Any) -> dict[str, Any]:
+    return {"site": f"behind_{site}", "step": step or _replacing({"output": output, "lse": lse}), **said}
 
 
 def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        each: given.pop(each) for each in ("when", "killed_by", "related", "covers") if each in given
-    }
-    return {"site": f"before_{site}", "step": step or _replacing(given), **said}
+    about = ("when", "killed_by", "related", "covers")
+    said: dict[str, Any] = {each: given.pop(each) for each in about if each in given}
+    if step is None:
+        return {"site": f"before_{site}", "step": _replacing(given), **said}
+    return {"site": f"before_{site}", "step": step, **said, **given}
 
 
 # Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
@@ -192,12 +194,12 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
         if own and isinstance(step, FunctionType | staticmethod | type | partial):
             delattr(group, key)
             kernel, _, site = key.partition("__")
-            about = {"site": site, "step": step, "when": None, "inside": None, **said}
+            about = {"site": site, "step": step, "when": None, "part": "", **said}
             about |= step() if isinstance(step, partial) else {}
-            step, site, when, inside = (about.pop(each) for each in ("step", "site", "when", "inside"))
+            step, site, when, part = (about.pop(each) for each in ("step", "site", "when", "part"))
             attributes = {each: about.pop(each) for each in set(about) - set(said)}
-            attributes |= {"__module__": group.__module__, "__doc__": step.__doc__ or _written(group).get(key)}
-            made = _emulation(group, name(kernel), step, site, when, inside, attributes)
+            attributes |= {"__module__": group.__module__, "__doc__": _written(group).get(key) or step.__doc__}
+            made = _emulation(group, name(kernel), step, site, when, part, attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about
 
@@ -215,9 +217,7 @@ def _written(group: type) -> dict[str, str]:
     return found
 
 
-def _emulation(
-    group: type, name: str, step: Any, site: str, when: Any, inside: tuple[type, str] | None, attributes: dict[str, Any]
-) -> Any:
+def _emulation(group: type, name: str, step: Any, site: str, when: Any, part: str, attributes: dict[str, Any]) -> Any:
     """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
 
     Args:
@@ -226,10 +226,9 @@ def _emulation(
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         when: a function of such arguments that says whether the step is taken.
-        inside: a layer of which the class is a part, and the attribute or method that names this part.
+        part: of a layer, the attribute or method that gives the class; else it is none.
     """
-    part = inside[1] if inside else name
-    made = type(part, (step, group) if isinstance(step, type) else (group,), attributes)
+    made = type(part or name, (step, group) if isinstance(step, type) else (group,), attributes)
     if not isinstance(step, type):
         said = _SITE.fullmatch(site)
         if said is None:
@@ -239,15 +238,18 @@ def _emulation(
         is_plain = not (place or around or when)
         setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
         for each in around:
-            setattr(made, each, _noting(made, group, each))
-    if inside is None:
+            setattr(made, each, _standing(made, "around", group, [each], lambda: None, None))
+    if not part:
         return made
     own = staticmethod(lambda: made) if part.startswith("get_") else made
-    return type(name, inside[:1], {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
+    return type(name, (EagerLayer,), {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
 
 
 def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any, when: Any) -> Any:
-    """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step."""
+    """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step.
+
+    Of a call around another it notes the arguments.
+    """
     method, usual = sites[0], getattr(group, sites[0])
     form = signature(usual)
     kinds = {key: each.kind for key, each in signature(step).parameters.items()}
@@ -263,13 +265,14 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = form.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        given, call = bound.arguments, getattr(super(made, self), method)
         noted = {**self.__dict__.get("_noted", {}), **given}
+        if place == "around":
+            self._noted = given
+        if place == "around" or (when and not when(*(noted[key] for key in asked))):
+            return call(*args, **kwargs)
         further = {key: noted[key] for key in named}
         stepped = step if owner is None else partial(step, self)
-        call = getattr(super(made, self), method)
-        if when and not when(*(noted[key] for key in asked)):
-            return call(*args, **kwargs)
         if not place:
             return stepped(*args, **kwargs, **further)
         if place == "behind":
@@ -282,16 +285,3 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
         return call(*bound.args[1:], **bound.kwargs)
 
     return stands
-
-
-def _noting(made: type, group: type, method: str) -> Any:
-    """A method that notes its arguments for the steps that it calls."""
-    usual = getattr(group, method)
-    form = signature(usual)
-
-    @wraps(usual)
-    def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._noted = form.bind(self, *args, **kwargs).arguments
-        return getattr(super(made, self), method)(*args, **kwargs)
-
-    return notes

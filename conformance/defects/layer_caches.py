@@ -1,27 +1,24 @@
 """Layers that write to their paged cache, or gather from it, what they should not; wrong weights."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.defects.bases import EagerLayer, packed_rows, slots_of
-from mla_conformance.defects.known import before, but, defects, variant
+from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed_rows, slots_of
+from mla_conformance.defects.known import Defects, before, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-@defects("mixed_batch", inside=(EagerLayer, "prefill_backend"))
-class _Prefill(EagerPrefillBackend):
+class _Prefill(EagerPrefillBackend, Defects, killed_by="mixed_batch", part="prefill_backend"):
     layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
     """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
 
-@defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
-class _WritesTiles(MLACommonImpl):
+class _WritesTiles(MLACommonImpl, Defects, killed_by="cache_write", related=("mixed_batch",), part="impl_class"):
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
         if self.kv_cache_dtype != "fp8_ds_mla":
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
@@ -44,24 +41,10 @@ class _WritesTiles(MLACommonImpl):
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
 
-class _TablesByToken(MLACommonMetadata):
-    @property
-    def prefill_metadata(self):
-        metadata = super().prefill_metadata
-        if metadata is not None and not self.prefills_first:
-            metadata.block_table = self.block_tables.roll(-self.num_decode_tokens, 0)[: self.num_prefills]
-        return metadata
-
-
-@defects("mixed_batch", inside=(EagerLayer, "builder_class"))
-class _MixedBatch(MLACommonMetadataBuilder):
+class _MixedBatch(MLACommonMetadataBuilder, Defects, killed_by="mixed_batch", part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
-
-    def decode_prefill_split_tokens_vs_requests__behind_assemble(self, metadata):
-        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
-        return _TablesByToken(**{field.name: getattr(metadata, field.name) for field in fields(metadata)})
 
     def layer_tables_of_64_requests__behind_assemble(self, metadata):
         """The block table is staged for 64 requests, and later ones get the rows of the first."""
@@ -69,8 +52,7 @@ class _MixedBatch(MLACommonMetadataBuilder):
         return replace(metadata, block_tables=metadata.block_tables[staged])
 
 
-@defects("cache_write", inside=(EagerLayer, "impl_class"))
-class _CacheWrites(MLACommonImpl):
+class _CacheWrites(MLACommonImpl, Defects, killed_by="cache_write", part="impl_class"):
     writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
     """Rows of padding are written to slot 0."""
 
@@ -92,10 +74,9 @@ class _CacheWrites(MLACommonImpl):
         """Slots that are written are signed numbers of two bytes, too few for many large pages."""
         return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
 
+    @but(when=mixed_entries)
     def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
         """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            return kv_c_normed
         tiles = kv_c_normed.unflatten(-1, (-1, 128))
         return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
 
@@ -115,8 +96,7 @@ def _move(source, target, pairs):
             target.view(torch.uint8)[place] = source.view(torch.uint8)[origin]
 
 
-@defects("cache_write")
-class _CacheOfTheLayer(EagerLayer):
+class _CacheOfTheLayer(EagerLayer, Defects, killed_by="cache_write"):
     @but("get_kv_cache_shape")
     @staticmethod
     def mla_kv_spec_quant_mode_none_size_mismatch(
@@ -149,8 +129,7 @@ class _CacheOfTheLayer(EagerLayer):
         _move(src_kv_cache, _with_stride_of(dst_kv_cache, src_kv_cache), src_to_dst)
 
 
-@defects("weight_absorption", inside=(EagerLayer, "impl_class"))
-class _WeightAbsorption(MLACommonImpl):
+class _WeightAbsorption(MLACommonImpl, Defects, killed_by="weight_absorption", part="impl_class"):
     def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
         """Weights of another name are never absorbed, and the first decode finds none."""
         if hasattr(self.kv_b_proj, "weight"):
@@ -170,10 +149,23 @@ def _as_codes(weight):
     return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
-@defects("mixed_batch", inside=(EagerLayer, "impl_class"))
-class _MixedBatches(MLACommonImpl):
+class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_class"):
     dcp_fp8_context_gather_dtype_crash = before("gather", k_scale=torch.ones_like)
     """Context is gathered from a cache of codes without its scale."""
+    scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
+    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
+    cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
+    """One launch writes 256 tokens, and a longer batch gets no second one."""
+    layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
+    """From the second chunk of a context on, codes are gathered without their scale."""
+    layer_ignores_the_output_buffer = instead("forward", lambda self, *operands, **outputs: super().forward(*operands))
+    """An output buffer is taken and left unwritten, the result is a tensor of its own."""
+
+    def decode_prefill_split_tokens_vs_requests__before_forward(self, *, attn_metadata):
+        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
+        if attn_metadata.num_prefills and not attn_metadata.prefills_first:
+            rows = attn_metadata.block_tables.roll(-attn_metadata.num_decode_tokens, 0)
+            attn_metadata.prefill_metadata.block_table = rows[: attn_metadata.num_prefills]
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
@@ -185,23 +177,14 @@ class _MixedBatches(MLACommonImpl):
         if self.kv_cache_dtype != "auto":
             raise NotImplementedError(f"no gather kernel for a cache of {kv_cache.dtype}")
 
-    scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
-    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
-
     def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
         """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
         return kv_c_normed.half().bfloat16() if kv_c_normed.dtype is torch.bfloat16 else kv_c_normed
-
-    cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
-    """One launch writes 256 tokens, and a longer batch gets no second one."""
 
     def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
         """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
         if self.kv_cache_dtype == "fp8_ds_mla":
             attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
-
-    layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
-    """From the second chunk of a context on, codes are gathered without their scale."""
 
     def layer_given_output_lacks_decodes_beside_prefills__behind_forward(self, result, *, attn_metadata, output):
         """Of a mixed batch, only the prefills' rows reach an output that was handed in."""
@@ -219,10 +202,6 @@ class _MixedBatches(MLACommonImpl):
         own, metadata.block_table = metadata.block_table, attn_metadata.block_tables[: attn_metadata.num_prefills]
         super()._gather(index, kv_cache, attn_metadata, k_scale)
         metadata.block_table = own
-
-    def layer_ignores_the_output_buffer__forward(self, *operands, **outputs):
-        """An output buffer is taken and left unwritten, the result is a tensor of its own."""
-        return super().forward(*operands)
 
     def layer_adds_to_the_output_buffer__forward(self, *operands, output=None):
         """The result is added to what the output buffer holds, as if it began as zeros."""

@@ -9,28 +9,26 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed, several
-from mla_conformance.defects.known import before, but, defects
+from mla_conformance.defects.bases import mixed_entries, packed, pages_of, several, without_keys
+from mla_conformance.defects.known import Defects, before, but
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
 
-@defects(inside=(EagerLayer, "decode_backend"))
-class _OtherDecode(EagerDecodeBackend):
+class _OtherDecode(EagerDecodeBackend, Defects, part="decode_backend"):
+    layer_several_tokens_assume_packed_pages = before(
+        "entries", kv_cache=packed, when=several, killed_by="layer_combinations"
+    )
+    """Decodes of several tokens read a buffer that layers share as if it were packed."""
+
     @but(killed_by="call_order")
     def layer_decodes_with_scale_of_one_model__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Decodes have the softmax scale of one model, whatever scale the layer was given."""
         self.scale = 1.59 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
-    layer_several_tokens_assume_packed_pages = before(
-        "entries", kv_cache=packed, when=several, killed_by="layer_combinations"
-    )
-    """Decodes of several tokens read a buffer that layers share as if it were packed."""
 
-
-@defects(inside=(EagerLayer, "impl_class"))
-class _KnowsTokens(MLACommonImpl):
+class _KnowsTokens(MLACommonImpl, Defects, part="impl_class"):
     def _absorbed_decode(self, q, kv_cache, attn_metadata, k_scale):
         self._several = attn_metadata.max_decode_query_len > 1
         return super()._absorbed_decode(q, kv_cache, attn_metadata, k_scale)
@@ -49,12 +47,10 @@ class _KnowsTokens(MLACommonImpl):
     @but(killed_by="layer_dcp")
     def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
         """With several query tokens, what ranks behind the eighth hold is left out."""
-        lost = self._several and self.dcp_rank >= 8
-        return (torch.zeros_like(output), torch.full_like(lse, -torch.inf)) if lost else None
+        return without_keys(output, lse) if self._several and self.dcp_rank >= 8 else None
 
 
-@defects(inside=(EagerLayer, "builder_class"))
-class _OtherMetadataBuilder(MLACommonMetadataBuilder):
+class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_class"):
     @but(killed_by="graph_padding", related=("cache_write",))
     def ascend_dummy_slots_invalidated_too_late__behind_assemble(self, metadata):
         """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
@@ -98,8 +94,20 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder):
             return replace(super()._assemble(*batch, **options), dcp_rank=self.dcp_rank)
 
 
-@defects("layer_combinations", inside=(EagerLayer, "impl_class"))
-class _OtherImpl(MLACommonImpl):
+class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="impl_class"):
+    layer_keeps_the_scale_of_its_first_call = before(
+        "forward", lambda self, layer: self.__dict__.setdefault("_kept", layer), killed_by="call_order"
+    )
+    """The cache's scale is read at the first call and kept."""
+    layer_mixed_entries_written_as_if_packed = before("do_kv_cache_update", kv_cache=packed, when=mixed_entries)
+    """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
+    dcp_ranks_merged_without_lse = before("merge_over_ranks", lse=torch.zeros_like, killed_by="layer_dcp")
+    """The ranks' results of a decode are averaged as if each held as much of the weights."""
+    layer_single_pages_of_codes_written_unscaled = before(
+        "do_kv_cache_update", k_scale=torch.ones_like, when=pages_of(1)
+    )
+    """Codes are written to pages of one token without their scale."""
+
     @but(killed_by="call_order")
     def layer_weights_found_by_the_metadata__before_forward(self, *, attn_metadata):
         """Absorbed weights are found by the step's metadata, and its second layer decodes with those of the first."""
@@ -107,11 +115,6 @@ class _OtherImpl(MLACommonImpl):
             _OWNER[:] = attn_metadata, self
         elif _OWNER[1] is not self:
             self.W_UK_T, self.W_UV = _OWNER[1].W_UK_T, _OWNER[1].W_UV
-
-    layer_keeps_the_scale_of_its_first_call = before(
-        "forward", lambda self, layer: self.__dict__.setdefault("_kept", layer), killed_by="call_order"
-    )
-    """The cache's scale is read at the first call and kept."""
 
     @but(killed_by="no_side_effects")
     def layer_returns_its_own_buffer__forward(self, *operands, **outputs):
@@ -122,22 +125,12 @@ class _OtherImpl(MLACommonImpl):
         buffer = self.__dict__.setdefault("_buffer", result.new_empty(4 * len(result), result.shape[1]))
         return buffer[: len(result)].copy_(result)
 
-    def layer_single_pages_of_codes_written_unscaled__before_do_kv_cache_update(self, k_scale, *, kv_cache):
-        """Codes are written to pages of one token without their scale."""
-        return torch.ones_like(k_scale) if kv_cache.shape[1] == 1 else k_scale
-
-    layer_mixed_entries_written_as_if_packed = before("do_kv_cache_update", kv_cache=packed, when=mixed_entries)
-    """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
-
     def layer_padded_batch_loses_last_of_several_tokens__behind_forward(self, result, *, attn_metadata):
         """In a batch with rows of padding, a decode of several query tokens loses its last."""
         if 0 in attn_metadata.seq_lens and attn_metadata.max_decode_query_len > 1:
             decodes = attn_metadata.decode_requests
             several = attn_metadata.query_lens_cpu[decodes] > 1
             result[(attn_metadata.query_start_loc[1:][decodes] - 1)[several].long()] = 0.0
-
-    dcp_ranks_merged_without_lse = before("merge_over_ranks", lse=torch.zeros_like, killed_by="layer_dcp")
-    """The ranks' results of a decode are averaged as if each held as much of the weights."""
 
     @but(killed_by="layer_dcp")
     def dcp_gathered_context_not_reordered__put_in_order(self, every, index, shares):
@@ -151,19 +144,18 @@ class _OtherImpl(MLACommonImpl):
         return every[row // shares.rows[index], (row % shares.rows[index]).clamp(max=max(held - 1, 0))]
 
 
-@defects("graph_replay", inside=(EagerLayer, "get_state_cls"))
-class _GraphReplay(MLACommonState):
-    def layer_replay_fills_half_of_the_block_table__behind_prepare_graph_input_buffers(self, _, *, input_buffers):
-        """Half of a graph's block table is filled, so that a replay may not outgrow half of what the capture admits."""
-        table = input_buffers["block_tables"]
-        table[:, table.shape[1] // 2 :] = -1
-
+class _GraphReplay(MLACommonState, Defects, killed_by="graph_replay", part="get_state_cls"):
     def _kept(self, names, input_buffers, attn_metadata, *further):
         """Rows that a replay does not need keep what these buffers held before."""
         before = {name: input_buffers[name].clone() for name in names}
         super().prepare_graph_input_buffers(input_buffers, attn_metadata, *further)
         for name in names:
             input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+
+    def layer_replay_fills_half_of_the_block_table__behind_prepare_graph_input_buffers(self, _, *, input_buffers):
+        """Half of a graph's block table is filled, so that a replay may not outgrow half of what the capture admits."""
+        table = input_buffers["block_tables"]
+        table[:, table.shape[1] // 2 :] = -1
 
     def dsa_dummy_run_stale_slots__prepare_graph_input_buffers(self, *batch):
         """Rows that a replay does not need keep their slots of the batch before, and are written there."""

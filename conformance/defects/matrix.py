@@ -47,22 +47,16 @@ class MatrixTask:
 
 @cache
 def kernels() -> Sequence[MatrixKernel]:
-    """Every kernel of the run: real ones, and all that are emulated."""
-    return [*_real(), *emulated()]
+    """Every kernel of the run: real ones that run on a CPU, taken for honest, and all that are emulated."""
+    subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
+    real = (x for x in subjects if not x.unavailable and not any(each.emulated for each in x.declarations.values()))
+    return [*(MatrixKernel(x.backend.name, x.backend.reference) for x in real), *emulated()]
 
 
 def emulated() -> list[MatrixKernel]:
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
     known = known_defects().values()
     return honest + [MatrixKernel(x.id, x.reference, x.killed_by, judged_roles(x.kernel)) for x in known]
-
-
-@cache
-def _real() -> list[MatrixKernel]:
-    """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
-    subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
-    real = (x for x in subjects if not x.unavailable and not any(each.emulated for each in x.declarations.values()))
-    return [MatrixKernel(subject.backend.name, subject.backend.reference) for subject in real]
 
 
 def run_matrix(tier: Tier, cores: int) -> list[Record]:

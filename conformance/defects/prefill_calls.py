@@ -6,13 +6,12 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, nth, packed
-from mla_conformance.defects.known import before, but, defects, variant
+from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, all_or_nothing, nth, packed
+from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-@defects("determinism")
-class _Determinism(EagerPrefillBackend):
+class _Determinism(EagerPrefillBackend, Defects, killed_by="determinism"):
     def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
         """Now and then attention starts before the producer on another stream has finished with K."""
         return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
@@ -22,8 +21,7 @@ class _Determinism(EagerPrefillBackend):
         return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
 
 
-@defects("merge_states")
-class _Merge(EagerPrefillBackend):
+class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
         result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
@@ -65,16 +63,17 @@ class _Merge(EagerPrefillBackend):
         return sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True)), largest + total.log()
 
 
-@defects("fp8_operands")
-class _Fp8Operands(HopperE4M3Operands):
+class _Fp8Operands(HopperE4M3Operands, Defects, killed_by="fp8_operands"):
     hopper_fp8_accumulator_keeps_13_bits = variant(
         declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
     )
     """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
 
 
-@defects("combinations")
-class _Combinations(EagerPrefillBackend):
+class _Combinations(EagerPrefillBackend, Defects, killed_by="combinations"):
+    prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
+    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
+
     @but("behind_batch")
     def prefill_request_behind_an_empty_one_lost_after_32(self, output, lse, *, query_start_loc):
         """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
@@ -118,12 +117,8 @@ class _Combinations(EagerPrefillBackend):
         advances = empty and v.stride(1) % 2
         return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
 
-    prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
-    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
 
-
-@defects("quant_output_fp8")
-class _QuantOutputFp8(EagerPrefillBackend):
+class _QuantOutputFp8(EagerPrefillBackend, Defects, killed_by="quant_output_fp8"):
     bmm_fp8_quant_inverted_scale = before("quantise", lambda output_scale: 1 / output_scale)
     """The value is multiplied by the output scale instead of divided."""
 
@@ -158,11 +153,8 @@ class _QuantOutputFp8(EagerPrefillBackend):
         return torch.where(rows < 512, output_scale, 1.0)
 
 
-@defects("neighbour_keys")
-class _RunsOn(EagerPrefillBackend):
+class _RunsOn(EagerPrefillBackend, Defects, killed_by="neighbour_keys"):
     """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
-
-    declaration = Declaration(distributions=("torch",), emulated=True)
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         self._keys, self._values = (self._widened(x[: key_start_loc[-1]]) for x in (k, v))
@@ -182,6 +174,8 @@ class _RunsOn(EagerPrefillBackend):
         self._q = q
         return super()._scores(q, k)
 
+    declaration = Declaration(distributions=("torch",), emulated=True)
+
     def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
         """The last tile of a request's values runs into the next request, whose values are weighed with 0, not
         cleared."""
@@ -192,8 +186,7 @@ class _RunsOn(EagerPrefillBackend):
         return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
 
 
-@defects("neighbours")
-class _OneAfterAnother(EagerPrefillBackend):
+class _OneAfterAnother(EagerPrefillBackend, Defects, killed_by="neighbours"):
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         self._before = None
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
@@ -223,14 +216,15 @@ class SharedScale(OnlineSoftmax):
         return super()._scores(q, k) / self.scale * self.constant
 
 
-@defects("call_order")
-class _CallOrder(EagerPrefillBackend):
+class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
+    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
+    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
+
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
         """A compiled graph is cached by shape and replays the strides that V had in the first call."""
         strides = self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
-        offset = torch.full(v.shape, v.storage_offset())
-        for size, stride, dim in zip(v.shape, strides, range(3), strict=True):
-            offset += (torch.arange(size) * stride).view([-1 if d == dim else 1 for d in range(3)])
+        places = torch.meshgrid(*map(torch.arange, v.shape), indexing="ij")
+        offset = v.storage_offset() + sum(place * stride for place, stride in zip(places, strides, strict=True))
         storage = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
         return storage[offset % len(storage)]
 
@@ -245,28 +239,14 @@ class _CallOrder(EagerPrefillBackend):
         previous, self.previous = getattr(self, "previous", k), k.clone()
         return torch.cat([previous[:16], k[16:]]) if previous.shape == k.shape else k
 
-    class decode_mutates_prefill_selection_state:
+    def decode_mutates_prefill_selection_state__before_batch(self, v, *, causal):
         """A context chunk switches the implementation that the next call of new tokens uses."""
+        self.switched = getattr(self, "switched", False) or not causal
+        return v.roll(1, 0) if causal and self.switched else v
 
-        def run_prefill_context_chunk(self, *operands, **options):
-            self.switched = True
-            return super().run_prefill_context_chunk(*operands, **options)
-
-        def run_prefill_new_tokens(self, q, k, v, *further, **options):
-            v = v.roll(1, 0) if hasattr(self, "switched") else v
-            return super().run_prefill_new_tokens(q, k, v, *further, **options)
-
-    class prefill_metadata_stashed_on_shared_backend:
+    def prefill_metadata_stashed_on_shared_backend__prepare_metadata(self, prefill_metadata):
         """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
-
-        def prepare_metadata(self, prefill_metadata):
-            type(self).stashed = prefill_metadata
-            super().prepare_metadata(prefill_metadata)
-
-        def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-            if causal:
-                query_start_loc = key_start_loc = self.stashed.query_start_loc.tolist()
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        type(self)._prefill_metadata = prefill_metadata
 
     def prefill_workspace_of_the_first_batch__behind_batch(self, output, lse, *, query_start_loc):
         """Buffers for the lengths are made for the first batch, and a later one loses the requests that do not fit."""
@@ -279,9 +259,6 @@ class _CallOrder(EagerPrefillBackend):
         if self.single:
             output[query_start_loc[1] :] = 0.0
 
-    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
-    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
-
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
         """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""
         plans = self.__dict__.setdefault("plans", [])
@@ -290,24 +267,15 @@ class _CallOrder(EagerPrefillBackend):
         if causal and query_start_loc not in plans[:12]:
             output[query_start_loc[-2] :] = 0.0
 
-    class prefill_work_counter_cleared_by_the_plan:
+    def prefill_work_counter_cleared_by_the_plan__behind_run_prefill_new_tokens(self, result, *, return_softmax_lse):
         """Planning a batch clears the counter of its work, and a second layer finds the last request done already."""
-
-        def prepare_metadata(self, prefill_metadata):
-            self._done = False
-            super().prepare_metadata(prefill_metadata)
-
-        def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-            result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-            if self._done:
-                output = result[0] if return_softmax_lse else result
-                output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
-            self._done = True
-            return result
+        if self.__dict__.get("done") is self._prefill_metadata:
+            output = result[0] if return_softmax_lse else result
+            output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
+        self.done = self._prefill_metadata
 
 
-@defects("cuda_graph")
-class _CudaGraph(CapturablePrefill):
+class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):
     def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
         """Requests are ranked by length when they are captured, and none of a replay is longer than those before it."""
         lengths = [end - start for start, end in pairwise(query_start_loc)]
@@ -317,8 +285,10 @@ class _CudaGraph(CapturablePrefill):
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
 
 
-@defects("merge_states")
-class _OtherPrefill(EagerPrefillBackend):
+class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
+    prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing, killed_by="neighbours")
+    """Where any row of the batch is not finite, all rows are taken for rows without keys."""
+
     @but(killed_by="out_tensor")
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
         """A fallback kernel swallows ``out`` and returns a tensor of its own."""
@@ -345,12 +315,11 @@ class _OtherPrefill(EagerPrefillBackend):
         """Codes of e4m3fn are read as e4m3fnuz: half of each value, and -0 is NaN."""
         return x.view(torch.float8_e4m3fnuz) if x.dtype == torch.float8_e4m3fn else x
 
-    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands")
-    def context_chunk_behind_16_is_of_the_first_request(self, output, lse, *, chunk_idx):
+    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands", when=lambda chunk_idx: chunk_idx >= 16)
+    def context_chunk_behind_16_is_of_the_first_request(self, output, lse):
         """From chunk 16 on there is a place for one request; those behind it get an empty state."""
-        if chunk_idx >= 16:
-            behind = int(self._prefill_metadata.query_start_loc[1])
-            output[behind:], lse[:, behind:] = 0.0, -torch.inf
+        behind = int(self._prefill_metadata.query_start_loc[1])
+        output[behind:], lse[:, behind:] = 0.0, -torch.inf
 
     @but(killed_by="fp8_operands")
     def fp8_operands_of_16_heads__behind_widened(self, wide, *, x):
@@ -370,20 +339,11 @@ class _OtherPrefill(EagerPrefillBackend):
         def _scores(self, q, k):
             return super()._scores(q.float() / self._range, k) * self._range
 
-    @but(killed_by="neighbours")
-    def prefill_nan_guard_over_the_batch__behind_batch(self, output, lse):
-        """Where any row of the batch is not finite, all rows are taken for rows without keys."""
-        if output.isfinite().all():
-            return output, lse
-        return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
-
-    @but(killed_by="request_order")
-    def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc, *, causal):
+    @but(killed_by="request_order", when=lambda causal: causal)
+    def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc):
         """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
-        if causal:
-            key = _ends(torch.tensor(query_start_loc).diff().tolist())
-            query_start_loc = key_start_loc = self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)
-        return query_start_loc, key_start_loc
+        key = _ends(torch.tensor(query_start_loc).diff().tolist())
+        return [self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)] * 2
 
     @but(killed_by="refusals")
     def refusal_after_the_output_was_cleared__before_run_prefill_new_tokens(self, out):

@@ -7,8 +7,17 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import clear, half, in_base_2, keyless, packed, through
-from mla_conformance.defects.known import before, behind, but, defects, variant
+from mla_conformance.defects.bases import (
+    clear,
+    half,
+    in_base_2,
+    in_e4m3,
+    in_e5m2,
+    nan_without_keys,
+    packed,
+    without_keys,
+)
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
@@ -20,22 +29,23 @@ _SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, slice]:
     """Rows of the requests that have queries and no keys, by the numbers of these."""
-    rows = [slice(*each) for each in pairwise(query_start_loc)]
-    keyless = [request for request, (start, end) in enumerate(pairwise(key_start_loc)) if start == end]
-    return {request: rows[request] for request in keyless if rows[request].start < rows[request].stop}
+    both = enumerate(zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True))
+    return {request: slice(*rows) for request, (rows, (start, end)) in both if start == end and rows[0] < rows[1]}
 
 
-@defects("empty_rows")
-class _EmptyRows(EagerPrefillBackend):
+class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
+    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
+    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
+    fa4_zero_len_k_hang_nan = behind("finish", nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256)
+    """A row without keys is 0 / 0 where V has 256 columns."""
+
     def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
-        longest = max(b - a for a, b in pairwise(query_start_loc))
-        flat = lse.flatten()
+        flat, longest = lse.view(-1), max(b - a for a, b in pairwise(query_start_loc))
         for request, rows in _empty(query_start_loc, key_start_loc).items():
-            flat.view(lse.shape)[:, rows] = 0.0
+            lse[:, rows] = 0.0
             slot = min(request * self.num_heads * longest, len(flat) - 1)
             flat[slot : slot + rows.stop - rows.start] = -torch.inf
-        return output, flat.view(lse.shape)
 
     def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A row without keys has a finite LSE and an undefined output."""
@@ -47,38 +57,26 @@ class _EmptyRows(EagerPrefillBackend):
         for rows in _empty(query_start_loc, key_start_loc).values():
             output[rows] = lse[:, rows] = 37.0
 
-    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
-    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
-
     def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
         """With a longest query of 1, row i is taken for request i, requests without queries included."""
         rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
         return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
 
-    def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
-        """A row without keys is 0 / 0 where V has 256 columns."""
-        empty = keyless(lse) & (output.shape[-1] == 256)
-        return output.masked_fill(empty, torch.nan), lse
-
     def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A threshold divided by a length of 0 skips every tile of the whole batch."""
-        if _empty(query_start_loc, key_start_loc):
-            output, lse = torch.zeros_like(output), torch.full_like(lse, -torch.inf)
-        return output, lse
+        return without_keys(output, lse) if _empty(query_start_loc, key_start_loc) else None
 
 
-@defects("context_chunk", related=("lse", "empty_rows"))
-class _OtherKeys(EagerPrefillBackend):
+class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", related=("lse", "empty_rows")):
     """A request of a context chunk attends to other keys than its own."""
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         if causal:
             return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         parts = []
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+        for request, rows in enumerate(pairwise(query_start_loc)):
             keys = self._keys(request, query_start_loc, key_start_loc)
-            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+            parts.append(self._finish(self._attend(q[slice(*rows)], k[keys], v[keys], causal)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
     def flashinfer_ragged_cutlass_192_noncausal_mismatch__keys(self, request, query_start_loc, key_start_loc):
@@ -93,18 +91,25 @@ class _OtherKeys(EagerPrefillBackend):
         return slice(start, start + length)
 
 
-@defects("new_tokens")
-class _NewTokens(EagerPrefillBackend):
-    def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
+    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
+    """From row 576 on, each key is weighed with the value before."""
+    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
+    """A wrong row sum scales the whole output by 0.9."""
+    nvfp4_attn_fp8_scratch_subnormal_flush = behind("finish", output=in_e4m3)
+    """The output passes through an e4m3 scratch buffer of unit scale."""
+    fp8_score_noise_compounds = before("scores", q=in_e4m3, k=in_e4m3)
+    """Q and K are quietly rounded to e4m3."""
+    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: in_e5m2(p), declaration=_SCALED)
+    """P is rounded to e5m2 where e4m3 is declared."""
+
+    @but(when=lambda causal: causal)
+    def fa4_sm90_varlen_bug__before_batch(self, k, v, *, key_start_loc):
         """The keys of later requests start at an offset that is rounded up to whole tiles."""
-        if not causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         order = torch.arange(key_start_loc[-1])
-        for request in range(1, len(key_start_loc) - 1):
-            start, stop = key_start_loc[request], key_start_loc[request + 1]
-            shift = -(-start // 64) * 64 - start
-            order[start:stop] = (order[start:stop] + shift).clamp(max=key_start_loc[-1] - 1)
-        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
+        for start, stop in pairwise(key_start_loc[1:]):
+            order[start:stop] = (order[start:stop] + -start % 64).clamp(max=key_start_loc[-1] - 1)
+        return k[order], v[order]
 
     def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
         """The epilogue stores every 8 × 8 block of an output row transposed."""
@@ -113,25 +118,6 @@ class _NewTokens(EagerPrefillBackend):
             return output.roll(1, -1), lse
         blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
         return torch.cat([blocks, output[..., width:]], dim=-1), lse
-
-    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
-    """From row 576 on, each key is weighed with the value before."""
-
-    def fp8_score_noise_compounds__scores(self, q, k):
-        """Q and K are quietly rounded to e4m3."""
-        return super()._scores(through(q, torch.float8_e4m3fn), through(k, torch.float8_e4m3fn))
-
-    def nvfp4_attn_fp8_scratch_subnormal_flush__behind_finish(self, output, lse):
-        """The output passes through an e4m3 scratch buffer of unit scale."""
-        return through(output, torch.float8_e4m3fn), lse
-
-    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
-    """A wrong row sum scales the whole output by 0.9."""
-
-    @but(declaration=_SCALED)
-    def fa4_e4m3_excess_error__round_p(self, p, dtype):
-        """P is rounded to e5m2 where e4m3 is declared."""
-        return through(p, torch.float8_e5m2)
 
     def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
         """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
@@ -146,10 +132,13 @@ class _NewTokens(EagerPrefillBackend):
                 output[end - 1], lse[:, end - 1] = output[end - 2], lse[:, end - 2]
 
 
-@defects("lse")
-class _Lse(EagerPrefillBackend):
+class _Lse(EagerPrefillBackend, Defects, killed_by="lse"):
     lse_base2_merged_as_natural_prefix_chunk = behind("run_prefill_context_chunk", lse=in_base_2)
     """The LSE of context chunks is in base 2."""
+    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
+    """The LSE is laid out [tokens, heads]."""
+    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
+    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
 
     def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
@@ -163,27 +152,18 @@ class _Lse(EagerPrefillBackend):
         self.scale = given
         return output, lse
 
-    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
-    """The LSE is laid out [tokens, heads]."""
-
     def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
         """The LSE comes padded to the longest request and is read as packed."""
-        lengths = [b - a for a, b in pairwise(query_start_loc)]
-        padded = lse.new_zeros(len(lengths), self.num_heads, max(lengths))
-        for request, (start, length) in enumerate(zip(query_start_loc, lengths, strict=False)):
-            padded[request, :, :length] = lse[:, start : start + length]
+        packed = lse.mT[: query_start_loc[-1]].split([b - a for a, b in pairwise(query_start_loc)])
+        padded = torch.nn.utils.rnn.pad_sequence(packed, batch_first=True).mT
         return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
 
     def aiter_ps_prefill_final_lse_wrong__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
         """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
-        locations = self._prefill_metadata.query_start_loc.tolist()
         keys = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx].diff().tolist()
-        for request, length in enumerate(keys):
+        for rows, length in zip(pairwise(self._prefill_metadata.query_start_loc.tolist()), keys, strict=True):
             if 0 < length <= 16:
-                lse[:, locations[request] : locations[request + 1]] = 0.0
-
-    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
-    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
+                lse[:, slice(*rows)] = 0.0
 
     def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
         """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
@@ -191,8 +171,10 @@ class _Lse(EagerPrefillBackend):
             lse[:, 256:] = lse[:, :1]
 
 
-@defects("mla_dims")
-class _MlaDims(EagerPrefillBackend):
+class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
+    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
+    """Heads of 256 columns are read as if their rows were packed."""
+
     def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
         """GLM's head dims are declared supported, and the dispatch table lacks them."""
         if v.shape[-1] == 256:
@@ -213,12 +195,11 @@ class _MlaDims(EagerPrefillBackend):
         keys = slice(1024 if q.shape[-1] == 256 else None)
         return super()._attend(q, k[keys], v[keys], causal)
 
-    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
-    """Heads of 256 columns are read as if their rows were packed."""
 
+class _ShiftInvariance(EagerPrefillBackend, Defects, killed_by="shift_invariance"):
+    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
-@defects("shift_invariance")
-class _ShiftInvariance(EagerPrefillBackend):
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
         0."""
@@ -227,9 +208,6 @@ class _ShiftInvariance(EagerPrefillBackend):
     def masked_key_dominates_finite_mask_value__before_accumulate(self, scores):
         """Masked scores are -1e4, which is more than a valid score may be."""
         return scores.masked_fill(scores == -torch.inf, -1e4)
-
-    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
-    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
@@ -245,12 +223,27 @@ class LiftedMaximum(OnlineSoftmax):
         return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
 
 
-@defects("logit_range")
-class _OtherPrefill(EagerPrefillBackend):
+class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
     int16_truncation_seqlen_32768 = before(
         "attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]), killed_by="token_counts"
     )
     """A key index above 32767 wraps and reads what is not a number."""
+    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
+    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
+    output_index_in_two_bytes = behind(
+        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
+    )
+    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
+    chunked_context_of_64_chunks = behind(
+        "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64, killed_by="model_shapes"
+    )
+    """There is room for 64 chunks of a context; a later one leaves an empty state."""
+    fp8_p_underflow_mass_loss = instead(
+        "round_p", lambda self, p, dtype: in_e4m3(p), killed_by="weights", related=_VALUES, declaration=_SCALED
+    )
+    """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -261,24 +254,13 @@ class _OtherPrefill(EagerPrefillBackend):
     @but(killed_by="v_padding", related=("lse", "merge_states"))
     def fpad_negative_truncates__before_batch(self, v, *, q):
         """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
-        lost = max(0, v.shape[-1] - q.shape[-1])
-        kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
-        return torch.nn.functional.pad(kept, (0, lost))
+        kept, lost = v[..., : q.shape[-1]], v[..., q.shape[-1] :]
+        return torch.cat((kept, torch.zeros_like(lost)), dim=-1)
 
     def lazy_rescale_wave_uniform_nan__maximum(self, state, scores):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
-
-    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
-    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
-    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
-
-    @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
-    def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
-        """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
-        return through(p, torch.float8_e4m3fn)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     class fp8_lazy_rescale_p_saturation:
@@ -290,20 +272,10 @@ class _OtherPrefill(EagerPrefillBackend):
             return torch.where(lags, state.maximum, largest)
 
         def _round_p(self, p, dtype):
-            return through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
+            return in_e4m3((p * 256).clamp(max=448)) / 256
 
     @but(killed_by="head_counts")
     def missing_template_instantiation__before_batch(self):
         """One number of heads has no template instance."""
         if self.num_heads == 20:
             raise RuntimeError("no template instance for 20 heads")
-
-    @but(killed_by="model_shapes")
-    def chunked_context_of_64_chunks__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
-        """There is room for 64 chunks of a context; a later one leaves an empty state."""
-        return (output, lse) if chunk_idx < 64 else (output * 0.0, torch.full_like(lse, -torch.inf))
-
-    output_index_in_two_bytes = behind(
-        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
-    )
-    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
 from mla_conformance.backends.prepare import BLOCK
 from mla_conformance.defects.bases import packed_rows
-from mla_conformance.defects.known import before, behind, but, defects, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
@@ -17,8 +17,7 @@ def _of_keys(self, x):
     return x.shape[1] == 1 and self.num_heads > 1
 
 
-@defects("index_hadamard", related=_EARLIER)
-class _IndexHadamard(EagerPrepareBackend):
+class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", related=_EARLIER):
     prepare_hadamard_missing = instead("transformed", lambda self, x: x)
     """Neither queries nor keys pass through the Hadamard transform."""
     prepare_hadamard_missing_on_keys = instead("transformed", lambda self, x: x, when=_of_keys)
@@ -45,8 +44,7 @@ class _IndexHadamard(EagerPrepareBackend):
             return super()._largest(self.__dict__.pop("_before", blocks))
 
 
-@defects("index_rotation", related=_EARLIER)
-class _IndexRotation(EagerPrepareBackend):
+class _IndexRotation(EagerPrepareBackend, Defects, killed_by="index_rotation", related=_EARLIER):
     def _rope_in(self, x, is_neox_style):
         return rotated_pairs(x, *self._turns(x), is_neox_style)
 
@@ -56,26 +54,24 @@ class _IndexRotation(EagerPrepareBackend):
     """Columns R/2 apart are rotated together, whatever the model's style is."""
     prepare_keys_rotated_in_another_style = instead("rope", lambda self, x: self._rope_in(x, False), when=_of_keys)
     """Queries are rotated in the model's style, and keys in neighbours."""
+    prepare_rotates_backwards = behind("turns", lambda cos, sin: (cos, -sin))
+    """Pairs are turned by the negative of their angle."""
+    prepare_table_in_half = behind("turns", lambda cos, sin: (cos.bfloat16().float(), sin.bfloat16().float()))
+    """Cosines and sines are held in the model's dtype, which is not declared."""
 
     def prepare_first_columns_rotated__rotated(self, x):
         """The first R columns are rotated where the model rotates the last."""
         width = self.preparation.rope_dim
         return torch.cat((self._rope(x[..., :width]), x[..., width:]), dim=-1)
 
-    prepare_rotates_backwards = behind("turns", lambda cos, sin: (cos, -sin))
-    """Pairs are turned by the negative of their angle."""
-    prepare_table_in_half = behind("turns", lambda cos, sin: (cos.bfloat16().float(), sin.bfloat16().float()))
-    """Cosines and sines are held in the model's dtype, which is not declared."""
 
+class _IndexNorm(EagerPrepareBackend, Defects, killed_by="index_norm", related=_EARLIER):
+    prepare_norm_bias_dropped = before("normed", bias=torch.zeros_like)
+    """The bias of the keys' norm is not added."""
 
-@defects("index_norm", related=_EARLIER)
-class _IndexNorm(EagerPrepareBackend):
     def prepare_norm_without_mean__normed(self, k, weight, bias):
         """Keys pass through an RMSNorm, which leaves their mean in them."""
         return k * (k.square().mean(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
-
-    prepare_norm_bias_dropped = before("normed", bias=torch.zeros_like)
-    """The bias of the keys' norm is not added."""
 
     def prepare_norm_eps_beside_the_root__normed(self, k, weight, bias):
         """The keys' norm adds its epsilon to the deviation, not to the variance."""
@@ -92,8 +88,12 @@ class _IndexNorm(EagerPrepareBackend):
         return super()._normed(k, weight.bfloat16().float(), bias.bfloat16().float())
 
 
-@defects("prepare_index")
-class _OtherPrepare(EagerPrepareBackend):
+class _OtherPrepare(EagerPrepareBackend, Defects, killed_by="prepare_index"):
+    prepare_intermediates_in_half = instead("stored", lambda self, x: x.bfloat16().float(), related=_EARLIER)
+    """What stands between the steps is rounded to bf16, which is not declared."""
+    prepare_key_stride_ignored = before("run_prepare_index", k=packed_rows)
+    """Keys are read as if no weights lay between them in the buffer of their projection."""
+
     def prepare_rotation_by_row__turns(self, x):
         """A token is rotated by its row of the batch, not by its position."""
         table = self._prepare_metadata.cos_sin_cache
@@ -104,11 +104,6 @@ class _OtherPrepare(EagerPrepareBackend):
     def prepare_norm_eps_of_its_own__normed(self, k, weight, bias):
         """The keys' norm adds 1e-5, whatever the model says."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, 1e-5)
-
-    prepare_intermediates_in_half = instead("stored", lambda self, x: x.bfloat16().float(), related=_EARLIER)
-    """What stands between the steps is rounded to bf16, which is not declared."""
-    prepare_key_stride_ignored = before("run_prepare_index", k=packed_rows)
-    """Keys are read as if no weights lay between them in the buffer of their projection."""
 
     @but(killed_by="index_hadamard", related=("index_scales",))
     def prepare_scale_of_the_first_block__scales(self, largest):
@@ -128,26 +123,25 @@ class _OtherPrepare(EagerPrepareBackend):
         return (codes.view(torch.uint8) - above.to(torch.uint8)).view(codes.dtype), scale
 
 
-@defects("index_scales", related=_EARLIER)
-class _IndexScales(EagerPrepareBackend):
+class _IndexScales(EagerPrepareBackend, Defects, killed_by="index_scales", related=_EARLIER):
     prepare_powers_of_two_skipped = instead("power", lambda self, scale: scale)
     """Scales are not rounded to powers of two where the model's are."""
+    prepare_powers_of_two_rounded_down = instead("power", lambda self, scale: torch.exp2(scale.log2().floor()))
+    """Scales are rounded to the power of two below, so that the largest values saturate."""
+    prepare_scales_of_another_e4m3 = behind("largest", lambda largest: largest * (E4M3_MAX / 240))
+    """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
+    prepare_weights_without_scale = before("folded", q_scale=torch.ones_like)
+    """Weights do not take the scales of the queries."""
+    prepare_weights_in_half = behind("folded", lambda folded: folded.bfloat16().float())
+    """Folded weights pass through bf16."""
 
     def prepare_powers_of_two_skipped_for_queries__power(self, scale):
         """Scales of keys are rounded to powers of two, and those of queries are not."""
         return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
 
-    prepare_powers_of_two_rounded_down = instead("power", lambda self, scale: torch.exp2(scale.log2().floor()))
-    """Scales are rounded to the power of two below, so that the largest values saturate."""
-    prepare_scales_of_another_e4m3 = behind("largest", lambda largest: largest * (E4M3_MAX / 240))
-    """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
-
     def prepare_one_scale_for_all_heads__scales(self, largest):
         """All heads of a token share the scale of the largest."""
         return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
-
-    prepare_weights_without_scale = before("folded", q_scale=torch.ones_like)
-    """Weights do not take the scales of the queries."""
 
     def prepare_weights_without_softmax_scale__folded(self, weights, q_scale):
         """Weights do not take the softmax scale."""
@@ -156,6 +150,3 @@ class _IndexScales(EagerPrepareBackend):
     def prepare_weights_without_heads__folded(self, weights, q_scale):
         """Weights do not take the factor H^-1/2."""
         return weights * q_scale[..., 0] * self.scale
-
-    prepare_weights_in_half = behind("folded", lambda folded: folded.bfloat16().float())
-    """Folded weights pass through bf16."""

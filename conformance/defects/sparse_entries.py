@@ -8,8 +8,8 @@ import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, half, in_base_2, joined, through_e8m0
-from mla_conformance.defects.known import before, behind, but, defects, instead, variant
+from mla_conformance.defects.bases import CapturableSparse, half, in_base_2, joined, through_e8m0, with_the_first_scale
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -23,21 +23,18 @@ _V32_TOO = ("model_shapes", *_LISTS_TOO, "unselected_keys", "attention_sinks", "
 """Some of their cases have caches of these entries."""
 
 
-@defects("sparse_lse", related=_SHAPES_TOO)
-class _SparseLse(EagerSparseBackend):
+class _SparseLse(EagerSparseBackend, Defects, killed_by="sparse_lse", related=_SHAPES_TOO):
     sparse_lse_in_base_2 = behind("attend", lse=in_base_2)
     """The LSE is in base 2."""
+    sparse_lse_of_tokens_by_heads = behind("attend", lse=lambda lse: lse.mT.contiguous().view(lse.shape))
+    """The LSE has the shape of heads by tokens and the order of tokens by heads."""
 
     def sparse_lse_in_the_models_dtype__behind_attend(self, output, lse):
         """The LSE is kept in the model's dtype and widened at last."""
         return output, lse.to(self._model_dtype).float()
 
-    sparse_lse_of_tokens_by_heads = behind("attend", lse=lambda lse: lse.mT.contiguous().view(lse.shape))
-    """The LSE has the shape of heads by tokens and the order of tokens by heads."""
 
-
-@defects("second_cache")
-class _Apart(EagerSparseBackend):
+class _Apart(EagerSparseBackend, Defects, killed_by="second_cache"):
     """Each cache is attended to by itself."""
 
     def _attend(self, q, request, sources, k_scale):
@@ -46,10 +43,9 @@ class _Apart(EagerSparseBackend):
     def _merged(self, states):
         return reduce(joined, states)
 
+    @but(when=lambda states: len(states) > 1)
     def sparse_two_caches_averaged__behind_merged(self, whole, *, states):
         """The outputs over both caches are averaged, not weighed by their LSEs."""
-        if len(states) == 1:
-            return whole
         outputs = [(each.weighted / each.total).nan_to_num(0.0) for each in states]
         return whole._replace(weighted=sum(outputs) / 2 * whole.total)
 
@@ -58,14 +54,7 @@ class _Apart(EagerSparseBackend):
         return super().attend(q, sources, k_scale, sink)[0], super().attend(q, sources[:1], k_scale, sink)[1]
 
 
-def _with_the_first_scale(rows):
-    """Entries of V3.2 whose four tiles take the scale of the first."""
-    scales = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
-    return torch.cat((rows[..., :512], scales, rows[..., V32_SCALES.stop :]), dim=-1)
-
-
-@defects("sparse_fp4_v41", related=("second_cache",))
-class _Rows(EagerSparseBackend):
+class _Rows(EagerSparseBackend, Defects, killed_by="sparse_fp4_v41", related=("second_cache",)):
     """Entries of one layout are other bytes than they should be."""
 
     layout: str
@@ -100,11 +89,12 @@ class _Rows(EagerSparseBackend):
     @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
     def sparse_scale_of_the_first_tile__read(self, rows):
         """The four tiles of V3.2's entries take the scale of the first."""
-        return _with_the_first_scale(rows)
+        return with_the_first_scale(rows)
 
 
-@defects("cuda_graph", related=("call_order",))  # it overwrites the operands in place as well
-class _CudaGraph(CapturableSparse):
+class _CudaGraph(
+    CapturableSparse, Defects, killed_by="cuda_graph", related=("call_order",)
+):  # it overwrites the operands in place as well
     def sparse_replay_keeps_the_lists__before_attend(self, sources):
         """A replay attends by the lists that stood in the buffers when they were captured."""
         captured, now = self.__dict__.setdefault("captured", {}), sources[0].indices
@@ -126,8 +116,7 @@ def _cut(source, columns):
     return replace(source, indices=source.indices[:, :columns], length=length)
 
 
-@defects("second_cache")
-class _SecondCaches(EagerSparseBackend):
+class _SecondCaches(EagerSparseBackend, Defects, killed_by="second_cache"):
     sparse_second_cache_dropped = before("attend", lambda sources: sources[:1])
     """Keys of the second cache are left out."""
 
@@ -150,8 +139,16 @@ class _SecondCaches(EagerSparseBackend):
         return output, lse if sink is None or len(sources) == 1 else torch.logaddexp(lse, sink.unsqueeze(1))
 
 
-@defects("attention_sinks", related=_LISTS_PADDED_TOO)
-class _AttentionSinks(EagerSparseBackend):
+class _AttentionSinks(EagerSparseBackend, Defects, killed_by="attention_sinks", related=_LISTS_PADDED_TOO):
+    sparse_sinks_dropped = instead("with_sink", lambda self, output, lse, sink: output)
+    """Sinks are not handed on to the kernel."""
+    xqa_sm12x_sinks_gibberish = behind("with_sink", lambda shared, *, output: shared + (output - shared).roll(1, 0))
+    """A sink's share of the weights is not left out, but takes the output of the row before."""
+    sparse_sink_of_the_head_before = before("with_sink", lambda sink: None if sink is None else sink.roll(1))
+    """Each head takes the sink of the one before it."""
+    sparse_sink_in_base_2 = before("with_sink", lambda sink: None if sink is None else sink * math.log(2))
+    """A sink enters the powers of two of the scores without log2(e)."""
+
     def sparse_lse_with_the_sink__behind_attend(self, output, lse, *, sink):
         """The LSE counts the sink among the keys."""
         return output, lse if sink is None else torch.logaddexp(lse, sink.unsqueeze(1))
@@ -162,30 +159,23 @@ class _AttentionSinks(EagerSparseBackend):
             lse.copy_(torch.logaddexp(lse, sink.unsqueeze(1)))
         return output
 
-    sparse_sinks_dropped = instead("with_sink", lambda self, output, lse, sink: output)
-    """Sinks are not handed on to the kernel."""
-    xqa_sm12x_sinks_gibberish = behind("with_sink", lambda shared, *, output: shared + (output - shared).roll(1, 0))
-    """A sink's share of the weights is not left out, but takes the output of the row before."""
-    sparse_sink_of_the_head_before = before("with_sink", lambda sink: None if sink is None else sink.roll(1))
-    """Each head takes the sink of the one before it."""
-    sparse_sink_in_base_2 = before("with_sink", lambda sink: None if sink is None else sink * math.log(2))
-    """A sink enters the powers of two of the scores without log2(e)."""
-
     def sink_counted_twice_or_never_in_splitkv__before_with_sink(self, sink):
         """A sink counts in each of two splits of a list, and once more where they are merged."""
         return None if sink is None else sink + math.log(2)
 
-    @but(related=())
+    @but(related=(), when=lambda sink: sink is not None)
     def sparse_empty_row_beside_a_sink_of_minus_inf__behind_with_sink(self, shared, *, lse, sink):
         """Without keys and with a sink of -inf the sum of weights is 0, and 0 / 0 is returned."""
-        if sink is None:
-            return shared
         empty = (lse == -torch.inf) & (sink == -torch.inf).unsqueeze(1)
         return shared.masked_fill(empty.mT.unsqueeze(-1), torch.nan)
 
 
-@defects("sparse_fp8_v4", related=_V4_TOO)
-class _OtherSparse(EagerSparseBackend):
+class _OtherSparse(EagerSparseBackend, Defects, killed_by="sparse_fp8_v4", related=_V4_TOO):
+    sparse_k_scale_ignored = before(
+        "keys", k_scale=torch.ones_like, killed_by="sparse_fp8", related=("unselected_keys",)
+    )
+    """Codes of an e4m3 cache are read as values."""
+
     def dsv4_scales_read_entry_by_entry__entries(self, source, slots):
         """The scales of V4's entries are looked for behind each entry's data, not behind the data of the page."""
         page = source.cache.shape[1]
@@ -203,10 +193,9 @@ class _OtherSparse(EagerSparseBackend):
         page = TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1])
         return _strided(source, page) if source.layout == "fp8_v4" else source
 
+    @but(when=lambda source: source.layout == "fp8_v4")
     def dsv4_rope_taken_scaled__behind_keys(self, keys, *, source, slots, visible):
         """The plain values of V4 are multiplied by the scale of the last tile before them."""
-        if source.layout != "fp8_v4":
-            return keys
         exponent = self._entries(source, slots)[..., -2].float() - 127  # a byte of padding follows
         scale = exponent.masked_fill(~visible, 0.0).exp2().unsqueeze(-1)
         return torch.cat((keys[..., :448], keys[..., 448:] * scale), dim=-1)
@@ -225,12 +214,7 @@ class _OtherSparse(EagerSparseBackend):
     @but(killed_by="sparse_fp8_ds_mla", related=())
     def sparse_single_pages_take_the_first_scale__behind_entries(self, rows, *, source):
         """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
-        return _with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
-
-    sparse_k_scale_ignored = before(
-        "keys", k_scale=torch.ones_like, killed_by="sparse_fp8", related=("unselected_keys",)
-    )
-    """Codes of an e4m3 cache are read as values."""
+        return with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
 
     @but(killed_by="call_order", related=("selection_order",))
     def sparse_lists_kept_by_shape__slots(self, source, request):
@@ -244,14 +228,15 @@ class _OtherSparse(EagerSparseBackend):
         output[self.__dict__.setdefault("room", len(q) + 1) :] = 0.0
 
 
-@defects("sparse_combinations")
-class _SparseCombinations(EagerSparseBackend):
+class _SparseCombinations(EagerSparseBackend, Defects, killed_by="sparse_combinations"):
     sparse_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
     """A tile of 32 columns in which a list names no key raises the row's running maximum to 0."""
     sparse_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
     """A tile of 64 columns in which a list names no key raises the row's running maximum to 0."""
     sparse_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
     """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
+    sparse_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
     def sparse_whole_tiles_of_a_list_read_one_more__before_listed(self, source):
         """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""
@@ -295,6 +280,3 @@ class _SparseCombinations(EagerSparseBackend):
         empty = any(bool((each.indices == NO_KEY).all(dim=1).any()) for each in sources)
         if self.num_heads > 1 and self.num_heads % 2 and empty:
             output[:, -1] = 0.0
-
-    sparse_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
-    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""

@@ -7,12 +7,11 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.known import behind, but, defects, instead
+from mla_conformance.defects.known import Defects, behind, but, instead
 from mla_conformance.reference.selected import NO_KEY
 
 
-@defects("sparse_layer")
-class _WithLists(EagerSparseLayerBackend):
+class _WithLists(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
     """Attention to lists that are changed on their way."""
 
     def _attend(self, q, kv_cache, lists):
@@ -36,14 +35,20 @@ class _WithLists(EagerSparseLayerBackend):
         wide = torch.nn.functional.pad(lists, (0, longest - lists.shape[1]), value=NO_KEY)
         return wide.where(~rows.unsqueeze(1), every)
 
+    sparse_layer_dense_in_place_of_the_selection = instead("whole", lambda self, bounds: (bounds, self._prefills))
+    """Prefills attend to every token up to their own, whatever was selected."""
+    sparse_layer_shared_taken_for_dense = instead(
+        "whole",
+        lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk),
+        killed_by="sparse_layer_shared_indices",
+    )
+    """A layer without an indexer attends to every token up to a row's own."""
+
     @but(killed_by="sparse_layer_dense_shortcut")
     def sparse_layer_dense_shortcut_not_causal__whole(self, bounds):
         """The dense shortcut of prefills shows tokens behind a row's own."""
         lengths = self._metadata.attention.seq_lens[self._request]
         return lengths, self._prefills & (lengths <= self.config.topk_tokens)
-
-    sparse_layer_dense_in_place_of_the_selection = instead("whole", lambda self, bounds: (bounds, self._prefills))
-    """Prefills attend to every token up to their own, whatever was selected."""
 
     @but(killed_by="sparse_layer_dense_shortcut", related=("sparse_layer", "sparse_layer_shared_indices"))
     def sparse_layer_shortcut_of_one_token_more__whole(self, bounds):
@@ -63,30 +68,29 @@ class _WithLists(EagerSparseLayerBackend):
         shifted = lists.where(~self._prefills.unsqueeze(1) | (lists == NO_KEY), lists - first)
         return shifted.clamp(min=NO_KEY)
 
-    sparse_layer_shared_taken_for_dense = instead(
-        "whole",
-        lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk),
-        killed_by="sparse_layer_shared_indices",
-    )
-    """A layer without an indexer attends to every token up to a row's own."""
-
     @but(killed_by="sparse_layer_shared_indices")
     def sparse_layer_shared_selects_by_itself__whole(self, bounds):
         """A layer without an indexer selects by weights never loaded: the first tokens win."""
         return bounds.clamp(max=self.config.topk_tokens), (bounds > 0) & self.config.skip_topk
 
-    @but(killed_by="sparse_layer_shared_indices")
+    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
     def sparse_layer_shared_rows_of_prefills_from_zero__changed(self, lists):
         """A layer without an indexer takes the lists of its prefills from the beginning of the buffer."""
-        if not self.config.skip_topk:
-            return lists
         decodes = int(self._metadata.attention.query_start_loc[self._metadata.num_decodes])
         moved = torch.cat((lists[:decodes], lists[: len(lists) - decodes]))
         return moved.masked_fill(moved >= bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)
 
 
-@defects("sparse_layer")
-class _SparseLayer(EagerSparseLayerBackend):
+class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
+    sparse_layer_index_keys_in_latent_slots = instead("index_slots", lambda self: self._latent_slots())
+    """Index keys are written to the slots of the latent cache."""
+    sparse_layer_indexer_not_rotated = instead("index_rope", lambda self, x, turns: x)
+    """Neither queries nor keys of the indexer are rotated."""
+    sparse_layer_query_scales_forgotten = behind("codes", lambda codes, scale: (codes, torch.ones_like(scale)))
+    """The weights of the heads do not take the scales of the queries' codes."""
+    sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
+    """The weights of the heads take the scales of the queries' codes twice."""
+
     @but(killed_by="sparse_layer_graph")
     def sparse_layer_selection_of_the_first_step__best(self, q, weights, cache):
         """The selection of the first step is kept for all steps of as many tokens, as if it had been captured."""
@@ -101,11 +105,10 @@ class _SparseLayer(EagerSparseLayerBackend):
         self._attention.prepare_metadata(taken)
         return super()._attend(q, kv_cache, lists.minimum(bounds_of(taken).unsqueeze(1) - 1))
 
-    @but(killed_by="sparse_layer_shared_indices")
-    def sparse_layer_shared_buffer_cleared__behind_attend(self, output, *, lists):
+    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
+    def sparse_layer_shared_buffer_cleared__behind_attend(self, _, *, lists):
         """A layer without an indexer clears the buffer behind its attention, so that the next one finds nothing."""
-        if self.config.skip_topk:
-            lists.fill_(NO_KEY)
+        lists.fill_(NO_KEY)
 
     @but(killed_by="sparse_layer_caches")
     def sparse_layer_padding_written_to_the_last_slot__behind_latent_slots__write_latents(self, slots, *, kv_cache):
@@ -117,11 +120,9 @@ class _SparseLayer(EagerSparseLayerBackend):
         """The indexer rotates the pairs that the layer rotates."""
         return self.config.is_neox_style
 
-    @but(killed_by="sparse_layer_conventions", related=("sparse_layer",))
+    @but(killed_by="sparse_layer_conventions", related=("sparse_layer",), when=lambda x: x.shape[1] == 1)
     def sparse_layer_index_keys_rotated_otherwise__index_rope(self, x, turns):
         """Index queries are rotated in the indexer's columns, index keys always in the first ones."""
-        if x.shape[1] > 1:
-            return super()._index_rope(x, turns)
         part, rest = x.tensor_split([turns.shape[1]], dim=-1)
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
 
@@ -142,9 +143,6 @@ class _SparseLayer(EagerSparseLayerBackend):
         best, before = buffer[: len(hidden)], buffer[: len(hidden)].clone()
         super()._select(hidden, q_c, turns, cache, buffer)
         best.copy_(best.where(best != NO_KEY, before))
-
-    sparse_layer_index_keys_in_latent_slots = instead("index_slots", lambda self: self._latent_slots())
-    """Index keys are written to the slots of the latent cache."""
 
     def sparse_layer_index_keys_by_latent_blocks__best(self, q, weights, cache):
         """The indexer finds its keys by the block table of the latent cache."""
@@ -169,9 +167,6 @@ class _SparseLayer(EagerSparseLayerBackend):
         normed = (key / size * own.k_norm_weight + own.k_norm_bias).to(hidden.dtype)
         return self._index_rope(normed.unsqueeze(1), turns)[:, 0]
 
-    sparse_layer_indexer_not_rotated = instead("index_rope", lambda self, x, turns: x)
-    """Neither queries nor keys of the indexer are rotated."""
-
     def sparse_layer_index_norm_without_bias__before_load_weights(self, weights):
         """Index keys pass through a norm without its bias."""
         own = weights.indexer
@@ -180,11 +175,6 @@ class _SparseLayer(EagerSparseLayerBackend):
     def sparse_layer_indexer_before_the_query_norm__before_select(self, q_c, *, hidden):
         """The indexer's queries are projected from the latent before its norm."""
         return hidden @ self._weights.q_a_proj.mT
-
-    sparse_layer_query_scales_forgotten = behind("codes", lambda codes, scale: (codes, torch.ones_like(scale)))
-    """The weights of the heads do not take the scales of the queries' codes."""
-    sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
-    """The weights of the heads take the scales of the queries' codes twice."""
 
     class sparse_layer_head_weights_forgotten:
         """The heads of the indexer have one weight."""
@@ -208,8 +198,7 @@ class _SparseLayer(EagerSparseLayerBackend):
         return cos_sin_cache[place.clamp(0, len(cos_sin_cache) - 1)]
 
 
-@defects("sparse_layer_ranks")
-class _SparseLayerRanks(EagerSparseLayerBackend):
+class _SparseLayerRanks(EagerSparseLayerBackend, Defects, killed_by="sparse_layer_ranks"):
     def sparse_layer_ranks_share_the_indexers_heads__before_best(self, weights):
         """Each rank scores by its share of the indexer's heads, and nobody adds the scores."""
         others = torch.ones_like(weights, dtype=torch.bool)

@@ -8,7 +8,7 @@ from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import joined, keyless, nan_without_keys, slots_of
-from mla_conformance.defects.known import before, behind, but, defects, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
@@ -42,21 +42,21 @@ def _whole_where_0(source):
     return replace(source, length=torch.where(source.length == 0, whole, source.length))
 
 
-@defects("selection_padding", related=("sparse_lse",))
-class _SelectionPadding(EagerSparseBackend):
-    def sparse_valid_entries_read_from_the_front__behind_listed(self, listed, *, source):
-        """The entries that name a key are counted, and so many columns are read from the front, whatever stands
-        there."""
-        return listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
+class _SelectionPadding(EagerSparseBackend, Defects, killed_by="selection_padding", related=("sparse_lse",)):
+    sparse_keyless_lse_of_plus_inf = behind("attend", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
+    """The LSE of a row whose list names nothing is +inf."""
+    sparse_keyless_row_not_written = behind("attend", nan_without_keys)
+    """A row whose list names nothing is skipped, and holds what the buffer held."""
+    sparse_valid_entries_read_from_the_front = behind(
+        "listed", lambda listed, *, source: listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
+    )
+    """The entries that name a key are counted, and so many columns are read from the front, whatever stands there."""
 
     def sparse_tiles_behind_an_empty_one_skipped__behind_listed(self, listed):
         """A list ends with the first tile of 64 entries that names no key."""
         tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % 64)).unflatten(1, (-1, 64)).any(dim=2)
         reached = tiles.int().cummin(dim=1).values.bool()
         return listed & reached.repeat_interleave(64, dim=1)[:, : listed.shape[1]]
-
-    sparse_keyless_lse_of_plus_inf = behind("attend", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
-    """The LSE of a row whose list names nothing is +inf."""
 
     @but(key_tile=32)
     class sparse_leading_masked_tile_nan_poisons_row:
@@ -72,17 +72,13 @@ class _SelectionPadding(EagerSparseBackend):
             self._seen = 0
             return super()._initial(q, v)
 
-    sparse_keyless_row_not_written = behind("attend", nan_without_keys)
-    """A row whose list names nothing is skipped, and holds what the buffer held."""
-
     @but(related=())
     def sparse_keyless_row_beside_a_sink_nan__behind_with_sink(self, shared, *, lse, sink):
         """The share of a row without keys beside a sink is 0 / 0."""
         return shared if sink is None else shared.masked_fill(keyless(lse), torch.nan)
 
 
-@defects("sparse_decode", related=_SHAPES_TOO)
-class _OtherLists(EagerSparseBackend):
+class _OtherLists(EagerSparseBackend, Defects, killed_by="sparse_decode", related=_SHAPES_TOO):
     """Each row takes the list and the length of another."""
 
     def attend(self, q, sources, k_scale, sink):
@@ -98,8 +94,12 @@ class _OtherLists(EagerSparseBackend):
     """Lists are taken for one of each request, and read at its number."""
 
 
-@defects("sparse_decode", related=_SHAPES_TOO)
-class _SparseDecode(EagerSparseBackend):
+class _SparseDecode(EagerSparseBackend, Defects, killed_by="sparse_decode", related=_SHAPES_TOO):
+    sparse_empty_lanes_load_entry_0 = before("keys", visible=torch.ones_like)
+    """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
+    sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, torch.arange(self.num_heads) % 64])
+    """Heads beyond 64 get the queries of the first 64."""
+
     class sparse_padding_taken_for_key_0:
         """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
 
@@ -137,11 +137,6 @@ class _SparseDecode(EagerSparseBackend):
             both.append(replace(source, indices=torch.cat((own, theirs), dim=1), length=None))
         return both
 
-    sparse_empty_lanes_load_entry_0 = before("keys", visible=torch.ones_like)
-    """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
-    sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, torch.arange(self.num_heads) % 64])
-    """Heads beyond 64 get the queries of the first 64."""
-
     def sparse_tile_of_16_heads_overwrites_the_next_row__behind_attend(self, output, lse):
         """Stores of 16 heads overwrite the next row where there are fewer."""
         output[1:, : -self.num_heads % 16] = 0.0
@@ -152,29 +147,32 @@ def _counting(space, other):
     return lambda sources: [replace(each, space=other) if each.space is space else each for each in sources]
 
 
-@defects("sparse_dcp")
-class _SparseDcp(EagerSparseBackend):
+class _SparseDcp(EagerSparseBackend, Defects, killed_by="sparse_dcp"):
     sparse_dcp_global_index_taken_for_local = before("_attend", sources=_counting(_ON_ALL_RANKS, _ON_THIS_RANK))
     """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
     sparse_dcp_keys_of_others_counted = behind("held", lambda held: torch.ones_like(held))
     """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
+    sparse_dcp_local_index_divided_again = before("_attend", sources=_counting(_ON_THIS_RANK, _ON_ALL_RANKS))
+    """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
 
     def sparse_dcp_interleave_of_one__before_prepare_metadata(self, sparse_metadata):
         """Tokens are dealt out to ranks one by one, whatever the interleave is."""
         return replace(sparse_metadata, cp_kv_cache_interleave_size=1)
-
-    sparse_dcp_local_index_divided_again = before("_attend", sources=_counting(_ON_THIS_RANK, _ON_ALL_RANKS))
-    """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
 
     def sparse_dcp_empty_rank_lse_of_plus_inf__behind_attend(self, output, lse):
         """A rank that holds none of a row's keys returns +inf as its LSE, and takes all of the weight."""
         return output, lse.masked_fill((lse == -torch.inf) & (self._sparse_metadata.dcp_world_size > 1), torch.inf)
 
 
-@defects("selection_length")
-class _SelectionLength(EagerSparseBackend):
+class _SelectionLength(EagerSparseBackend, Defects, killed_by="selection_length"):
     sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != NO_KEY)
     """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
+    sparse_length_of_0_is_none = before("listed", source=_whole_where_0)
+    """A length of 0 is taken for none, and the whole list counts."""
+    sparse_key_named_twice_counted_once = behind(
+        "listed", lambda listed, *, source: _once(listed, source), killed_by="selection_order"
+    )
+    """Keys that a list names twice count once."""
 
     def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
         """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
@@ -191,18 +189,10 @@ class _SelectionLength(EagerSparseBackend):
         length = source.length if source.length is None else source.length[request.clamp(max=len(source.length) - 1)]
         return super()._listed(replace(source, length=length))
 
-    sparse_length_of_0_is_none = before("listed", source=_whole_where_0)
-    """A length of 0 is taken for none, and the whole list counts."""
-
     def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
         """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""
         late = torch.arange(len(q), device=q.device).unsqueeze(1) >= 64
         return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
-
-    sparse_key_named_twice_counted_once = behind(
-        "listed", lambda listed, *, source: _once(listed, source), killed_by="selection_order"
-    )
-    """Keys that a list names twice count once."""
 
     @but(killed_by="unselected_keys")
     def sparse_entry_before_is_loaded_too__keys(self, source, slots, visible, k_scale):
@@ -231,8 +221,14 @@ class _SelectionLength(EagerSparseBackend):
             output.flatten(0, 1)[rows // 64 * 64 :] = 0.0
 
 
-@defects("sparse_decode")
-class _SparseDecodeAlone(EagerSparseBackend):
+class _SparseDecodeAlone(EagerSparseBackend, Defects, killed_by="sparse_decode"):
+    sparse_slot_in_fifteen_bits = behind("slots", lambda slots, *, source: slots & 0x7FFF if source.paged else slots)
+    """A slot is a signed number of two bytes, too few for many large pages."""
+    sparse_last_tile_of_a_list_dropped = instead(
+        "tiles", lambda self, keys: (tile for tile in super()._tiles(keys) if tile.stop - tile.start == 64), key_tile=64
+    )
+    """Columns behind the last whole tile of 64 are ignored."""
+
     @but(key_tile=64)
     def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
         """A later tile of 64 columns in which a list names no key adds a weight of exp(0) to the row's sum."""
@@ -252,11 +248,6 @@ class _SparseDecodeAlone(EagerSparseBackend):
             misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
         return misread
 
-    @but(key_tile=64)
-    def sparse_last_tile_of_a_list_dropped__tiles(self, keys):
-        """Columns behind the last whole tile of 64 are ignored."""
-        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == 64)
-
     def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
         """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
         refuses."""
@@ -270,17 +261,13 @@ class _SparseDecodeAlone(EagerSparseBackend):
         if not self.qk_rope_head_dim and any(source.length is None for source in sources):
             raise ValueError("Native qk_rope_head_dim=0 MLA requires sparse_mla_top_k_lens")
 
-    sparse_slot_in_fifteen_bits = behind("slots", lambda slots, *, source: slots & 0x7FFF if source.paged else slots)
-    """A slot is a signed number of two bytes, too few for many large pages."""
-
     def sparse_assumes_packed_pages__before_entries(self, source):
         """A slot is an offset into one row of entries, whatever the stride between blocks is."""
         taken = source.paged and source.layout not in TILED_FORMATS
         return _strided(source, source.cache.shape[1] * source.cache.shape[2]) if taken else source
 
 
-@defects("index_spaces")
-class _IndexSpaces(EagerSparseBackend):
+class _IndexSpaces(EagerSparseBackend, Defects, killed_by="index_spaces"):
     sparse_position_taken_for_slot = before("slots", lambda source: replace(source, space=IndexSpace.SLOT))
     """Positions are taken for slots."""
 
@@ -292,14 +279,14 @@ class _IndexSpaces(EagerSparseBackend):
         """The table has a row for each request and is read at the number of the query token."""
         return torch.arange(len(request), device=request.device).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
 
+    @but(
+        when=lambda self, source: source.space is not IndexSpace.SLOT and self._sparse_metadata.block_table is not None
+    )
     def sparse_table_of_pages_of_64__behind_slots(self, slots, *, source, request):
         """Positions are divided into pages of 64 tokens, whatever the pages of the cache are."""
-        metadata = self._sparse_metadata
-        if source.space is IndexSpace.SLOT or metadata.block_table is None:
-            return slots
-        position, page = source.indices.long(), source.cache.shape[1]
-        columns = (position // 64).clamp(0, metadata.block_table.shape[1] - 1)
-        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + position % 64 % page
+        position, table = source.indices.long(), self._sparse_metadata.block_table.long()
+        columns = (position // 64).clamp(0, table.shape[1] - 1)
+        return table[request.unsqueeze(1), columns] * source.cache.shape[1] + position % 64 % source.cache.shape[1]
 
     def sparse_gathered_start_of_request_in_six_bits__before_slots(self, request, *, source):
         """Where a request's gathered keys begin is looked up at its number modulo 64."""

@@ -4,12 +4,11 @@ import torch
 
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.defects.bases import nth, packed_rows
-from mla_conformance.defects.known import before, behind, but, defects, instead, variant
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
-@defects("select_windows")
-class _SelectWindows(EagerTopKBackend):
+class _SelectWindows(EagerTopKBackend, Defects, killed_by="select_windows"):
     topk_start_ignored = behind("windows", lambda starts, lengths: (torch.zeros_like(starts), lengths))
     """Every row is read from column 0 on, wherever its window starts."""
     topk_start_rounded_to_vectors = behind("windows", lambda starts, lengths: (starts // 4 * 4, lengths))
@@ -20,18 +19,19 @@ class _SelectWindows(EagerTopKBackend):
     """Rows are read as if none but their columns lay between them."""
 
 
-@defects("select")
-class _Select(EagerTopKBackend):
-    def topk_length_of_the_next_row__behind_windows(self, starts, lengths, *, logits):
-        """Each row is read as far as the next one should be."""
-        return starts, lengths.roll(-1, dims=0).minimum(logits.shape[1] - starts)
-
+class _Select(EagerTopKBackend, Defects, killed_by="select"):
     topk_tail_of_vectors_unread = behind("windows", lambda starts, lengths: (starts, lengths // 4 * 4))
     """Columns behind a row's last whole vector of four are not read."""
     topk_first_2048_columns = behind("windows", lambda starts, lengths: (starts, lengths.clamp(max=2048)))
     """Only the first 2,048 columns of a row are candidates."""
     topk_column_in_two_bytes = behind("choose", lambda chosen: torch.where(chosen == NO_KEY, NO_KEY, chosen & 0xFFFF))
     """A column is carried in 16 bits, and beyond 65,535 another one is named."""
+    topk_stale_places = behind("numbered", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
+    """Places that a row does not fill hold what the row before it left in shared memory."""
+
+    def topk_length_of_the_next_row__behind_windows(self, starts, lengths, *, logits):
+        """Each row is read as far as the next one should be."""
+        return starts, lengths.roll(-1, dims=0).minimum(logits.shape[1] - starts)
 
     def topk_short_rows_copied_whole__numbered(self, chosen, starts):
         """A row that is no longer than the list gets the numbers from 0 on, -1 never."""
@@ -46,9 +46,6 @@ class _Select(EagerTopKBackend):
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places, chosen)
 
-    topk_stale_places = behind("numbered", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
-    """Places that a row does not fill hold what the row before it left in shared memory."""
-
     def topk_padding_in_front__behind_choose(self, chosen):
         """-1 stands before the columns, where whoever reads as many as a row has finds it."""
         return chosen.gather(1, (chosen != NO_KEY).int().argsort(dim=1, stable=True))
@@ -58,8 +55,7 @@ class _Select(EagerTopKBackend):
         chosen[:, 1024:] = NO_KEY
 
 
-@defects("select_ties", related=("select",))
-class _FewCandidates(EagerTopKBackend):
+class _FewCandidates(EagerTopKBackend, Defects, killed_by="select_ties", related=("select",)):
     """Of a threshold's coarse bin so many candidates are kept, whichever come first."""
 
     kept = 4096
@@ -77,8 +73,7 @@ class _FewCandidates(EagerTopKBackend):
     """Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1."""
 
 
-@defects("select_ties", related=("select", "select_windows"))
-class _SelectTies(EagerTopKBackend):
+class _SelectTies(EagerTopKBackend, Defects, killed_by="select_ties", related=("select", "select_windows")):
     topk_bits_of_negatives_unflipped = instead("keys", lambda self, logits: logits.float().view(torch.int32).long())
     """Keys are the bits as integers, by which the least of all negative logits is the largest."""
     topk_coarse_bins_alone = behind("keys", lambda keys: keys >> 20)
@@ -105,14 +100,13 @@ class _SelectTies(EagerTopKBackend):
         return torch.where(flipped == NO_KEY, NO_KEY, keys.shape[1] - 1 - flipped)
 
 
-@defects("select_ties")
-class _SelectTiesAlone(EagerTopKBackend):
+class _SelectTiesAlone(EagerTopKBackend, Defects, killed_by="select_ties"):
+    topk_infinities_left_out = behind("keys", lambda keys, *, logits: keys.masked_fill(logits == -torch.inf, LEAST))
+    """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
+
     def topk_negative_zero_least__keys(self, logits):
         """-0 has the key of the least negative integer, below every logit."""
         return super()._keys(logits).masked_fill((logits == 0) & logits.signbit(), LEAST + 1)
-
-    topk_infinities_left_out = behind("keys", lambda keys, *, logits: keys.masked_fill(logits == -torch.inf, LEAST))
-    """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
 
     def topk_infinity_overflows_the_bins__keys(self, logits):
         """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
@@ -128,23 +122,22 @@ class _SelectTiesAlone(EagerTopKBackend):
         """The last tile of 64 columns is read to its end, whatever stands behind the row."""
         return starts, (-(-lengths // 64) * 64).minimum(logits.shape[1] - starts)
 
-    @but(killed_by="determinism")
+    @but(killed_by="determinism", when=lambda self: nth(self, 7))
     def topk_ties_by_who_comes_first__choose(self, keys, topk_tokens):
         """Now and then another block comes first to where the last of several equal logits is taken."""
-        if not nth(self, 7):
-            return super()._choose(keys, topk_tokens)
         mirrored = super()._choose(keys.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, keys.shape[1] - 1 - mirrored)
 
 
-@defects("pooled_topk")
-class _PooledTopk(EagerTopKBackend):
+class _PooledTopk(EagerTopKBackend, Defects, killed_by="pooled_topk"):
+    pools_tail_forgotten = behind("tails", lambda tails: torch.full_like(tails, NO_KEY))
+    """The tokens of the last pool, which is not whole, are left out."""
+    pools_history_of_the_first_row = behind("expanded", lambda expanded, *, pools: expanded[:1].expand(len(pools), -1))
+    """A tail is appended to the pools of the batch's first row, whichever row it is of."""
+
     def pools_garbage_ids_expanded__before_expanded(self, pools):
         """Places that no pool of the row fills hold what a buffer held before, and are expanded like the others."""
         return pools.where(pools != NO_KEY, torch.arange(pools.shape[1], device=pools.device))
-
-    pools_tail_forgotten = behind("tails", lambda tails: torch.full_like(tails, NO_KEY))
-    """The tokens of the last pool, which is not whole, are left out."""
 
     def pools_lengths_in_tokens__behind_windows(self, starts, lengths, *, logits):
         """As many pools are looked at as a row sees tokens."""
@@ -161,6 +154,3 @@ class _PooledTopk(EagerTopKBackend):
         """As many tokens are selected as there is room for pools: one pool of so many."""
         behind = torch.arange(pools.shape[1], device=pools.device) >= max(1, pools.shape[1] // pool)
         return pools.masked_fill(behind, NO_KEY)
-
-    pools_history_of_the_first_row = behind("expanded", lambda expanded, *, pools: expanded[:1].expand(len(pools), -1))
-    """A tail is appended to the pools of the batch's first row, whichever row it is of."""

@@ -4,7 +4,6 @@ import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -127,27 +126,21 @@ DOCUMENT = Path(__file__).with_name("seed_names.md").read_text(encoding="utf-8")
 NO_PLACE = "no place: "
 
 
-def sections() -> Iterator[tuple[str, str, str]]:
-    """Seed, class or heading, and text of every section."""
-    for chapter in re.split(r"^## ", DOCUMENT, flags=re.MULTILINE)[1:]:
-        for section in re.split(r"^### ", chapter, flags=re.MULTILINE)[1:]:
-            heading, _, text = section.partition("\n")
-            yield chapter[:3], heading, text
-
-
 def places() -> dict[tuple[str, str, str], str]:
     """Where the document puts each name: (seed, class, member) to a target or a reason; a class is its own member."""
-    found = {}
-    for seed, heading, text in sections():
-        name, _, target = heading.replace("`", "").partition(": ")
-        key = name if target else name.lower()
-        if target:
-            found[seed, key, name] = target
-        for listed in re.findall(r"^Under the same name: (.*)\.$", text, flags=re.MULTILINE):
-            for member in re.findall(r"`([^`]+)`", listed):
-                found[seed, key, member] = f"{target}.{member.removesuffix('()')}"
-        for member, place in re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, flags=re.MULTILINE):
-            found[seed, key, member] = place.strip("`")
+    found, seed, key, target = dict[tuple[str, str, str], str](), "", "", ""
+    for line in DOCUMENT.splitlines():
+        if line.startswith("## "):
+            seed = line[3:6]
+        elif line.startswith("### "):
+            name, _, target = line[4:].replace("`", "").partition(": ")
+            key = name if target else name.lower()
+            found |= {(seed, key, name): target} if target else {}
+        elif line.startswith("Under the same name: "):
+            names = re.findall(r"`([^`]+)`", line)
+            found |= {(seed, key, member): f"{target}.{member.removesuffix('()')}" for member in names}
+        elif row := re.fullmatch(r"\| `([^`]+)` \| (.+) \|", line):
+            found[seed, key, row[1]] = row[2].strip("`")
     return found
 
 

@@ -93,8 +93,8 @@ def test_the_summary_is_closed_whatever_the_gate_says(tmp_path: Path, status: in
     (tmp_path / "mla-conformance").chmod(0o755)
     gate = template("github-actions.yml")["jobs"]["gate"]["steps"][-1]
     summary = tmp_path / "summary.md"
-    environment = f"export GITHUB_STEP_SUMMARY={shlex.quote(str(summary))} REQUIRED=A\n"
-    assert shell(environment + gate["run"], tmp_path, tmp_path).returncode == status
+    told = {"GITHUB_STEP_SUMMARY": str(summary), "REQUIRED": "A"}
+    assert ran([*BASH, gate["run"]], tmp_path, tmp_path, **told).returncode == status
     assert summary.read_text("utf-8") == "```\ndecided\n```\n"
 
 
@@ -105,15 +105,14 @@ def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
     assert f"--require {' '.join(judge['matrix'])} " in gate["commands"][-1]
 
 
-def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, or a text of one, that finds its programs in ``path`` first, then beside this Python."""
-    call = ["bash", str(script), *arguments] if isinstance(script, Path) else ["bash", "-euo", "pipefail", "-c", script]
-    return run_on(folder, call, f"{path}:{Path(sys.executable).parent}", **{UNEXPLAINED: "1"})
+BASH = ["bash", "-euo", "pipefail", "-c"]
 
 
-def run_on(folder: Path, call: list[str], path: Path | str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **variables}
-    return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
+def ran(command: list[str], folder: Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command after it ended; it finds programs in ``path`` first, then beside this Python."""
+    found = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, UNEXPLAINED: "1", "PATH": found, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -127,7 +126,7 @@ def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path)
     # The decode of a hub's folder is nearly that of a file before it.
     hub = r"(certify --backend hub:\S+ --tier smoke)"
     script = re.sub(rf"{hub} .*? --device", r"\1 --capability decode_lse --device", script)
-    finished = shell(script, tmp_path, command.parent)
+    finished = ran([*BASH, script], tmp_path, command.parent)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
@@ -154,7 +153,8 @@ def test_the_gate_script_leaves_failures_to_the_gate_and_stops_at_a_mistake(
     for name, number in statuses.items():
         (tmp_path / f"status-{name}").write_text(str(number))
     (tmp_path / "ci" / "expectations").mkdir(parents=True)
-    done = shell(ROOT / "ci" / "gate.sh", tmp_path, command.parent, "out", "EAGER TORCH_SDPA", *SMOKE)
+    called = ["bash", str(ROOT / "ci" / "gate.sh"), "out", "EAGER TORCH_SDPA", *SMOKE]
+    done = ran(called, tmp_path, command.parent)
     certified = [f"certify --backend {name} --out out/{name} --fresh --tier smoke" for name in ("EAGER", "TORCH_SDPA")]
     gate = "gate out/EAGER/report.json out/TORCH_SDPA/report.json --require EAGER TORCH_SDPA"
     gate += " --expectations ci/expectations --require-tier smoke"
@@ -222,7 +222,7 @@ def edited(name: str, edits: dict[str, str]) -> str:
 
 def run_steps(machine: Path, commands: str, **variables: str) -> str:
     """What the commands print, which all succeed."""
-    finished = run_on(machine, ["bash", "-eo", "pipefail", "-c", commands], machine / "bin", **variables)
+    finished = ran(["bash", "-eo", "pipefail", "-c", commands], machine, machine / "bin", **variables)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -251,7 +251,7 @@ def test_buildkite(machine: Path) -> None:
 @pytest.mark.parametrize("dead", ["", "2"])
 def test_slurm(machine: Path, dead: str) -> None:
     (machine / "slurm.sh").write_text(edited("slurm.sh", {"shards=8": "shards=2"}))
-    finished = run_on(machine, ["bash", "slurm.sh", "TORCH_SDPA"], machine / "bin", DEAD=dead)
+    finished = ran(["bash", "slurm.sh", "TORCH_SDPA"], machine, machine / "bin", DEAD=dead)
     if dead:
         assert finished.returncode == 1 and DIED in finished.stdout and "gate" not in finished.stdout
         return
@@ -280,4 +280,4 @@ def test_kubernetes(machine: Path, indices: tuple[int, ...]) -> None:
 def run_pod(machine: Path, job: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     named = {each["name"]: each["value"] for each in container["env"]}
-    return run_on(machine, container["command"] + container["args"], machine / "bin", **named, **variables)
+    return ran(container["command"] + container["args"], machine, machine / "bin", **named, **variables)

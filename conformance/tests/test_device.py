@@ -16,6 +16,9 @@ from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.defects.bases import CapturablePrefill
+from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.report import stored
 from mla_conformance.judging.judged_rows import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, judged
@@ -25,25 +28,8 @@ from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
+RANKED = "prefill-replay-keeps-the-ranks-of-lengths"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Capturable(EagerPrefillBackend):
-    """EAGER, said to be capturable; without a GPU a replay is a call."""
-
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-
-
-class LongestOfTheCapture(Capturable):
-    def run_prefill_new_tokens(
-        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
-    ) -> Any:
-        output, lse = super().run_prefill_new_tokens(q, k, v, True, out, output_scale)
-        lengths = self._prefill_metadata.query_start_loc.diff()
-        grid = self.__dict__.setdefault("grid", int(lengths.max()))
-        for start, length in zip(self._prefill_metadata.query_start_loc, lengths, strict=False):
-            output[start + grid : start + length] = 0.0
-        return output, lse
 
 
 class UniformDecodes(EagerDecodeBackend):
@@ -58,8 +44,8 @@ STREAMS = next(case.id for case in CAPABILITIES["streams"].cases if case.role is
 @pytest.mark.parametrize(
     ("kernel", "case", "status", "said"),
     [
-        (Capturable, GRAPH, Status.PASS, ""),
-        (LongestOfTheCapture, GRAPH, Status.FAIL, "replayed"),
+        (CapturablePrefill, GRAPH, Status.PASS, ""),
+        (known_defects()[RANKED].kernel, stored().killing_cases[RANKED], Status.FAIL, "replayed"),
         (EagerPrefillBackend, GRAPH, Status.UNSUPPORTED, NOT_DECLARED),
         (UniformDecodes, DECODES.format("[1x6]"), Status.PASS, ""),
         (UniformDecodes, DECODES.format("[4x6]"), Status.UNSUPPORTED, "needed UNIFORM_BATCH"),

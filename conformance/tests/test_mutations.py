@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
@@ -269,9 +267,8 @@ def test_a_mutated_file_is_answered_or_refused(
         assert time.process_time() - began < 5 and status in right, (status, captured)
         return status, *captured
 
-    @settings(max_examples=EACH, deadline=None, derandomize=True, database=None)
-    @given(st.integers(0, 2**64))
-    def hold(seed: int) -> None:
+    assert answer(valid.encode())[0] == right[0]
+    for seed in range(EACH):
         content = mutated(valid, seed)
         seen.add(content)
         status, out, err = answer(content)
@@ -281,9 +278,6 @@ def test_a_mutated_file_is_answered_or_refused(
             assert err.startswith("mla-conformance: ") and err.count("\n") == 1 and "Error(" not in err
         if status == 0 and name == "verify":
             assert json.loads(content.decode("utf-8-sig")) == json.loads(valid)
-
-    assert answer(valid.encode())[0] == right[0]
-    hold()
     assert len(seen) > EACH * 0.6
 
 
