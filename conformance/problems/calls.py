@@ -253,6 +253,11 @@ class Problem:
         """Every tensor that a backend may read and must not write, by name."""
         return {name: tensor for call in self.calls for name, tensor in call.owned().items()}
 
+    def regrouped(self, requests: Sequence[int], queries: int | None = None) -> "Problem":
+        """These requests of a problem of one call, in this order, each cut to its first ``queries`` new tokens."""
+        call = self.calls[0].regrouped(self.case, requests, queries)
+        return replace(self, key=f"{self.key}|requests={list(requests)}|queries={queries}", calls=(call,))
+
     def handed(self) -> "Problem":
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
 

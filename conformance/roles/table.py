@@ -1,8 +1,11 @@
 """All roles, and what is asked of whichever a case is of."""
 
+from importlib import import_module
+
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
@@ -10,22 +13,23 @@ from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.calls import Problem
-from mla_conformance.roles.cache.problem import CACHE
-from mla_conformance.roles.compress.problem import COMPRESS
-from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.problem import INDEXER
-from mla_conformance.roles.layer.role import LAYER
-from mla_conformance.roles.prefill.problem import PREFILL
-from mla_conformance.roles.prepare.problem import PREPARE
-from mla_conformance.roles.sparse.problem import SPARSE
-from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER
-from mla_conformance.roles.topk.problem import TOPK
-from mla_conformance.roles.tree.problem import TREE
 
-_OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE, TREE)
-DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for definition in _OURS}
-"""By name; a role from outside joins them (``trials/role_file.py``)."""
+
+class _Definitions(dict[str, RoleDefinition]):
+    """By name; a role of this project is imported when it is first asked for."""
+
+    def __missing__(self, role: str) -> RoleDefinition:
+        if role not in ROLES or ROLES[role].file:
+            raise KeyError(role)
+        module = import_module(f"mla_conformance.roles.{role}.{_WHERE.get(role, 'problem')}")
+        self[role] = getattr(module, role.upper())
+        return self[role]
+
+
+_WHERE = {"layer": "role"}
+DEFINITIONS = _Definitions()
+"""One from outside joins them (``trials/role_file.py``)."""
 
 
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:

@@ -34,7 +34,7 @@ _SCALE_BYTES = 4
 """Offsets of a scale count numbers of so many bytes beside codes of one."""
 
 
-def judge_far_away(trial: Trial) -> None:
+def far(trial: Trial) -> None:
     """Run with operands that are far apart, or run the far problem and judge the rows of its last request."""
     device = trial.subject.device
     try:
@@ -74,10 +74,10 @@ def call_far(
     images = {name: x for name, x in call.written.items() if isinstance(x, CacheImage | WrittenEntries)}
     call.reset()
     nothing = torch.empty(0, dtype=torch.uint8)
-    far = {name: replace(x, cache=_spread(x.cache, reach), before=nothing) for name, x in images.items()}
-    value = _called(replace(call.given_otherwise(**there), written={**call.written, **far}), backend, out)
+    distant = {name: replace(x, cache=_spread(x.cache, reach), before=nothing) for name, x in images.items()}
+    value = _called(replace(call.given_otherwise(**there), written={**call.written, **distant}), backend, out)
     for name, image in images.items():
-        image.cache.copy_(far[name].cache)
+        image.cache.copy_(distant[name].cache)
     return value
 
 

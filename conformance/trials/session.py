@@ -23,10 +23,12 @@ from mla_conformance.judging.verdict import Check, Nonconformance, Status
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.problems.memory import Guarded, device_lost
+from mla_conformance.problems.ranks import CallOnRanks
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.transform import over_metadata, overwrite, scale_cache
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14
@@ -126,9 +128,9 @@ def session(trial: Trial) -> None:
         _interleaved(trial, trial.other_problem())
         _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
         if case.call in (Call.DECODE, Call.SPARSE_DECODE):
-            made.call(scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
+            made.call(_scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
         made.call(
-            overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
+            _overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
             "same addresses, other contents",
         )
         trial.problem = trial.build()  # whose tensors hold other contents now
@@ -257,12 +259,12 @@ def _layers_of_a_step(made: Session) -> None:
     contents = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)
     if not is_layer:
-        other = over_metadata(other, first)
+        other = _over_metadata(other, first)
     made.call(first, "prepared once")
     made.call(other, "prepared once, another layer's operands and cache", prepare=False)
-    made.call(overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
+    made.call(_overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
     if not is_layer:
-        _interleaved(trial, over_metadata(other, trial.problem), "over the same metadata")
+        _interleaved(trial, _over_metadata(other, trial.problem), "over the same metadata")
     elif isinstance(trial.problem.calls[0], LayerCall):
         # A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none.
         assert isinstance(contents, LayerCase)
@@ -279,3 +281,32 @@ def _lend(owner: Any, layer: Any, problem: Problem) -> None:
     call: Any = problem.calls[0]
     call.load(layer)
     layer.metadata = owner.metadata
+
+
+def _scale_cache(problem: Problem, factor: float) -> Problem:
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
+    assert isinstance(problem.case, CachedCase)
+    meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
+    for call in problem.calls:
+        assert isinstance(call, DecodeCall | SparseCall)
+        rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
+        calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
+    whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
+    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
+
+
+def _overwrite(problem: Problem, other: Problem) -> Problem:
+    """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
+    calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
+    return replace(problem, key=other.key, calls=calls, whole=other.whole)
+
+
+def _over_metadata(problem: Problem, owner: Problem) -> Problem:
+    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks."""
+
+    def over(call: Any, theirs: Any) -> Any:
+        if isinstance(call, CallOnRanks):  # each has metadata of its own
+            return call.of(tuple(map(over, call.parts, theirs.parts)))
+        return replace(call, metadata=theirs.metadata)
+
+    return replace(problem, calls=tuple(map(over, problem.calls, owner.calls)))

@@ -18,7 +18,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import get_device_capability
-from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
@@ -67,8 +66,11 @@ class Subject:
         """The class that calls of a role go to on this device; of a layer the common one, unless one is named."""
         if role not in self._classes:  # what names it is looked up in files
             named = resolve_backend(self.backend, get_device_capability(self.device), role)
-            common = role is Role.LAYER and not named
-            self._classes[role] = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS)) if common else named
+            if role is Role.LAYER and not named:
+                from mla_conformance.backends.layer.mla_layer import mla_backend  # with all that only layers need
+
+                named = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS))
+            self._classes[role] = named
         return self._classes[role]
 
     @cached_property

@@ -15,7 +15,6 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
-from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of, run_calls, why_not_plain
@@ -228,12 +227,6 @@ def _unsupported(subject: Subject, case: Case) -> list[str] | str:
         return str(error)
 
 
-def evidence_of(instance: Any) -> dict[str, str]:
-    """What an instance says of the kernel that served it; empty if it does not tell."""
-    tell = getattr(instance, "kernel_evidence", dict)
-    return {shortened(str(name)): shortened(str(value)) for name, value in tell().items()}
-
-
 def returned_bytes(observation: Observation) -> list[bytes]:
     """The bytes of everything returned, as a value that later calls cannot change; of no tensor, what it is instead."""
     found = []
@@ -251,18 +244,10 @@ def results(observation: Observation) -> list[torch.Tensor]:
     return list(parts_of(observation.returned[0].value))
 
 
-def prepare(backend: Any, problem: Problem) -> None:
-    problem.calls[0].prepare(backend)
-
-
-def invoke(backend: Any, problem: Problem) -> Any:
-    """Make the problem's only call; what the backend returns, possibly still being computed."""
-    return problem.calls[0].invoke(backend, None)
-
-
 def prepared_call(backend: Any, problem: Problem) -> Any:
-    prepare(backend, problem)
-    return invoke(backend, problem)
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    problem.calls[0].prepare(backend)
+    return problem.calls[0].invoke(backend, None)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -279,5 +264,5 @@ def cut(value: Any, rows: slice) -> Any:
     return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
 
 
-def observed(problem: Problem, value: Any) -> Observation:
-    return Observation((Returned(value, call=problem.calls[0]),), None, ())
+def observed(problem: Problem, value: Any, miswritten: str = "") -> Observation:
+    return Observation((Returned(value, call=problem.calls[0], miswritten=miswritten),), None, ())
