@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -43,18 +42,13 @@ class BoundedCache(Generic[Value]):
     entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
     held: int = 0  # bytes of all of them
 
-    def get(
-        self,
-        key: str,
-        device: torch.device,
-        make: Callable[[], Value],
-        tensors: Callable[[Value], Iterable[torch.Tensor]],
-    ) -> Value:
-        """The value of a key, made if it is not there; ``tensors`` are what it consists of."""
+    def get(self, key: str, device: torch.device, make: Callable[[], Value]) -> Value:
+        """The value of a key, made if it is not there."""
         place = (key, str(device))
         if place not in self.entries:
             value, limit = make(), self.limits[device.type]
-            storages = map(torch.Tensor.untyped_storage, tensors(value))
+            packed = value if isinstance(value, Original) else Original(value)
+            storages = map(torch.Tensor.untyped_storage, packed.tensors)
             size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             if size > limit and not self.keeps_large:
                 return value
@@ -78,13 +72,12 @@ class Context:
             built = build_problem(case, device, self.salt)
             return Original(built, [built.case])
 
-        made = self._problems.get(case.id, device, make, attrgetter("tensors"))
+        made = self._problems.get(case.id, device, make)
         return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
 
     def expect(self, problem: Problem) -> Golden:
         """The golden result of a problem; asked for before a call, which may change its inputs."""
-        make = partial(golden_of, problem)
-        return self._golden.get(problem.key, problem.device, make, attrgetter("tensors"))
+        return self._golden.get(problem.key, problem.device, partial(golden_of, problem))
 
     def forget(self) -> None:
         for kept in (self._problems, self._golden):
