@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import call_once
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.fences import OUT, Fence, MovedCall, Side, operands
+from mla_conformance.problems.fences import OUT, Buffers, Fence, MovedCall, Side, noted_faults, operands
 from mla_conformance.problems.memory import Guarded, device_lost
-from mla_conformance.problems.rooms import noted_faults
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
@@ -26,8 +26,8 @@ class OutOfBoundsError(Exception):
     """A call that touched what lies beside an operand."""
 
 
-def call_fenced(
-    fence: Fence,
+def call_moved(
+    place: Fence | Buffers,
     first: Callable[[], None],
     backend: Any,
     call: KernelCall,
@@ -35,23 +35,25 @@ def call_fenced(
     prepare: bool,
     device: torch.device,
 ) -> Any:
-    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen."""
-    fenced = MovedCall(fence, call, out)
+    """As :func:`call_once`, over operands that lie elsewhere; a fault on a GPU loses the context, which is seen."""
+    moved, fenced = MovedCall(place, call, out), isinstance(place, Fence)
     try:
-        with noted_faults():
-            value = call_once(first, backend, fenced.call, fenced.out, prepare, device)
+        with noted_faults() if fenced else nullcontext():
+            value = call_once(first, backend, moved.call, moved.out, prepare, device)
     finally:
-        # What touched something may have raised because of what it found there.
-        if beyond := [] if device_lost(device) else list(fenced.settle()):
-            raise OutOfBoundsError("; ".join(beyond))
-    return fenced.handed_back(value, out)
+        if not device_lost(device):
+            moved.write_back()
+            # What touched something may have raised because of what it found there.
+            if fenced and (beyond := list(moved.settle())):
+                raise OutOfBoundsError("; ".join(beyond))
+    return moved.handed_back(value, out)
 
 
 def memory_bounds(trial: Trial) -> None:
     """The ends of all operands at once, then their beginnings."""
     expectation = trial.context.expect(trial.problem)
     for side in Side:
-        seen = trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(side)))
+        seen = trial.run(trial.backend, trial.problem, perform=partial(call_moved, Fence(side)))
         if error := seen.error:
             kind, _, what = error.error.partition(": ")
             if kind == OutOfBoundsError.__name__:
@@ -81,7 +83,7 @@ def main(told: Sequence[str]) -> None:
     for name in dict.fromkeys(name for call in trial.problem.calls for name in (*operands(call), OUT)):
         sys.stdout.write(f"{name}\n")
         sys.stdout.flush()
-        if trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(Side(side), name))).error:
+        if trial.run(trial.backend, trial.problem, perform=partial(call_moved, Fence(Side(side), name))).error:
             sys.exit(1)
 
 

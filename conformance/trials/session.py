@@ -4,31 +4,28 @@ One that is wrong is made again on a new instance, so that its failure says whet
 Other batches are drawn by the id of the case, so that a line that runs it again has the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
-import torch
-
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.cases.grammar import Data
-from mla_conformance.driving.driver import Observation, call_once
+from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Nonconformance, Status
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.fences import Buffers, MovedCall
-from mla_conformance.problems.memory import Guarded, device_lost
-from mla_conformance.problems.ranks import CallOnRanks
+from mla_conformance.problems.calls import CallOnRanks, KernelCall, Problem
+from mla_conformance.problems.fences import Buffers
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
+from mla_conformance.trials.bounds import call_moved
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14
@@ -39,25 +36,6 @@ _REQUESTS = (1, 2, 3, 5, 2, 4)
 """Of those, in turn."""
 _STEPS = 3
 _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
-
-
-def call_in_buffers(
-    buffers: Buffers,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
-) -> Any:
-    """As :func:`call_once`, over operands at the addresses of those of earlier calls."""
-    moved = MovedCall(buffers, call, out)
-    try:
-        value = call_once(first, backend, moved.call, moved.out, prepare, device)
-    finally:
-        if not device_lost(device):
-            moved.write_back()
-    return moved.handed_back(value, out)
 
 
 class Session:
@@ -96,7 +74,7 @@ class Session:
     def _perform(self) -> Any:
         if self._buffers is None:
             self._buffers = self.trial.query("buffers", Buffers)
-        return partial(call_in_buffers, self._buffers)
+        return partial(call_moved, self._buffers)
 
     def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
         """Whether the same call is right on a new instance; nothing where that cannot be told."""

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
-from mla_conformance.problems.calls import AttentionOperands
+from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
-from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk, plan_context_chunks
 from mla_conformance.reference.projections import Projection
