@@ -53,7 +53,7 @@ class Panel:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
         every = RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
         sums = every.map(tiles.cut(slice(self._length)))
-        sums.absolute.copy_(self._absolute(self.low))
+        sums.absolute.copy_(self._absolute())
         for rows, tile in self._pieces():
             every.map(rows).add(tile)
             yield
@@ -100,17 +100,26 @@ class Panel:
     def _keys(self, keys: slice) -> tiles.TileKeys:
         return tiles.TileKeys.widened(self.request, self.heads, keys, self.low)
 
-    def _absolute(self, low: torch.dtype) -> Tensor:
+    def _absolute(self) -> Tensor:
         """[h, r, V] float32, Σ |v| of the visible keys."""
-        shared, request = self._seen_by_all, self.request
+        shared, request, low = self._seen_by_all, self.request, self.low
         if not self._stepped:
-            ragged = slice(shared, request.visible(self.rows.stop - 1))
-            some = _of_some(request, self.heads, self.counts, ragged, low)
-            return some.add_(_of_all(request, self.heads, shared))
-        start = shared - 1
+            v = request.v[:, self.heads].transpose(0, 1)
+            sums = torch.zeros(v.shape[0], len(self.counts), v.shape[2], device=v.device)
+            for part in tiles.cuts(request.visible(self.rows.stop - 1), _KEYS, start=shared):
+                seen = torch.arange(part.start, part.stop, device=v.device) < self.counts[:, None]
+                sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
+            return sums.add_(_of_all(request, self.heads, shared))
+        # Row i sees the first i + 1 keys from ``start`` on, which are summed in steps.
+        start, step = shared - 1, self.blocks.step
         v = tiles.magnitudes(tiles.heads_first(request.v[start : start + self._length, self.heads]), low)
-        steps = _in_steps(tiles.padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
-        return steps.add_(_of_all(request, self.heads, start))
+        v = tiles.padded(self._padded_length)(v)
+        steps = tiles.folded(step)(v)
+        lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
+        within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
+        whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
+        found = within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self._length]
+        return found.add_(_of_all(request, self.heads, start))
 
     def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""
@@ -154,25 +163,6 @@ def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
     v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
     dtype = torch.promote_types(v.dtype, torch.float32)
     return torch.linalg.vector_norm(v, ord=1, dim=0, dtype=dtype).unsqueeze(1).float()
-
-
-def _in_steps(v: Tensor, step: int) -> Tensor:
-    """[h, r, V] float32 for |v| [h, r, V]: row i sees the first i + 1 of them; r is a multiple of ``step``."""
-    steps = tiles.folded(step)(v)
-    lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
-    within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
-    whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
-    return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
-
-
-def _of_some(request: tiles.RequestRows, heads: slice, counts: Tensor, keys: slice, low: torch.dtype) -> Tensor:
-    """[h, r, V] float32 for rows of a request that see so many keys, over those of ``keys`` that each of them sees."""
-    v = request.v[:, heads].transpose(0, 1)
-    sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
-    for part in tiles.cuts(keys.stop, _KEYS, start=keys.start):
-        seen = torch.arange(part.start, part.stop, device=v.device) < counts[:, None]
-        sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
-    return sums
 
 
 _LOW_PRECISION_PAIRS = 2**28
