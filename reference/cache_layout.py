@@ -144,7 +144,12 @@ def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> T
 
 def _keys_of(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
-    scales = _read_scales(parts["scales"][:, : form.scale_bytes - form.padding].contiguous(), form.scales)
+    data = parts["scales"][:, : form.scale_bytes - form.padding].contiguous()
+    if form.scales == "ue8m0":  # powers of two as bits of a float64, which are the same on every device
+        powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
+        scales = powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)
+    else:
+        scales = data.view(torch.float32 if form.scales == "float32" else torch.float8_e4m3fn).to(torch.float64)
     codes = parts["codes"]
     if form.codes == "e4m3":
         values = codes.view(torch.float8_e4m3fn).to(torch.float64)
@@ -176,12 +181,3 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     # A tile of zeros, or one so small that its scale is not representable, must not be divided by 0.
     number = torch.where(number == 0, 1.0, number)
     return number.to(torch.float64), number
-
-
-def _read_scales(data: Tensor, kind: str) -> Tensor:
-    """Float64 of what is stored as bytes; a biased exponent with all bits set is not a number."""
-    if kind != "ue8m0":
-        return data.view(torch.float32 if kind == "float32" else torch.float8_e4m3fn).to(torch.float64)
-    # As bits of a float64, which are the same on every device.
-    powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
-    return powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)

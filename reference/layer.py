@@ -159,7 +159,7 @@ def _over_all(
     lengths = [before + length for before, length in zip(lens, own, strict=True)]
     named = lists and lists.keys([0] * len(lengths), lengths)
     ends = tuple(accumulate(lengths, initial=0))
-    return attend(*both.tensor_split([rank], dim=-1), key_start_loc=ends, selected=named)  # type: ignore[no-any-return]
+    return attend(*both.tensor_split([rank], dim=-1), key_start_loc=ends, selected=named)
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,7 @@ class AttentionJudge(Steps):
                 growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
                 yield Measured(got, golden, part.budget.element * self.numbers.element_limit * growth)
             else:
-                (low, right, high), nan = self._allowed_codes(part), got.isnan()
-                codes = part.output.view(torch.uint8).masked_fill(nan, 0).view(part.output.dtype)
-                places = e4m3_ordinal(codes).double().masked_fill(nan, torch.nan)
-                yield Measured(places, right, torch.maximum(high - right, right - low))
+                yield Measured.of_codes(part.output, *self._allowed_codes(part))
             if part.lse is not None:
                 golden, got = part.golden.lse, part.lse.double()
                 growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
@@ -146,7 +143,10 @@ class AttentionJudge(Steps):
             every = JudgedRows(self.rows.query_start_loc)
             place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
             value = output[place.row, place.head, place.column or 0].item()
-            hint = diagnosis.explain_mask(part.whole)
+            vectors, hint = part.whole.isnan().all(dim=-1), ""
+            for lost, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):
+                if bool(lost.any()) and not hint:
+                    hint = f"; {diagnosis.reach_of(lost, name)} hold nothing but NaN"
             # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
             if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
                 hint += _ONLY_NAN

@@ -15,6 +15,7 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
+from mla_conformance.reference.quantization import e4m3_ordinal
 
 Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result is called, its shape and its dtype
 
@@ -24,6 +25,13 @@ class Measured:
     got: torch.Tensor  # what was returned, float64; e4m3 codes by their place in the order of codes
     golden: torch.Tensor  # what is expected, in the same form; -inf where the LSE of a row without keys is
     allowed: torch.Tensor  # error that rounding may leave in ``got``, which is as large as it is wrong
+
+    @staticmethod
+    def of_codes(got: torch.Tensor, low: torch.Tensor, golden: torch.Tensor, high: torch.Tensor) -> "Measured":
+        not_a_number = got.double().isnan()
+        codes = got.view(torch.uint8).masked_fill(not_a_number, 0).view(got.dtype)
+        places = e4m3_ordinal(codes).double().masked_fill(not_a_number, torch.nan)
+        return Measured(places, golden, torch.maximum(high - golden, golden - low))
 
 
 class Steps(ABC):

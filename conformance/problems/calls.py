@@ -59,12 +59,6 @@ class KernelCall(ABC):
     means: ClassVar[Mapping[str, str]] = {}
     called: ClassVar[Mapping[str, str]] = {}  # what messages call some arguments otherwise
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
-        if unknown := [name for name in cls.means if name not in known]:
-            raise TypeError(f"{cls.__name__}.means: expected names of its fields, got {unknown[0]!r}")
-
     def __getattr__(self, name: str) -> Any:
         arguments = {} if name.startswith("__") else {**vars(self).get("given", {}), **vars(self).get("named", {})}
         if name in arguments:

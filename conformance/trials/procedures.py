@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -125,7 +125,7 @@ def selection_order(trial: Trial) -> None:
     trial.conforms(replace(trial.problem, calls=tuple(calls)), step="every list reversed")
     if not trial.case.is_merged:
         for half, said in enumerate(("first", "second")):
-            halved = _blanked(trial.problem, lambda rows, columns, half=half: columns % 2 == half, f"half={half}")
+            halved = _blanked(trial.problem, "half", half)
             trial.conforms(halved, step=f"every second key of each list, from the {said} on")
 
 
@@ -147,24 +147,25 @@ def selection_rows(trial: Trial) -> None:
     """Each row while all others name nothing."""
     trial.conforms(step="as given")
     for row in range(trial.problem.query_start_loc[-1]):
-        lonely = _blanked(trial.problem, lambda rows, columns, row=row: rows == row, f"row={row}")
+        lonely = _blanked(trial.problem, "row", row)
         trial.conforms(lonely, step=f"row {row}, while no other names a key")
 
 
-def _blanked(problem: Problem, kept: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], said: str) -> Problem:
-    """The lists of the first cache without what is not ``kept``, as told of rows [T, 1] and columns [K]."""
+def _blanked(problem: Problem, name: str, number: int) -> Problem:
+    """The lists of the first cache with one half of their keys, every second column, or with those of one row alone."""
     calls = []
     for call in problem.calls:
         columns = torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
         rows = torch.arange(len(call.topk_indices), device=columns.device).unsqueeze(1)
-        counted = kept(rows, columns).expand_as(call.topk_indices)
+        kept = columns % 2 == number if name == "half" else rows == number
+        counted = kept.expand_as(call.topk_indices)
         own, rest = call.selected.tensor_split([len(columns)], dim=1)
         selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
         if call.topk_length is not None:
             counted = counted | (columns >= call.topk_length.unsqueeze(1))
-        blank = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
+        blank: Any = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
         calls.append(replace(blank, selected=selected))
-    return replace(problem, key=f"{problem.key}|{said}", calls=tuple(calls))
+    return replace(problem, key=f"{problem.key}|{name}={number}", calls=tuple(calls))
 
 
 def refuses_or_conforms(trial: Trial) -> None:

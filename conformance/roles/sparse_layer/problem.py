@@ -16,7 +16,7 @@ from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.written import CacheImage, ExpectedCache
+from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -106,7 +106,7 @@ class SparseLayerBatch(HiddenStates):
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
-        image = ExpectedCache(case, pages, self.new, parts).image()
+        image = CacheImage.of(case, pages, self.new, parts)
         metadata = sparse_metadata(batch, pages, batch.totals, paged=True, space=IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
