@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -124,37 +124,38 @@ class Panel:
     def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""
         queries = tiles.Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
-        queries = queries.map(tiles.padded(self._padded_length))
-        # Where rows are stepped the last key that all of them see is the first row's own; with it the rows and their
-        # keys are a triangle.
-        rest = self._triangle() if self._stepped else self._ragged()
-        for rows, parts, seen in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
+        queries, size = queries.map(tiles.padded(self._padded_length)), self.blocks.queries
+
+        def pieces(
+            rows: tiles.View, parts: Sequence[tiles.TileKeys], seen: Tensor | None = None
+        ) -> Iterator[tuple[tiles.View, tiles.Tile]]:
             own = queries.map(rows)
-            yield from ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
+            return ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
 
-    def _rectangles(self, stop: int) -> Iterator[tiles.Band]:
-        for span in tiles.cuts(stop, self.blocks.span):
+        for span in tiles.cuts(self._seen_by_all - self._stepped, self.blocks.span):
             parts = self._keys(span).parts(self.blocks.keys)
-            yield from ((tiles.cut(rows), parts, None) for rows in tiles.cuts(self._length, self.blocks.queries))
-
-    def _triangle(self) -> Iterator[tiles.Band]:
-        """As many keys as rows, of which a row sees its own and those before; the largest first, to keep a GPU busy."""
-        start, size = self._seen_by_all - 1, self.blocks.queries
+            for block in tiles.cuts(self._length, size):
+                yield from pieces(tiles.cut(block), parts)
+        if not self._stepped:
+            for block in tiles.cuts(self._length, size):
+                positions = range(self.rows.start + block.start, self.rows.start + block.stop)
+                for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
+                    first = bisect_left(positions, part.start + 1, key=self.request.visible)
+                    rows = slice(block.start + first, block.stop)
+                    yield from pieces(tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start)
+            return
+        # The last key that all rows see is the first one's own; with it the rows and their keys are a triangle, of
+        # which a row sees its own key and those before. The largest pieces come first, to keep a GPU busy.
+        start = self._seen_by_all - 1
         keys = self._keys(slice(start, start + self._length)).map(tiles.padded(self._padded_length))
         for rows in reversed([*tiles.cuts(self._length, size, start=size)]):
-            yield tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys), None
+            yield from pieces(tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys))
         while size > self.blocks.step:
             size //= 2
-            yield tiles.folded(2 * size, slice(size, None)), [keys.map(tiles.folded(2 * size, slice(size)))], None
-        yield tiles.folded(size), [keys.map(tiles.folded(size))], torch.arange(1, size + 1, device=keys.k.device)
-
-    def _ragged(self) -> Iterator[tiles.Band]:
-        for block in tiles.cuts(self._length, self.blocks.queries):
-            positions = range(self.rows.start + block.start, self.rows.start + block.stop)
-            for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
-                first = bisect_left(positions, part.start + 1, key=self.request.visible)
-                rows = slice(block.start + first, block.stop)
-                yield tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start
+            seen = keys.map(tiles.folded(2 * size, slice(size)))
+            yield from pieces(tiles.folded(2 * size, slice(size, None)), [seen])
+        last = torch.arange(1, size + 1, device=keys.k.device)
+        yield from pieces(tiles.folded(size), [keys.map(tiles.folded(size))], last)
 
 
 def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
@@ -251,21 +252,21 @@ def _swept(
     shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
     extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
     works = zip(panels, [shift[panel.heads, panel.at] for panel in panels], extremes[1:], strict=True)
-    tiles.in_lanes(device, [_filled(state, *work) for work in works])
+
+    def fill(panel: Panel, shift: Tensor, reached: Tensor) -> Iterator[None]:
+        """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
+        sums = yield from panel.summed(shift)
+        store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
+        reached.copy_(panel.extremes(sums))
+
+    tiles.in_lanes(device, [fill(*work) for work in works])
     (bound, _), *found = extremes.tolist()
     if not math.isfinite(bound):
         return None
     for panel, (least, most) in zip(panels, found, strict=True):
         if not (least >= LEAST_SUM and math.isfinite(most)):
-            tiles.in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0])])
+            tiles.in_lanes(device, [fill(panel, panel.maxima(), extremes[0])])
     return state
-
-
-def _filled(state: AttentionState, panel: Panel, shift: Tensor, extremes: Tensor) -> Iterator[None]:
-    """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
-    sums = yield from panel.summed(shift)
-    store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
-    extremes.copy_(panel.extremes(sums))
 
 
 def low_precision(pairs: int, device: torch.device) -> torch.dtype:

@@ -203,7 +203,6 @@ class Behaviour:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether something finite is wrong."""
         return any(bool((wrong_numbers(each) & each.got.isfinite()).any()) for each in self.numbers)
 
 

@@ -76,7 +76,6 @@ class KernelCall(ABC):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of what the call returns first."""
         return tuple(self.q.shape)
 
     @property
@@ -308,7 +307,6 @@ class Problem:
 
     @property
     def caller_owned(self) -> dict[str, torch.Tensor]:
-        """Every tensor that a backend may read and must not write, by name."""
         return {name: tensor for call in self.calls for name, tensor in call.owned().items()}
 
     def regrouped(self, requests: Sequence[int], queries: int | None = None) -> "Problem":

@@ -77,7 +77,6 @@ def _named_apart(trial: Trial, side: Side) -> str:
 
 
 def main(told: Sequence[str]) -> None:
-    """Fence one operand after the other, each named before it is tried."""
     reference, device, case, salt, side = told
     trial = Trial(Subject.of(reference, torch.device(device)), Case.parse(case), Context(salt))
     for name in dict.fromkeys(name for call in trial.problem.calls for name in (*operands(call), OUT)):

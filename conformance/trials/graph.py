@@ -170,7 +170,6 @@ def capture(backend: Any, call: KernelCall) -> _Captured:
 
 
 def replayed(graph: _Captured, backend: Any, call: KernelCall) -> Any:
-    """What stands in the captured outputs after a replay over what the buffers hold now."""
     replay, value = graph
     for tensor in tensors(value):
         tensor.fill_(torch.nan)

@@ -98,6 +98,5 @@ def _require_memory(trial: Trial) -> None:
 
 
 def _evidence_of(instance: Any) -> dict[str, str]:
-    """What an instance says of the kernel that served it; empty if it does not tell."""
     tell = getattr(instance, "kernel_evidence", dict)
     return {cut(str(name)): cut(str(value)) for name, value in tell().items()}

@@ -144,7 +144,6 @@ class CapturedLayer:
         self._layer.impl.prepare(self._metadata)
 
     def fill_buffers(self) -> None:
-        """Those of the state, with the metadata that were prepared last."""
         self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
 
     def replayed(self, call: LayerCall) -> Any:
@@ -153,7 +152,6 @@ class CapturedLayer:
         return self._replay()
 
     def moved(self) -> list[str]:
-        """Buffers of the state that are no longer where they were."""
         return [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
 
 
@@ -167,7 +165,6 @@ class LayerGraph:
         self._captured = trial.query("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
-        """Fill the buffers with ``problem``, replay, judge."""
         trial, call = self._trial, _call_of(problem)
         expectation = trial.context.expect(problem)
         trial.query(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))

@@ -61,13 +61,11 @@ class Subject:
 
     @cached_property
     def declarations(self) -> dict[str, Declaration]:
-        """What the adapters of all roles that can run here declare."""
         usable = [role for role in self.roles if not self.missing_role(role)]
         return {str(role): DEFINITIONS[role].declared(self.class_of(role)) for role in usable}
 
     @cached_property
     def unavailable(self) -> list[str]:
-        """Why the backend cannot run here at all, in any role."""
         return unavailable_reasons(self.backend, get_device_capability(self.device))
 
     def missing_role(self, role: Role) -> list[str]:
@@ -104,7 +102,6 @@ def _here(reference: str, device: torch.device) -> Subject:
 
 
 def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
-    """Why a case cannot be judged on ``device``; an empty list means that it can."""
     capability = find_capability(case.capability)
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]

@@ -43,7 +43,6 @@ class BoundedCache(Generic[Value]):
     held: int = 0  # bytes of all of them
 
     def get(self, key: str, device: torch.device, make: Callable[[], Value]) -> Value:
-        """The value of a key, made if it is not there."""
         place = (key, str(device))
         if place not in self.entries:
             value, limit = make(), self.limits[device.type]
@@ -114,7 +113,6 @@ class Trial:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """What the adapter declares that the case is for."""
         question = partial(getattr, self.subject, "declarations")
         declared = self.query("asked what it declares, it", question, dict[str, Declaration])[self.case.role]
         assert isinstance(declared, Declaration)
@@ -129,7 +127,6 @@ class Trial:
         return self.query("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
-        """What a call returned; otherwise as :meth:`query`."""
         return self.query(what, call, reached=reached)
 
     def query(
@@ -173,7 +170,6 @@ class Trial:
     def run(
         self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
     ) -> Observation:
-        """Make the problem's calls on an instance, as :func:`run_calls` does."""
         # The metadata of ranks are handed over before each call in any case, since the ranks share the instance.
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
@@ -213,7 +209,6 @@ class Trial:
 
 
 def _unsupported(subject: Subject, case: Case) -> list[str] | str:
-    """The reasons, or what is wrong with the answer."""
     try:
         return subject.unsupported(case)
     except AnswerError as error:
@@ -233,7 +228,6 @@ def returned_bytes(observation: Observation) -> list[bytes]:
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
-    """Output, and LSE if there is one, of the only call of an observation."""
     return list(parts_of(observation.returned[0].value))
 
 
