@@ -230,7 +230,7 @@ PROCEDURES: dict[str, str] = {
     **dict.fromkeys(("cache_write", "weight_absorption", "prefill_decode_agreement", "layer_graph"), "layers"),
     **dict.fromkeys(("graph", "sparse_layer_graph", "streams"), "graph"),
     **dict.fromkeys(("neighbours", "neighbour_keys"), "neighbours"),
-    **{"memory_bounds": "bounds", "far": "far"},
+    **dict.fromkeys(("memory_bounds", "far"), "bounds"),
 }
 """Procedures by the names that entries of the vocabulary give them, and the modules of this room that hold them."""
 
