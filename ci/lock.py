@@ -15,8 +15,9 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,16 @@ def rows_of(capability: str, small: bool) -> list[Row]:
 
 def _of_case(case: Case, context: Context) -> Row:
     problem = context.problem(case, _CPU)
-    golden = context.expect(problem)
-    return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden.tensors)}
+    golden = _tensors(context.expect(problem))
+    return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden)}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those that a golden result consists of."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple) or is_dataclass(value):
+        yield from chain.from_iterable(map(_tensors, value if isinstance(value, tuple) else vars(value).values()))
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> str:

@@ -190,11 +190,6 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
     return AttentionState(output, lse, ErrorTerms(**joined))
 
 
-def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
-    """The state over the union of disjoint keys; without error terms, since a bound is made of the union's own."""
-    return AttentionState(*merge(a.output, a.lse, b.output, b.lse))
-
-
 def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """(output [T, N, V], lse [N, T]) float64 over the union of the keys of two partial results.
 

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Panel:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
         every = RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
         sums = every.map(tiles.cut(slice(self._length)))
-        sums.absolute.copy_(self._absolute(self.low))
+        sums.absolute.copy_(self._absolute())
         for rows, tile in self._pieces():
             every.map(rows).add(tile)
             yield
@@ -100,52 +100,62 @@ class Panel:
     def _keys(self, keys: slice) -> tiles.TileKeys:
         return tiles.TileKeys.widened(self.request, self.heads, keys, self.low)
 
-    def _absolute(self, low: torch.dtype) -> Tensor:
+    def _absolute(self) -> Tensor:
         """[h, r, V] float32, Σ |v| of the visible keys."""
-        shared, request = self._seen_by_all, self.request
+        shared, request, low = self._seen_by_all, self.request, self.low
         if not self._stepped:
-            ragged = slice(shared, request.visible(self.rows.stop - 1))
-            some = _of_some(request, self.heads, self.counts, ragged, low)
-            return some.add_(_of_all(request, self.heads, shared))
-        start = shared - 1
+            v = request.v[:, self.heads].transpose(0, 1)
+            sums = torch.zeros(v.shape[0], len(self.counts), v.shape[2], device=v.device)
+            for part in tiles.cuts(request.visible(self.rows.stop - 1), _KEYS, start=shared):
+                seen = torch.arange(part.start, part.stop, device=v.device) < self.counts[:, None]
+                sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
+            return sums.add_(_of_all(request, self.heads, shared))
+        # Row i sees the first i + 1 keys from ``start`` on, which are summed in steps.
+        start, step = shared - 1, self.blocks.step
         v = tiles.magnitudes(tiles.heads_first(request.v[start : start + self._length, self.heads]), low)
-        steps = _in_steps(tiles.padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
-        return steps.add_(_of_all(request, self.heads, start))
+        v = tiles.padded(self._padded_length)(v)
+        steps = tiles.folded(step)(v)
+        lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
+        within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
+        whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
+        found = within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self._length]
+        return found.add_(_of_all(request, self.heads, start))
 
     def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""
         queries = tiles.Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
-        queries = queries.map(tiles.padded(self._padded_length))
-        # Where rows are stepped the last key that all of them see is the first row's own; with it the rows and their
-        # keys are a triangle.
-        rest = self._triangle() if self._stepped else self._ragged()
-        for rows, parts, seen in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
+        queries, size = queries.map(tiles.padded(self._padded_length)), self.blocks.queries
+
+        def pieces(
+            rows: tiles.View, parts: Sequence[tiles.TileKeys], seen: Tensor | None = None
+        ) -> Iterator[tuple[tiles.View, tiles.Tile]]:
             own = queries.map(rows)
-            yield from ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
+            return ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
 
-    def _rectangles(self, stop: int) -> Iterator[tiles.Band]:
-        for span in tiles.cuts(stop, self.blocks.span):
+        for span in tiles.cuts(self._seen_by_all - self._stepped, self.blocks.span):
             parts = self._keys(span).parts(self.blocks.keys)
-            yield from ((tiles.cut(rows), parts, None) for rows in tiles.cuts(self._length, self.blocks.queries))
-
-    def _triangle(self) -> Iterator[tiles.Band]:
-        """As many keys as rows, of which a row sees its own and those before; the largest first, to keep a GPU busy."""
-        start, size = self._seen_by_all - 1, self.blocks.queries
+            for block in tiles.cuts(self._length, size):
+                yield from pieces(tiles.cut(block), parts)
+        if not self._stepped:
+            for block in tiles.cuts(self._length, size):
+                positions = range(self.rows.start + block.start, self.rows.start + block.stop)
+                for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
+                    first = bisect_left(positions, part.start + 1, key=self.request.visible)
+                    rows = slice(block.start + first, block.stop)
+                    yield from pieces(tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start)
+            return
+        # The last key that all rows see is the first one's own; with it the rows and their keys are a triangle, of
+        # which a row sees its own key and those before. The largest pieces come first, to keep a GPU busy.
+        start = self._seen_by_all - 1
         keys = self._keys(slice(start, start + self._length)).map(tiles.padded(self._padded_length))
         for rows in reversed([*tiles.cuts(self._length, size, start=size)]):
-            yield tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys), None
+            yield from pieces(tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys))
         while size > self.blocks.step:
             size //= 2
-            yield tiles.folded(2 * size, slice(size, None)), [keys.map(tiles.folded(2 * size, slice(size)))], None
-        yield tiles.folded(size), [keys.map(tiles.folded(size))], torch.arange(1, size + 1, device=keys.k.device)
-
-    def _ragged(self) -> Iterator[tiles.Band]:
-        for block in tiles.cuts(self._length, self.blocks.queries):
-            positions = range(self.rows.start + block.start, self.rows.start + block.stop)
-            for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
-                first = bisect_left(positions, part.start + 1, key=self.request.visible)
-                rows = slice(block.start + first, block.stop)
-                yield tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start
+            seen = keys.map(tiles.folded(2 * size, slice(size)))
+            yield from pieces(tiles.folded(2 * size, slice(size, None)), [seen])
+        last = torch.arange(1, size + 1, device=keys.k.device)
+        yield from pieces(tiles.folded(size), [keys.map(tiles.folded(size))], last)
 
 
 def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
@@ -154,25 +164,6 @@ def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
     v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
     dtype = torch.promote_types(v.dtype, torch.float32)
     return torch.linalg.vector_norm(v, ord=1, dim=0, dtype=dtype).unsqueeze(1).float()
-
-
-def _in_steps(v: Tensor, step: int) -> Tensor:
-    """[h, r, V] float32 for |v| [h, r, V]: row i sees the first i + 1 of them; r is a multiple of ``step``."""
-    steps = tiles.folded(step)(v)
-    lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
-    within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
-    whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
-    return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
-
-
-def _of_some(request: tiles.RequestRows, heads: slice, counts: Tensor, keys: slice, low: torch.dtype) -> Tensor:
-    """[h, r, V] float32 for rows of a request that see so many keys, over those of ``keys`` that each of them sees."""
-    v = request.v[:, heads].transpose(0, 1)
-    sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
-    for part in tiles.cuts(keys.stop, _KEYS, start=keys.start):
-        seen = torch.arange(part.start, part.stop, device=v.device) < counts[:, None]
-        sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
-    return sums
 
 
 _LOW_PRECISION_PAIRS = 2**28
@@ -261,21 +252,21 @@ def _swept(
     shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
     extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
     works = zip(panels, [shift[panel.heads, panel.at] for panel in panels], extremes[1:], strict=True)
-    tiles.in_lanes(device, [_filled(state, *work) for work in works])
+
+    def fill(panel: Panel, shift: Tensor, reached: Tensor) -> Iterator[None]:
+        """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
+        sums = yield from panel.summed(shift)
+        store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
+        reached.copy_(panel.extremes(sums))
+
+    tiles.in_lanes(device, [fill(*work) for work in works])
     (bound, _), *found = extremes.tolist()
     if not math.isfinite(bound):
         return None
     for panel, (least, most) in zip(panels, found, strict=True):
         if not (least >= LEAST_SUM and math.isfinite(most)):
-            tiles.in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0])])
+            tiles.in_lanes(device, [fill(panel, panel.maxima(), extremes[0])])
     return state
-
-
-def _filled(state: AttentionState, panel: Panel, shift: Tensor, extremes: Tensor) -> Iterator[None]:
-    """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
-    sums = yield from panel.summed(shift)
-    store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
-    extremes.copy_(panel.extremes(sums))
 
 
 def low_precision(pairs: int, device: torch.device) -> torch.dtype:

@@ -10,26 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mla_conformance.reference import quantization
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS, TiledFormat
-from mla_conformance.reference.quantization import (
-    BLOCK_ELEMENTS,
-    E2M1_MAX,
-    E4M3_MAX,
-    dequantize_e2m1,
-    dequantize_e4m3,
-    next_exponent,
-    quantize_e2m1,
-    quantize_e4m3,
-)
 
 CACHE_LAYOUTS = ("auto", "fp8", *TILED_FORMATS)  # layouts by the name that a configuration gives them
 _LEAST_E4M3 = 2.0**-9
 _EXPONENT_BIAS, _NOT_A_NUMBER = 127, 255
-_LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX}
+_LARGEST = {"e4m3": quantization.E4M3_MAX, "e2m1": quantization.E2M1_MAX}
 
 
 def require_layout(layout: str) -> str:
-    """The name, or ValueError for one that no layout has."""
     if layout not in CACHE_LAYOUTS:
         raise ValueError(f"unknown cache layout {layout!r}; expected one of {', '.join(CACHE_LAYOUTS)}")
     return layout
@@ -73,7 +63,7 @@ def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float, tile_scales:
     if layout == "auto":
         return keys
     if layout == "fp8":
-        return quantize_e4m3(keys, k_scale)
+        return quantization.quantize_e4m3(keys, k_scale)
     entry_width(layout, kv_c.shape[1], k_pe.shape[1])
     cache_dtype(layout, keys.dtype)
     return _by_blocks(partial(_tiles_of, form=TILED_FORMATS[layout], tile_scales=tile_scales), keys)
@@ -95,7 +85,7 @@ def decode_rows(
         cache_dtype(layout, rope_dtype)
         values = _by_blocks(partial(_keys_of, form=TILED_FORMATS[layout], plain_dtype=rope_dtype), rows)
     else:
-        values = rows.to(torch.float64) if layout == "auto" else dequantize_e4m3(rows, k_scale)
+        values = rows.to(torch.float64) if layout == "auto" else quantization.dequantize_e4m3(rows, k_scale)
     return values[:, :kv_lora_rank], values[:, kv_lora_rank : kv_lora_rank + qk_rope_head_dim]
 
 
@@ -120,14 +110,14 @@ def _tiles_of(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:
     plain = pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[-1]))
     quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
     if form.codes == "e4m3":
-        codes = quantize_e4m3(quotients, 1.0)
+        codes = quantization.quantize_e4m3(quotients, 1.0)
     else:
-        low, high = quantize_e2m1(quotients).unflatten(-1, (-1, 2)).unbind(-1)
+        low, high = quantization.quantize_e2m1(quotients).unflatten(-1, (-1, 2)).unbind(-1)
         codes = low | high << 4
     parts = {
         "codes": codes,
         "scales": pad(stored, (0, form.padding)),
-        "plain": quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
+        "plain": quantization.quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
     }
     return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
 
@@ -144,12 +134,17 @@ def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> T
 
 def _keys_of(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
-    scales = _read_scales(parts["scales"][:, : form.scale_bytes - form.padding].contiguous(), form.scales)
+    data = parts["scales"][:, : form.scale_bytes - form.padding].contiguous()
+    if form.scales == "ue8m0":  # powers of two as bits of a float64, which are the same on every device
+        powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
+        scales = powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)
+    else:
+        scales = data.view(torch.float32 if form.scales == "float32" else torch.float8_e4m3fn).to(torch.float64)
     codes = parts["codes"]
     if form.codes == "e4m3":
         values = codes.view(torch.float8_e4m3fn).to(torch.float64)
     else:
-        values = dequantize_e2m1(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2))
+        values = quantization.dequantize_e2m1(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2))
     values = (values.unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)).flatten(1)
     if not form.plain:
         return values
@@ -158,7 +153,7 @@ def _keys_of(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tenso
 
 
 def _by_blocks(convert: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    blocks = rows.split(max(1, BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))
+    blocks = rows.split(max(1, quantization.BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))
     return torch.cat([convert(block) for block in blocks])
 
 
@@ -167,21 +162,12 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     if tile_scales not in TILE_SCALES:
         raise ValueError(f"unknown tile scales {tile_scales!r}; expected one of {', '.join(TILE_SCALES)}")
     if form.scales == "e4m3":
-        code = quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
+        code = quantization.quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
         return code.to(torch.float64), code
-    exponent = next_exponent(least.clamp(min=form.least_scale))
+    exponent = quantization.next_exponent(least.clamp(min=form.least_scale))
     if form.scales == "ue8m0":
         return torch.exp2(exponent), (exponent + _EXPONENT_BIAS).to(torch.uint8)
     number = torch.exp2(exponent).to(torch.float32) if tile_scales == "pow2" else least.to(torch.float32)
     # A tile of zeros, or one so small that its scale is not representable, must not be divided by 0.
     number = torch.where(number == 0, 1.0, number)
     return number.to(torch.float64), number
-
-
-def _read_scales(data: Tensor, kind: str) -> Tensor:
-    """Float64 of what is stored as bytes; a biased exponent with all bits set is not a number."""
-    if kind != "ue8m0":
-        return data.view(torch.float32 if kind == "float32" else torch.float8_e4m3fn).to(torch.float64)
-    # As bits of a float64, which are the same on every device.
-    powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
-    return powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)

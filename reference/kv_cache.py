@@ -126,7 +126,6 @@ def gather_latents(
 
 
 def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:
-    """How many of the first ``length`` tokens ``rank`` holds."""
     cycle = interleave * world_size
     rest = length % cycle - rank * interleave
     return length // cycle * interleave + min(max(rest, 0), interleave)

@@ -1,26 +1,30 @@
-"""A whole MLA layer, from hidden states to hidden states: what models do around the attention, by any of its routes."""
+"""A whole MLA layer (arXiv:2405.04434), from hidden states to hidden states, by three golden routes in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mla_conformance.reference.attention import AttentionState, attention, merge
+from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.mla import (
-    Path,
-    chunked_prefill,
-    compute_friendly,
-    data_movement_friendly,
-    prepend_context,
+from mla_conformance.reference.kv_cache import PagedContext, gather_latents
+from mla_conformance.reference.projections import (
+    MLAWeights,
+    expand_key,
+    kv_b_proj,
+    rms_norm,
+    split_kv_b_proj,
+    up_project,
 )
-from mla_conformance.reference.projections import MLAWeights, kv_b_proj, rms_norm
 from mla_conformance.reference.rope import Rotation, rope
-from mla_conformance.reference.selected import RowLists, with_sink
+from mla_conformance.reference.selected import RowLists, selected_attention, with_sink
 
+Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
 GateInput = Literal["hidden", "query_latent"]  # what an output gate is projected from
 
 
@@ -71,29 +75,91 @@ def mla_layer(
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
-    q_c = query_latent(h, w, spec)
-    operands = (*queries(q_c, positions, w, spec), *latents(h, positions, w, spec), kv_b_proj(w.W_UK, w.W_UV))
-    if path == "chunked_prefill":
-        state = chunked_prefill(
-            *operands, query_start_loc=query_start_loc, context=context, scale=spec.scale, lists=lists
-        )
-    else:
-        route = compute_friendly if path == "compute_friendly" else data_movement_friendly
-        q_nope, q_pe, kv_c, k_pe, weight_kv_b = operands
-        kv_c, k_pe, key_start_loc = prepend_context(kv_c, k_pe, query_start_loc, context)
-        lengths = [stop - start for start, stop in pairwise(key_start_loc)]
-        state = route(
-            *(q_nope, q_pe, kv_c, k_pe, weight_kv_b),
-            query_start_loc=query_start_loc,
-            key_start_loc=key_start_loc,
-            scale=spec.scale,
-            selected=None if lists is None else lists.keys([0] * len(lengths), lengths),
-        )
+    q_c, route = query_latent(h, w, spec), ROUTES[path]
+    batch: dict[str, Any] = {"query_start_loc": query_start_loc, "scale": spec.scale}
+    attend = partial(route, *queries(q_c, positions, w, spec), weight_kv_b=kv_b_proj(w.W_UK, w.W_UV), **batch)
+    new = latents(h, positions, w, spec)
+    prefill = _in_chunks if path == "chunked_prefill" else _over_all
+    state = prefill(attend, new, query_start_loc, context, lists)
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
         gated = h if spec.gate == "hidden" else q_c
         output = output * torch.sigmoid(torch.einsum("tc,cnv->tnv", gated, w.W_G))
     return output.flatten(1) @ w.W_O
+
+
+# Arguments of routes: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b
+# [L, N, P+V]; a batch as of `attention`, or with `selected` [T, K], the rows of kv_c that each query attends to, or -1.
+
+
+def compute_friendly(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
+) -> AttentionState:
+    """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
+    k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
+    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), expand_key(k_nope, k_pe.double())
+    return _attended(query, key, v, **batch)
+
+
+def data_movement_friendly(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
+) -> AttentionState:
+    """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
+    w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
+    # q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
+    absorbed = torch.einsum("tnp,lnp->tnl", q_nope.double(), w_uk.double())
+    query = torch.cat((absorbed, q_pe.double()), dim=-1)
+    key = torch.cat((kv_c.double(), k_pe.double()), dim=-1).unsqueeze(1)
+    state = _attended(query, key, kv_c.double().unsqueeze(1), **batch)
+    return AttentionState(torch.einsum("tnl,lnv->tnv", state.output, w_uv.double()), state.lse)
+
+
+ROUTES = {
+    "compute_friendly": compute_friendly,
+    "data_movement_friendly": data_movement_friendly,
+    "chunked_prefill": compute_friendly,
+}
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, *, selected: Tensor | None = None, causal: bool = True, scale: float, **starts: Any
+) -> AttentionState:
+    if selected is not None:
+        return selected_attention(q, k, v, selected, scale=scale)
+    return attention(q, k, v, **starts, scale=scale, causal=causal)
+
+
+def _in_chunks(
+    attend: Any, new: tuple[Tensor, Tensor], starts: Sequence[int], context: PagedContext, lists: RowLists | None
+) -> AttentionState:
+    """Causal attention to the new tokens, or what lists name, merged with that to each chunk of the paged context."""
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    named = lists and lists.keys(context.context_lens, lengths)
+    state = attend(*new, key_start_loc=starts, causal=True, selected=named)
+    for chunk in plan_context_chunks(
+        context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
+    ):
+        cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
+        named = lists and lists.keys(chunk.starts, chunk.seq_lens)
+        part = attend(*cached, key_start_loc=chunk.key_start_loc, causal=False, selected=named)
+        state = AttentionState(*merge(part.output, part.lse, state.output, state.lse))
+    return state
+
+
+def _over_all(
+    attend: Any, new: tuple[Tensor, Tensor], starts: Sequence[int], context: PagedContext, lists: RowLists | None
+) -> AttentionState:
+    """Attention to each request's whole context before its new tokens, at once."""
+    rank, lens = new[0].shape[-1], context.context_lens
+    whole = ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
+    cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=rank), dim=-1)
+    own = [stop - start for start, stop in pairwise(starts)]
+    pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)
+    both = torch.cat([piece.to(torch.float64) for request in pieces for piece in request])
+    lengths = [before + length for before, length in zip(lens, own, strict=True)]
+    named = lists and lists.keys([0] * len(lengths), lengths)
+    ends = tuple(accumulate(lengths, initial=0))
+    return attend(*both.tensor_split([rank], dim=-1), key_start_loc=ends, selected=named)
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:

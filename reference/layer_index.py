@@ -35,7 +35,6 @@ def index_keys(hidden: Tensor, positions: Tensor, weights: IndexerWeights, spec:
 
 
 def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
-    """Rotated queries [T, H, D] of normalised latents [T, Lq] at positions [T]."""
     q = torch.einsum("tl,lhd->thd", query_latent.to(torch.float64), weights.wq_b.to(torch.float64))
     return _turned(Prepared.of(q), positions, spec)
 

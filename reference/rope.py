@@ -58,7 +58,6 @@ def split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def join_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    """The inverse of `split_pairs`."""
     if interleaved:
         return torch.stack((first, second), dim=-1).flatten(-2)
     return torch.cat((first, second), dim=-1)

@@ -37,14 +37,31 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     each request, ``ends``, show that few logits are as close as that.
     """
     found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
-    longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
-    shown = [_clustered(q[row], k[visible[row]], scale) for row in longest]
+    shown, heads = [], slice(None, None, -(-q.shape[1] // _SAMPLED))
+    for row in sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]:
+        keys = k[visible[row]]
+        logits = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale)
+        p = logits.softmax(dim=-1)
+        alone = p.square().sum(dim=-1, keepdim=True)
+        shown.append((_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any(dim=-1))
     # By half of them: of a few keys two may be close by chance.
-    if shown and 2 * int(torch.cat(shown).sum()) >= sum(map(len, shown)):
-        combined = _combined(v.double())
-        every = 1 + q.shape[1] * sum(map(_count, visible)) // _MOST_PAIRS
-        for row, keys in list(enumerate(visible))[::every]:
-            found[row : row + every] = _of_row(q[row], k[keys], combined[keys], scale)
+    if not shown or 2 * int(torch.cat(shown).sum()) < sum(map(len, shown)):
+        return found
+    # Random combinations of columns, whose squared sums are on average those of the columns.
+    combined, width, sizes = v.double(), v.shape[-1], (*P_ROUNDOFFS, *_FINER)
+    if width <= _COMBINATIONS:
+        combined = combined * width**-0.5
+    else:
+        drawn = torch.randint(0, 2, (width, _COMBINATIONS), generator=torch.Generator().manual_seed(0))
+        combined = combined @ (drawn.to(combined) * 2 - 1) * (width * _COMBINATIONS) ** -0.5
+    every = 1 + q.shape[1] * sum(map(_count, visible)) // _MOST_PAIRS
+    for row, seen in list(enumerate(visible))[::every]:
+        logits = _logits(q[row], k[seen], scale)
+        weighted = logits.softmax(dim=-1).unsqueeze(-1) * combined[seen].transpose(0, 1)
+        step = max(1, _ELEMENTS // (len(sizes) * _bins(logits.shape[-1]) * weighted.shape[-1]))
+        parts = [_pairs(*part, sizes) for part in zip(logits.split(step), weighted.split(step), strict=True)]
+        largest = torch.cat(parts).clamp(min=0.0).flip(-1).cummax(dim=-1).values.flip(-1)
+        found[row : row + every] = largest[:, : len(P_ROUNDOFFS)]
     return found
 
 
@@ -81,40 +98,12 @@ def _count(keys: slice | Tensor) -> int:
     return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
 
 
-def _clustered(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    heads = slice(None, None, -(-len(q) // _SAMPLED))
-    logits = _logits(q[heads], k if k.shape[1] == 1 else k[:, heads], scale)
-    p = logits.softmax(dim=-1)
-    alone = p.square().sum(dim=-1, keepdim=True)
-    return (_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any(dim=-1)
-
-
-def _of_row(q: Tensor, k: Tensor, combined: Tensor, scale: float) -> Tensor:
-    """[N, 3] for a row q [N, D], its keys and the combinations [S, N or 1, C] of its values."""
-    logits = _logits(q, k, scale)
-    weighted = logits.softmax(dim=-1).unsqueeze(-1) * combined.transpose(0, 1)
-    sizes = (*P_ROUNDOFFS, *_FINER)
-    step = max(1, _ELEMENTS // (len(sizes) * _bins(k.shape[0]) * weighted.shape[-1]))
-    parts = [_pairs(*heads, sizes) for heads in zip(logits.split(step), weighted.split(step), strict=True)]
-    largest = torch.cat(parts).clamp(min=0.0).flip(-1).cummax(dim=-1).values.flip(-1)
-    return largest[:, : len(P_ROUNDOFFS)]
-
-
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[N, S] float64, relative to the largest of each head."""
     q, k = q.double(), k.double()
     products = (k[:, 0] @ q.mT).mT if k.shape[1] == 1 else (k.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1)
     scores = scale * products.contiguous()
     return scores - scores.amax(dim=-1, keepdim=True) if k.shape[0] else scores
-
-
-def _combined(v: Tensor) -> Tensor:
-    """[S, N or 1, C] random combinations of columns, whose squared sums are on average those of the columns."""
-    width = v.shape[-1]
-    if width <= _COMBINATIONS:
-        return v * width**-0.5
-    signs = torch.randint(0, 2, (width, _COMBINATIONS), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
-    return v @ signs * (width * _COMBINATIONS) ** -0.5
 
 
 def _bins(keys: int) -> int:

@@ -55,7 +55,12 @@ def selected_attention(
     if found is None:
         # One copy of it: the rows of a part are written where they stand.
         for part, named in _alike(selected[chosen], q.shape[1], k.shape[2]):
-            some = _rows(q[chosen[part]], k, v, named, scale, with_terms, with_key_terms)
+            # The definition for rows that name equally many: a row's heads are its queries, and rows are the heads.
+            keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
+            queries = q[chosen[part]].transpose(0, 1).to(torch.float64)
+            visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
+            state = _attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
+            some = state.map(lambda x: x.transpose(0, 1))
             found = found or some.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
             for whole, own in zip(found.parts(), some.parts(), strict=True):
                 whole[part] = own
@@ -77,7 +82,10 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
         sizes = (state.lse, sink.to(state.lse).unsqueeze(1))
         size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
         shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
-        scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
+        # Variances go with the square of the share.
+        powers = {"lse_score": torch.ones_like(share[..., 0]).mT, "key_shared": share[..., 0].square()}
+        powers |= dict.fromkeys(("squares", "key_spread"), share.square())
+        scaled = {name: term * powers.get(name, share) for name, term in terms.by_name().items()}
         if terms.key_spread is not None:
             moved = shift * terms.lse_score.mT.unsqueeze(-1)
             scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
@@ -90,15 +98,6 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     return torch.sigmoid(lse - sink.to(lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
 
 
-def _powers(name: str, share: Tensor) -> Tensor:
-    """What a share of the output, [T, N, 1], makes of an error term: variances go with its square."""
-    if name == "lse_score":
-        return torch.ones_like(share[..., 0]).mT
-    if name == "key_shared":
-        return share[..., 0].square()
-    return share.square() if name in ("squares", "key_spread") else share
-
-
 def _alike(selected: Tensor, heads: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Numbers of rows [n] that name equally many keys, and these [n, count]; as many as fit the workspaces."""
     counts = (selected != NO_KEY).sum(dim=1)
@@ -108,17 +107,6 @@ def _alike(selected: Tensor, heads: int, width: int) -> Iterator[tuple[Tensor, T
         for part in (counts == count).nonzero()[:, 0].split(most):
             lists = selected[part]
             yield part, lists[lists != NO_KEY].view(len(part), -1)
-
-
-def _rows(
-    q: Tensor, k: Tensor, v: Tensor, named: Tensor, scale: float, with_terms: bool, with_key_terms: bool
-) -> AttentionState:
-    """The definition for rows that name equally many keys: a row's heads are its queries, and rows are the heads."""
-    keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
-    queries = q.transpose(0, 1).to(torch.float64)
-    visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
-    state = _attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
-    return state.map(lambda x: x.transpose(0, 1))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | None) -> None:
@@ -204,7 +192,18 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
         named = lists[lists >= 0].view(len(rows), -1)
         bounds = abs(scale) * of_queries[rows].double() * of_keys[named].amax(dim=1).double()[:, None]
         shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
-        sums = _list_sums(q[rows], k[named], v[named], shift, scale)
+        # In float32, or float64, which the kernel reads; exact.
+        wide_q, wide_k = (x if x.dtype == torch.float64 else x.float() for x in (q[rows], k[named]))
+        factor = torch.full((), scale, dtype=torch.float64, device=q.device)
+        values = v[named]
+        low_v = torch.empty(3 * len(values), *values.shape[1:], dtype=_LOW, device=v.device)
+        absolute, same, squares = low_v.chunk(3)
+        same.copy_(absolute.copy_(values).abs_())
+        torch.square(absolute, out=squares)
+        sums = RowSums.zeros(shift, v.shape[1])
+        queries = Queries(wide_q, factor, magnitudes(wide_q * scale, _LOW))
+        sums.add(Tile(queries, TileKeys(wide_k, values.double(), magnitudes(k[named], _LOW), low_v), None))
+        sums.absolute.copy_(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
         found = empty_state(q.shape[1], len(rows), v.shape[1], q.device)
         store(sums, _LOW, found)
         for whole, part in zip(state.parts(), found.parts(), strict=True):
@@ -215,19 +214,3 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
     in_lanes(q.device, [fill(*work) for work in zip(parts, extremes, strict=True)])
     held = all(least >= LEAST_SUM and math.isfinite(most) for least, most in extremes.tolist())
     return state if held else None
-
-
-def _list_sums(q: Tensor, k: Tensor, v: Tensor, shift: Tensor, scale: float) -> RowSums:
-    # In float32, or float64, which the kernel reads; exact.
-    wide_q, wide_k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
-    factor = torch.full((), scale, dtype=torch.float64, device=q.device)
-    queries = Queries(wide_q, factor, magnitudes(wide_q * scale, _LOW))
-    low_v = torch.empty(3 * len(v), *v.shape[1:], dtype=_LOW, device=v.device)
-    absolute, same, squares = low_v.chunk(3)
-    same.copy_(absolute.copy_(v).abs_())
-    torch.square(absolute, out=squares)
-    keys = TileKeys(wide_k, v.double(), magnitudes(k, _LOW), low_v)
-    sums = RowSums.zeros(shift, v.shape[2])
-    sums.add(Tile(queries, keys, None))
-    sums.absolute.copy_(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
-    return sums

@@ -149,11 +149,6 @@ class Tile:
         return products
 
 
-Band = tuple[View, Sequence[TileKeys], Tensor | None]
-"""What picks the rows of queries and of sums; the keys that they see, in parts that are multiplied at a time; and as a
-tile's, how many of them each row sees, where those are not all: then there is one part."""
-
-
 def heads_first(x: Tensor) -> Tensor:
     """[rows, h, columns] as [h, rows, columns], contiguous: conversions of such are several times as fast on a GPU."""
     return x.transpose(0, 1).contiguous()

@@ -28,7 +28,7 @@ from mla_conformance.cases.work import work_of
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
 from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
-from mla_conformance.diagnosis.likeness import Behaviour, likeness
+from mla_conformance.diagnosis.reach import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
 from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record

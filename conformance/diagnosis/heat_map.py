@@ -69,5 +69,4 @@ def _blocks(digits: Sequence[int], width: int) -> str:
 
 
 def is_mapped(record: Record) -> bool:
-    """Whether a record may have a map: it fails by a wrong number."""
     return record.failed and record.check in ARITHMETIC

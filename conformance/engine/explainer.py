@@ -23,7 +23,7 @@ from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
-from mla_conformance.diagnosis.likeness import Behaviour
+from mla_conformance.diagnosis.reach import Behaviour
 from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import cause_of
 from mla_conformance.engine.messages import decode, read_line, tell

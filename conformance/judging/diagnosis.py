@@ -43,10 +43,10 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     """How far an error reaches, and where first: ``wrong`` is a mask [T], [T, N] or [T, N, V] with a place at least."""
     affected = wrong.reshape(len(wrong), -1).any(dim=1)
     requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
-    reach = [f"{requests} of {len(rows.start_loc) - 1} requests", _reach(affected, "row")]
+    reach = [f"{requests} of {len(rows.start_loc) - 1} requests", reach_of(affected, "row")]
     for dim, name in ((1, "head"), (2, "column")):
         if dim < wrong.dim():
-            reach.append(_reach(wrong.movedim(dim, 0).flatten(1).any(dim=1), name))
+            reach.append(reach_of(wrong.movedim(dim, 0).flatten(1).any(dim=1), name))
     row = int(affected.int().argmax())
     if wrong.dim() == 1:
         first = Position.of(rows, [row, 0]).row_name
@@ -55,7 +55,7 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     return f"wrong in {', '.join(reach)}, first at {first}"
 
 
-def _reach(affected: torch.Tensor, name: str) -> str:
+def reach_of(affected: torch.Tensor, name: str) -> str:
     """How many of a mask [n], and which where several are side by side and others are right."""
     places = affected.nonzero().flatten().tolist()
     count, first, last = len(places), places[0], places[-1]
@@ -101,14 +101,6 @@ def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
 
 
 TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
-
-
-def explain_mask(whole: torch.Tensor) -> str:
-    vectors = whole.isnan().all(dim=-1)
-    for found, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):
-        if bool(found.any()):
-            return f"; {_reach(found, name)} hold nothing but NaN"
-    return ""
 
 
 def explain_output(output: torch.Tensor, golden: torch.Tensor) -> str:

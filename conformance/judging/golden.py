@@ -1,9 +1,8 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from mla_conformance.reference import error_budget
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.projections import projected_terms
-from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, running_sums, shared_roundings
+from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, shared_roundings
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
 
 _MOST_KEPT = 8
@@ -35,19 +34,6 @@ class Budget:
 @dataclass(frozen=True)
 class Golden:
     rows: JudgedRows  # which rows they are
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        return _tensors(tuple(getattr(self, each.name) for each in fields(self) if each.name != "rows"))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        yield from chain.from_iterable(map(_tensors, value))
-    elif is_dataclass(value):
-        yield from _tensors(tuple(vars(value).values()))
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class GoldenAttention(Golden):
 def golden_attention(problem: Problem) -> GoldenAttention:
     rows = choose_rows(problem)
     states = tuple(golden_state(problem, rows, call.operands()) for call in problem.attention)
-    merged = golden_state(problem, rows, _operands(problem, None)) if problem.case.is_merged else None
+    merged = golden_state(problem, rows, operands_of(problem, None)) if problem.case.is_merged else None
     if merged and problem.case.own_merge:
         new, *chunks = states
         parts = [*chunks, new]
@@ -94,7 +80,7 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     return GoldenAttention(rows, states, merged)
 
 
-def _operands(problem: Problem, call: int | None) -> AttentionOperands:
+def operands_of(problem: Problem, call: int | None) -> AttentionOperands:
     """What a call attends to; of None all together, of chunks causal attention over context and new tokens."""
     if call is not None:
         return problem.attention[call].operands()
@@ -117,24 +103,15 @@ def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call:
     """A golden state, of a call or of all merged, with `shared_roundings`, which take several times as long."""
     if problem.output_dtype is torch.float32:
         return state
-    operands = _operands(problem, call)
+    operands = operands_of(problem, call)
     ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
-    q, visible = rows.pick(operands.q), _visible(operands, rows)
+    q, visible = rows.pick(operands.q), visible_to(operands, rows)
     shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
     share = 1.0 if operands.sink is None else sink_share(state.lse, operands.sink).square()
     return replace(state, shared=shared * share)
 
 
-def of_running_sums(
-    problem: Problem, rows: JudgedRows, call: int | None, wanted: torch.Tensor, deviations: float
-) -> torch.Tensor:
-    """[N, T] what the LSE of ``wanted`` rows may be off by beside its budget, where weights are added one by one."""
-    operands = _operands(problem, call)
-    visible = _visible(operands, rows)
-    return running_sums(rows.pick(operands.q), operands.k, visible, wanted, problem.case.softmax_scale, deviations)
-
-
-def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
+def visible_to(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
     if operands.selected is not None:
         # On the CPU, since a GPU is waited for in each row.
         return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]

@@ -9,7 +9,7 @@ import torch
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis
 from mla_conformance.judging.diagnosis import Position, extent, worst_position
-from mla_conformance.judging.golden import Budget, GoldenAttention, of_running_sums, with_shared
+from mla_conformance.judging.golden import Budget, GoldenAttention, operands_of, visible_to, with_shared
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.steps import Form, Measured, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
@@ -19,7 +19,7 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.roundings import most_of_a_sum
+from mla_conformance.reference.roundings import most_of_a_sum, running_sums
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,8 @@ class _Part:
     budget: Budget  # how far it may be from the golden state
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A result beside its golden one. What there is nothing to compare of is empty."""
-
-    written: torch.Tensor  # [T, N] bool, outputs that are not 0 where no key is visible
-    unmasked: torch.Tensor  # [N, T] bool, LSEs that are no number, or -inf elsewhere than where no key is visible
-    lse_error: torch.Tensor  # [N, T] errors of the LSE
-    lse_limit: torch.Tensor  # [N, T] what is allowed
-    beyond: torch.Tensor  # [N, T] bool, LSEs whose error is larger than that
-    lse: torch.Tensor  # [N, T] errors of the LSE in units of what is allowed
-    rms: torch.Tensor  # [T, N] RMS errors of rows
-    element: torch.Tensor  # [T, N, V] errors of the output in units of what is allowed
-    row: torch.Tensor  # [T, N] RMS errors in units of what is allowed
-    largest: dict[str, float]  # what decides, of each tensor; 0 of none, and of bools whether one is true
+Found = tuple[dict[str, torch.Tensor], dict[str, float]]
+"""A result beside its golden one: what was compared, by name, and the largest of what decides, 0 of none."""
 
 
 class AttentionJudge(Steps):
@@ -56,13 +44,19 @@ class AttentionJudge(Steps):
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         for part in self._parts(observation):
+            golden, got = part.golden.output, part.output.double()
             if self.problem.output_scale is None:
-                element = part.budget.element * self.numbers.element_limit
-                yield Measured.of_output(part.output, part.golden.output, element)
+                # A row that came out larger was rounded more coarsely.
+                sizes = got.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1, keepdim=True), golden.norm(dim=-1, keepdim=True)
+                growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
+                yield Measured(got, golden, part.budget.element * self.numbers.element_limit * growth)
             else:
                 yield Measured.of_codes(part.output, *self._allowed_codes(part))
             if part.lse is not None:
-                yield Measured.of_lse(part.lse, part.golden.lse, part.budget.lse * self.numbers.lse_limit)
+                golden, got = part.golden.lse, part.lse.double()
+                growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
+                budget = (part.budget.lse * self.numbers.lse_limit).nan_to_num(0.0)
+                yield Measured(got, golden, budget * growth.clamp(min=1.0))
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
         for part in self._parts(observation):
@@ -72,7 +66,7 @@ class AttentionJudge(Steps):
                 yield self._lse(part, found)
             if wrong := self._output(part, found):
                 yield wrong if part.lse is None else wrong.with_more("the LSE is right")
-            self.inconclusive += int(found.largest["inconclusive"])
+            self.inconclusive += int(found[1]["inconclusive"])
         if observation.merge_error:  # then nothing is merged
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
 
@@ -116,66 +110,72 @@ class AttentionJudge(Steps):
             form.append(("LSE", torch.Size((self.problem.case.heads, call.q.shape[0])), torch.float32))
         return form
 
-    def _compared(self, part: _Part) -> _Compared:
+    def _compared(self, part: _Part) -> Found:
         budget, output, whole = part.budget, part.output.double(), part.whole
         infinite = ~(whole.double() if whole.dtype.itemsize == 1 else whole).isfinite().all()
-        written = ~budget.visible.mT & (output != 0).any(dim=-1)
-        unmasked = lse_error = lse_limit = beyond = lse = rms = element = row = output.new_zeros(0)
-        if part.lse is not None:
+        written = ~budget.visible.mT & (output != 0).any(dim=-1)  # [T, N], not 0 where no key is visible
+        decisive = {"infinite": infinite, "written": written, "inconclusive": budget.inconclusive.sum()}
+        found = dict(decisive)
+        if part.lse is not None:  # all of it [N, T]
+            # No number, or -inf elsewhere than where no key is visible.
             unmasked = (part.lse == -torch.inf) == budget.visible
             unmasked |= part.lse.isnan() | (part.lse == torch.inf)
-            lse_error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
-            lse_limit = (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
-            beyond, lse = lse_error > lse_limit, lse_error / lse_limit
+            error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
+            limit = (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
+            decisive |= {"unmasked": unmasked, "beyond": error > limit, "lse": error / limit}
+            found |= {"lse_error": error, "lse_limit": limit}
         if self.problem.output_scale is None:
             error = (output - part.golden.output).abs()
             rms = error.square().mean(dim=-1).sqrt()
-            element = share_of(error, budget.element * self.numbers.element_limit)
-            row = self._worst_rms(share_of(rms, budget.row_rms), part)
+            decisive["element"] = share_of(error, budget.element * self.numbers.element_limit)
+            decisive["row"] = self._worst_rms(share_of(rms, budget.row_rms), part)
+            found["rms"] = rms
         # In one transfer: a GPU that is shared takes longer to answer than to compute all of it.
-        decisive = {"infinite": infinite, "written": written, "unmasked": unmasked, "beyond": beyond}
-        decisive |= {"lse": lse, "element": element, "row": row, "inconclusive": budget.inconclusive.sum()}
         zero = output.new_zeros(())
         numbers = torch.stack([x.max().double() if x.numel() else zero for x in decisive.values()]).tolist()
-        largest = dict(zip(decisive, numbers, strict=True))
-        return _Compared(written, unmasked, lse_error, lse_limit, beyond, lse, rms, element, row, largest)
+        return found | decisive, dict(zip(decisive, numbers, strict=True))
 
-    def _mask(self, part: _Part, found: _Compared) -> Verdict | None:
+    def _mask(self, part: _Part, compared: Found) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""
-        if found.largest["infinite"]:
+        found, largest = compared
+        if largest["infinite"]:
             output = part.whole.double()
             every = JudgedRows(self.rows.query_start_loc)
             place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
             value = output[place.row, place.head, place.column or 0].item()
-            hint = diagnosis.explain_mask(part.whole)
+            vectors, hint = part.whole.isnan().all(dim=-1), ""
+            for lost, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):
+                if bool(lost.any()) and not hint:
+                    hint = f"; {diagnosis.reach_of(lost, name)} hold nothing but NaN"
             # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
             if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
                 hint += _ONLY_NAN
             return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
-        if found.largest["written"]:
-            place = Position.of(self.rows, found.written.nonzero()[0].tolist())
+        if largest["written"]:
+            place = Position.of(self.rows, found["written"].nonzero()[0].tolist())
             row = part.output[place.row, place.head].double()
             value = row[row.abs().argmax()].item()
             detail = f"output is {value:.5g} where no key is visible, expected 0, at {place}"
             return failed(Check.MASK, f"{part.name}: {detail}", place.to_json())
-        if part.lse is not None and found.largest["unmasked"]:
-            head, token = found.unmasked.nonzero()[0].tolist()
+        if part.lse is not None and largest["unmasked"]:
+            head, token = found["unmasked"].nonzero()[0].tolist()
             place = Position.of(self.rows, [token, head])
             want = "finite" if part.budget.visible[head, token] else "-inf, no key is visible"
             got = part.lse[head, token].item()
             return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
         return None
 
-    def _lse(self, part: _Part, found: _Compared) -> Verdict | None:
+    def _lse(self, part: _Part, compared: Found) -> Verdict | None:
         assert part.lse is not None
-        share, largest = found.lse, found.largest["lse"]
-        if found.largest["beyond"]:
-            error, limit = found.lse_error, found.lse_limit
+        found, (share, largest) = compared[0], (compared[0]["lse"], compared[1]["lse"])
+        if compared[1]["beyond"]:
+            error, limit = found["lse_error"], found["lse_limit"]
             # A kernel that adds weights one by one may be off by more, where that is all that could be wrong: it takes
             # long to tell.
             if bool((error <= limit + most_of_a_sum(part.keys)).all()):
-                deviations = self.numbers.row_deviations
-                limit = limit + of_running_sums(self.problem, self.rows, part.call, found.beyond, deviations)
+                operands, deviations = operands_of(self.problem, part.call), self.numbers.row_deviations
+                q, visible, scale = self.rows.pick(operands.q), visible_to(operands, self.rows), self.case.softmax_scale
+                limit = limit + running_sums(q, operands.k, visible, found["beyond"], scale, deviations)
             share = error / limit
             largest = worst_of(share)
         self.used = replace(self.used, lse=max(self.used.lse, largest))
@@ -189,18 +189,18 @@ class AttentionJudge(Steps):
         finding = diagnosis.explain_lse(lse, part.golden.lse) if part.keys > 1 else ""
         detail += "" if finding else diagnosis.common_factor(lse, part.golden.lse, share > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
-        output = "wrong as well" if self._output(part, found) else "right"
+        output = "wrong as well" if self._output(part, compared) else "right"
         return replace(verdict, finding=finding).with_more(f"the output is {output}")
 
-    def _output(self, part: _Part, found: _Compared) -> Verdict | None:
+    def _output(self, part: _Part, compared: Found) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         if self.problem.output_scale is not None:
             return self._codes(part)
-        element, row = found.element, found.row
-        largest, largest_rms = found.largest["element"], found.largest["row"]
+        found, most = compared
+        element, row, largest, largest_rms = found["element"], found["row"], most["element"], most["row"]
         if largest <= 1 < largest_rms:
             state = with_shared(self.problem, self.rows, part.golden, part.call)
-            row = self._worst_rms(share_of(found.rms, expected_row_rms(state, part.allowed)), part, alike=True)
+            row = self._worst_rms(share_of(found["rms"], expected_row_rms(state, part.allowed)), part, alike=True)
             largest_rms = worst_of(row)
         row_use = max(self.used.row, largest_rms)
         self.used = replace(self.used, element=max(self.used.element, largest), row=row_use)

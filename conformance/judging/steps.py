@@ -27,25 +27,11 @@ class Measured:
     allowed: torch.Tensor  # error that rounding may leave in ``got``, which is as large as it is wrong
 
     @staticmethod
-    def of_output(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
-        """Of an output [T, N, V] in a float dtype: a row that came out larger was rounded more coarsely."""
-        got = got.double()
-        sizes = got.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1, keepdim=True), golden.norm(dim=-1, keepdim=True)
-        growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
-        return Measured(got, golden, budget * growth)
-
-    @staticmethod
     def of_codes(got: torch.Tensor, low: torch.Tensor, golden: torch.Tensor, high: torch.Tensor) -> "Measured":
         not_a_number = got.double().isnan()
         codes = got.view(torch.uint8).masked_fill(not_a_number, 0).view(got.dtype)
         places = e4m3_ordinal(codes).double().masked_fill(not_a_number, torch.nan)
         return Measured(places, golden, torch.maximum(high - golden, golden - low))
-
-    @staticmethod
-    def of_lse(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
-        got = got.double()
-        growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
-        return Measured(got, golden, budget.nan_to_num(0.0) * growth.clamp(min=1.0))
 
 
 class Steps(ABC):

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -59,12 +59,6 @@ class KernelCall(ABC):
     means: ClassVar[Mapping[str, str]] = {}
     called: ClassVar[Mapping[str, str]] = {}  # what messages call some arguments otherwise
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
-        if unknown := [name for name in cls.means if name not in known]:
-            raise TypeError(f"{cls.__name__}.means: expected names of its fields, got {unknown[0]!r}")
-
     def __getattr__(self, name: str) -> Any:
         arguments = {} if name.startswith("__") else {**vars(self).get("given", {}), **vars(self).get("named", {})}
         if name in arguments:
@@ -82,7 +76,6 @@ class KernelCall(ABC):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of what the call returns first."""
         return tuple(self.q.shape)
 
     @property
@@ -221,6 +214,70 @@ def attention_call(call: KernelCall) -> AttentionCall:
     return call
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallOfARank(AttentionCall):
+    rank: int = 0  # whose it is
+
+
+OfARank = TypeVar("OfARank", bound=CallOfARank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOnRanks(AttentionCall, Generic[OfARank]):
+    parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
+
+    @classmethod
+    def of(cls, parts: tuple[OfARank, ...]) -> Self:
+        operands: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")
+        }
+        one = parts[0]
+        return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
+
+    means: ClassVar = {"q": "T", "k": "S", "v": "S"}
+
+    @property
+    def name(self) -> str:
+        return f"{self.parts[0].name} on {len(self.parts)} ranks"
+
+    @property
+    def returns_lse(self) -> bool:
+        return False
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        return [tensor for part in self.parts for tensor in part.reached]
+
+    def handed(self) -> Self:
+        return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
+
+    def overwritten(self, other: Self) -> Self:
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+
+    def prepare(self, backend: Any) -> None:
+        backend.prepare(self.parts)
+
+    def invoke(self, backend: Any, out: Guarded | None) -> Any:
+        return self.joined(backend.forward(self.parts))
+
+    @abstractmethod
+    def joined(self, results: Sequence[Any]) -> Any:
+        """The result [T, N, V] of all heads, from that of each rank."""
+
+    def wrong_writes(self) -> str:
+        wrong = ((part.rank, part.wrong_writes()) for part in self.parts)
+        return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
+
+    def operands(self) -> AttentionOperands:
+        own = [part.operands() for part in self.parts]
+        value_weights = torch.cat([each.value_weights for each in own if each.value_weights is not None])
+        return replace(own[0], q=self.q, k=self.k, v=self.v, value_weights=value_weights)
+
+
 @dataclass(frozen=True)
 class Problem:
     case: Case  # what it was made from
@@ -250,8 +307,12 @@ class Problem:
 
     @property
     def caller_owned(self) -> dict[str, torch.Tensor]:
-        """Every tensor that a backend may read and must not write, by name."""
         return {name: tensor for call in self.calls for name, tensor in call.owned().items()}
+
+    def regrouped(self, requests: Sequence[int], queries: int | None = None) -> "Problem":
+        """These requests of a problem of one call, in this order, each cut to its first ``queries`` new tokens."""
+        call = self.calls[0].regrouped(self.case, requests, queries)
+        return replace(self, key=f"{self.key}|requests={list(requests)}|queries={queries}", calls=(call,))
 
     def handed(self) -> "Problem":
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)

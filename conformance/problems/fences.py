@@ -1,15 +1,171 @@
-"""Calls whose operands are moved, storage by storage: to where memory begins or ends, or to where earlier ones were."""
+"""Calls whose operands are moved, to where memory begins or ends, beside zones that fault, or to where others were.
 
+On a CPU a fault tells where it was, and how. On a GPU the zones are addresses that are reserved and not mapped (CUDA
+driver API, "Virtual Memory Management").
+"""
+
+import ctypes
+import mmap
+import signal
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Original, over, storage_bytes
-from mla_conformance.problems.rooms import CpuRoom, CudaRoom, touched_rooms
+
+ZONE = 2**21  # bytes before and behind that fault, as many as a GPU's driver maps at least
+_MASK_BYTES, _WITH_INFO = 128, 4
+
+
+@dataclass
+class Zone:
+    first: int  # address of the first of its bytes, which nobody may touch
+    access: str = ""  # ``reads`` or ``writes``, once it was touched
+    at: int = 0  # the address that was
+
+    def protect(self, allowed: int = 0) -> None:
+        if _libc.mprotect(ctypes.c_void_p(self.first), ctypes.c_size_t(ZONE), allowed):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def note(self, address: int) -> None:
+        """Open the zone, first to be read and then to be written; the instruction that faulted runs again."""
+        self.access, self.at = ("writes", self.at) if self.access else ("reads", address)
+        self.protect(mmap.PROT_READ | mmap.PROT_WRITE if self.access == "writes" else mmap.PROT_READ)
+
+
+class CpuRoom(mmap.mmap):
+    """Bytes between two zones that fault, mapped for as long as a tensor in them lives."""
+
+    name: str  # what lies in it
+    capacity: int  # bytes of it, whole pages
+    zones: tuple[Zone, Zone]  # before and behind them
+
+    def __new__(cls, name: str, size: int) -> "CpuRoom":
+        whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        room = super().__new__(cls, -1, whole + 2 * ZONE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        room.name, room.capacity = name, whole
+        inside = room.part(0, 1).data_ptr()
+        room.zones = Zone(inside - ZONE), Zone(inside + whole)
+        for zone in room.zones:
+            zone.protect()
+        _rooms.add(room)
+        return room
+
+    def part(self, offset: int, length: int) -> torch.Tensor:
+        """The bytes from an offset on, so many, as a uint8 tensor with a storage of its own."""
+        return torch.frombuffer(self, dtype=torch.uint8, count=length, offset=ZONE + offset)
+
+
+def _structure(**fields: Any) -> Any:
+    return type("_Structure", (ctypes.Structure,), {"_fields_": tuple(fields.items())})
+
+
+# ``siginfo_t`` of a fault and ``struct sigaction`` of Linux's C libraries; of ``cuda.h`` ``CUmemLocation``,
+# ``CUmemAllocationProp`` and ``CUmemAccessDesc``.
+_Info = _structure(number=ctypes.c_int, errno=ctypes.c_int, code=ctypes.c_int, address=ctypes.c_void_p)
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_void_p)
+_Action = _structure(handler=_Handler, mask=ctypes.c_ubyte * _MASK_BYTES, flags=ctypes.c_int, restorer=ctypes.c_void_p)
+_Location = _structure(type=ctypes.c_int, id=ctypes.c_int)
+_Properties = _structure(
+    type=ctypes.c_int, handle_types=ctypes.c_int, location=_Location, win32=ctypes.c_void_p, flags=ctypes.c_ubyte * 8
+)
+_Access = _structure(location=_Location, flags=ctypes.c_int)
+_libc = ctypes.CDLL(None, use_errno=True)
+_rooms = WeakSet[CpuRoom]()
+
+
+def _fault(number: int, info: Any, _: int) -> None:
+    """Note which zone was touched; the process dies of any other fault, as it would without this."""
+    address = info.contents.address or 0
+    zone = next((z for room in list(_rooms) for z in room.zones if z.first <= address < z.first + ZONE), None)
+    if zone is None:
+        _libc.signal(number, None)
+    else:
+        zone.note(address)
+
+
+_noting = _Action(_Handler(_fault), flags=_WITH_INFO)
+
+
+@contextmanager
+def noted_faults() -> Iterator[None]:
+    before = _Action()
+    _libc.sigaction(signal.SIGSEGV, ctypes.byref(_noting), ctypes.byref(before))
+    try:
+        yield
+    finally:
+        _libc.sigaction(signal.SIGSEGV, ctypes.byref(before), None)
+
+
+def touched_rooms() -> Iterator[CpuRoom]:
+    """The rooms beside which something was touched since this was last asked; their zones stay as they are."""
+    for room in [room for room in _rooms if any(zone.access for zone in room.zones)]:
+        _rooms.discard(room)
+        yield room
+
+
+_PINNED, _ON_DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
+_OUT_OF_MEMORY = 2
+
+
+class CudaRoom:
+    """At least ``size`` bytes of the current GPU, whole granules with an unmapped one on either side."""
+
+    capacity: int  # bytes of it
+
+    def __init__(self, size: int) -> None:
+        location = _Location(_ON_DEVICE, torch.cuda.current_device())
+        properties, granule = _Properties(type=_PINNED, location=location), ctypes.c_size_t()
+        _driver("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(properties), _MINIMUM)
+        guard = granule.value
+        self.capacity = max(1, -(-size // guard)) * guard
+        reserved, handle = ctypes.c_uint64(), ctypes.c_uint64()
+        whole, held = ctypes.c_size_t(self.capacity + 2 * guard), ctypes.c_size_t(self.capacity)
+        none = ctypes.c_size_t(0)
+        _driver("cuMemAddressReserve", ctypes.byref(reserved), whole, none, ctypes.c_uint64(0), ctypes.c_uint64(0))
+        _driver("cuMemCreate", ctypes.byref(handle), held, ctypes.byref(properties), ctypes.c_uint64(0))
+        self.address = reserved.value + guard
+        inside = ctypes.c_uint64(self.address)
+        _driver("cuMemMap", inside, held, none, handle, ctypes.c_uint64(0))
+        access = _Access(location, _READ_WRITE)
+        _driver("cuMemSetAccess", inside, held, ctypes.byref(access), ctypes.c_size_t(1))
+        weakref.finalize(self, _give_back, inside, held, handle, reserved, whole)
+
+    def part(self, offset: int, length: int) -> torch.Tensor:
+        """The bytes from an offset on, so many, as a uint8 tensor with a storage of its own."""
+        interface = {"shape": (length,), "typestr": "|u1", "data": (self.address + offset, False), "version": 3}
+        # What torch takes memory from that is not its own; it keeps this object for as long as the tensor lives.
+        return torch.as_tensor(SimpleNamespace(room=self, __cuda_array_interface__=interface), device="cuda")
+
+
+def _give_back(inside: Any, held: Any, handle: Any, reserved: Any, whole: Any) -> None:
+    """Every call of its own: after a fault the driver refuses them all."""
+    library = _library()
+    library.cuCtxSynchronize()
+    library.cuMemUnmap(inside, held)
+    library.cuMemRelease(handle)
+    library.cuMemAddressFree(reserved, whole)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    if status := getattr(_library(), name)(*arguments):
+        error = MemoryError if status == _OUT_OF_MEMORY else RuntimeError
+        raise error(f"{name} returned CUresult {status}")
+
 
 ALIGNMENT = 16  # bytes that every operand's address is a multiple of
 OUT = "out"
@@ -102,7 +258,6 @@ class MovedCall:
                 yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"
             if before.access:
                 yield f"{before.access} byte {first - before.at} before the beginning of {room.name}"
-        self.write_back()
         for name, placed in self._placed.items():
             if any(bool((poison != _POISON).any()) for poison in placed.around):
                 yield f"writes beside {name}, on its page"

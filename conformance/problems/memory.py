@@ -142,7 +142,6 @@ def free_memory(device: torch.device) -> int:
 
 
 def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:
-    """Wait, if others hold a GPU's memory, until ``need`` bytes are free; how many are free at last."""
     end = time.monotonic() + seconds
     while (free := free_memory(device)) < need and time.monotonic() < end:
         time.sleep(1)

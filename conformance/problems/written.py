@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -18,14 +17,29 @@ TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
 
 
+Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [n, L] and k_pe [n, R]
+
+
 @dataclass(frozen=True)
 class CacheImage(Written):
     case: CachedCase  # for layout and scale
     after: torch.Tensor  # the bytes that must be there after the call
     slots: torch.Tensor  # [T] slots that the call writes, flat numbers block · page + offset
-    latents: tuple[torch.Tensor, torch.Tensor]  # kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype
+    latents: Latents  # kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype
 
     expected: ClassVar = ("after", "latents")
+
+    @staticmethod
+    def of(
+        case: CachedCase, pages: Pages, new: torch.Tensor, latents: tuple[torch.Tensor, torch.Tensor]
+    ) -> "CacheImage":
+        """A cache that holds all tokens of a batch on one rank, those among them that are ``new`` [S] not yet."""
+        cache, after = pages.cache, storage_bytes(pages.cache).clone()
+        rows = new.nonzero().flatten()
+        slots = pages.slots[rows].to(cache.device)
+        holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, case.poison)
+        write_entries(cache, holes, slots, case.cache)
+        return CacheImage(cache, storage_bytes(cache).clone(), case, after, slots, (latents[0][rows], latents[1][rows]))
 
     def with_only(self, rows: torch.Tensor) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens."""
@@ -80,29 +94,6 @@ class CacheImage(Written):
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
         """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
         return over(storage.untyped_storage(), self.cache).view(torch.uint8)
-
-
-@dataclass(frozen=True)
-class ExpectedCache:
-    """A cache that holds all tokens of a batch on one rank, the new ones included."""
-
-    case: CachedCase  # the case
-    pages: Pages  # cache and block table
-    new: torch.Tensor  # [S] bool, of all tokens that are stored here, whether they are new
-    latents: tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R] of all tokens that are stored here
-
-    @cached_property
-    def block_ids(self) -> list[list[int]]:
-        return self.pages.block_table.tolist()
-
-    def image(self) -> CacheImage:
-        cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
-        rows = self.new.nonzero().flatten()
-        slots = self.pages.slots[rows].to(cache.device)
-        holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
-        write_entries(cache, holes, slots, self.case.cache)
-        latents = (self.latents[0][rows], self.latents[1][rows])
-        return CacheImage(cache, storage_bytes(cache).clone(), self.case, after, slots, latents)
 
 
 _FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, which is right in some places

@@ -14,10 +14,19 @@ from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.definition import RoleDefinition
 
-DEFINITIONS: dict[str, RoleDefinition] = {
-    role: getattr(import_module(f"mla_conformance.roles.{role}.problem"), role.upper()) for role in ROLES
-}
-"""By name; a role from outside joins them (``trials/role_file.py``)."""
+
+class _Definitions(dict[str, RoleDefinition]):
+    """By name; a role of this project is imported when it is first asked for."""
+
+    def __missing__(self, role: str) -> RoleDefinition:
+        if role not in ROLES or ROLES[role].file:
+            raise KeyError(role)
+        self[role] = getattr(import_module(f"mla_conformance.roles.{role}.problem"), role.upper())
+        return self[role]
+
+
+DEFINITIONS = _Definitions()
+"""One from outside joins them (``trials/role_file.py``)."""
 
 
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:

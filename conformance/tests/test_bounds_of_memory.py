@@ -23,8 +23,8 @@ from mla_conformance.defects.bounds import end, reads
 from mla_conformance.defects.known import KnownDefect, judged_roles, known_defects
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems import rooms
-from mla_conformance.problems.rooms import ZONE, CpuRoom, noted_faults, touched_rooms
+from mla_conformance.problems import fences
+from mla_conformance.problems.fences import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -117,16 +117,16 @@ def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not(python: Pat
 
 def test_a_full_gpu_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(cuMemCreate=lambda: 2, cuMemMap=lambda: 700)
-    monkeypatch.setattr(rooms, "_library", lambda: driver)
+    monkeypatch.setattr(fences, "_library", lambda: driver)
     with pytest.raises(MemoryError, match="cuMemCreate returned CUresult 2"):
-        rooms._driver("cuMemCreate")
+        fences._driver("cuMemCreate")
     with pytest.raises(RuntimeError, match="cuMemMap returned CUresult 700"):
-        rooms._driver("cuMemMap")
+        fences._driver("cuMemMap")
 
 
 ON_A_GPU = """
 import torch
-from mla_conformance.problems.rooms import CudaRoom
+from mla_conformance.problems.fences import CudaRoom
 torch.special.airy_ai(torch.zeros(1, device="cuda"))  # compiled at run time: torch has loaded NVRTC then
 source = 'extern "C" __global__ void read(char *p, int at, char *out) {{ *out = p[at]; }}'
 read = torch.cuda._compile_kernel(source, "read")

@@ -46,6 +46,9 @@ def test_weights_of_equal_entries_are_rounded_alike_which_is_no_failure(kernel: 
     assert (record.status, record.check) == (Status.FAIL if check else Status.PASS, check), record.shares
 
 
+UNEVEN = "requests with different numbers of query tokens not supported"
+
+
 class AsManyEach(EagerDecodeBackend):
     supports_nonuniform_queries = False
 
@@ -60,11 +63,7 @@ class WithoutLse(EagerDecodeBackend):
 @pytest.mark.parametrize(
     ("kernel", "case", "said"),
     [
-        (
-            AsManyEach,
-            "decode:heads=1;q=[2];kv=[1];pad=3",
-            "requests with different numbers of query tokens not supported",
-        ),
+        (AsManyEach, "decode:heads=1;q=[2];kv=[1];pad=3", UNEVEN),
         (AsManyEach, "decode:heads=1;q=[1];kv=[1];pad=3", ""),
         (WithoutLse, "decode:heads=1;q=[2];kv=[1]", "LSE not declared"),
         (WithoutLse, "dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "LSE not declared"),

@@ -27,8 +27,7 @@ from mla_conformance.diagnosis.explain import (
     describe,
     explain,
 )
-from mla_conformance.diagnosis.likeness import Behaviour, likeness
-from mla_conformance.diagnosis.reach import of_form, of_queries, of_requests, with_reach
+from mla_conformance.diagnosis.reach import Behaviour, likeness, of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-from mla_conformance.reference import mla
+from mla_conformance.reference import layer as routes
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.tests.proof.families import FAMILIES, HIDDEN, ProofFamily
 from mla_conformance.tests.proof.layers import CALLS, TOKENS, GoldenLayer, TheirCall, TheirRun, run_layer
@@ -24,8 +24,8 @@ BOUND = 1e-12
 """The largest difference that float64 sums in two orders may have; outputs and scores are of size 0.2 to 1.4."""
 FAR = 100_000
 """The position from which what float32 does to angles is measured too."""
-EXPANDED: mla.Path = "compute_friendly"
-PATHS: dict[str, tuple[mla.Path, tuple[int, ...]]] = {
+EXPANDED: routes.Path = "compute_friendly"
+PATHS: dict[str, tuple[routes.Path, tuple[int, ...]]] = {
     "prefill, expanded": (EXPANDED, (0, 2)),
     "prefill, absorbed": ("data_movement_friendly", (0, 2)),
     "prefill, in chunks": ("chunked_prefill", (2,)),
@@ -63,7 +63,7 @@ def effect(family: ProofFamily, place: str, first: int = 0) -> float:
     return found if family.indexer is None else max(found, scores(golden, theirs.calls))
 
 
-def outputs(golden: GoldenLayer, calls: Iterable[tuple[tuple[int, int], TheirCall]], path: mla.Path) -> float:
+def outputs(golden: GoldenLayer, calls: Iterable[tuple[tuple[int, int], TheirCall]], path: routes.Path) -> float:
     return max(apart(golden.output(*tokens, call.selected, path), call.output) for tokens, call in calls)
 
 

@@ -124,7 +124,7 @@ def test_a_role_from_outside_is_never_certified(role: Path, capsys: Capture) -> 
         assert f"{option}: cannot be combined with --role, by whose file nothing is cert" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("name", ROLES)
 def test_the_roles_of_the_project_say_all_that_one_from_outside_has_to(name: str) -> None:
     case = next(case for each in CAPABILITIES.values() for case in each.cases if case.role == name)
     DEFINITIONS[name].require_whole(case)

@@ -12,8 +12,7 @@ from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.dimensions import ModelDimensions
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import LayerSpec, latents, mla_layer
-from mla_conformance.reference.mla import Path
+from mla_conformance.reference.layer import LayerSpec, Path, latents, mla_layer
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.roles.layer.problem import LayerBatch
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch

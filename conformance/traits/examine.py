@@ -17,9 +17,9 @@ from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.problems import calls, operands
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import measure
-from mla_conformance.trials import graph, transform
+from mla_conformance.trials import graph
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial, invoke, prepare, results
+from mla_conformance.trials.trial import Context, Trial, results
 
 _REPEATS = 8
 _TRIES = 24  # simpler cases that are tried of one that differs
@@ -104,7 +104,7 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
         decoding = trial.case.decoding if isinstance(trial.case, LayerCase) else ()
         for what, requests in _orders(question, everyone, decoding):
             with suppress(ValueError):  # a layer's workspace may be too small for them
-                problem = transform.regroup(trial.problem, requests)
+                problem = trial.problem.regrouped(requests)
                 yield Variant(what, problem, operands.rows_of(trial.problem.query_start_loc, requests))
         return
     words, name, values = _CHANGES[question]
@@ -119,13 +119,14 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
         if not trial.unsupported(case):
             # What is drawn may depend on padding, so that it is taken away from a padded batch.
             problem = trial.build(case)
-            against = transform.regroup(problem, everyone) if question is Question.PADDING else None
+            against = problem.regrouped(everyone) if question is Question.PADDING else None
             yield Variant(words.format(value), problem, against=against)
 
 
 def _through_a_graph(backend: Any, problem: calls.Problem) -> Any:
-    prepare(backend, problem)
-    replay, _ = graph.captured(problem.device, partial(invoke, backend, problem))
+    (call,) = problem.calls
+    call.prepare(backend)
+    replay, _ = graph.captured(problem.device, partial(call.invoke, backend, None))
     return replay()
 
 

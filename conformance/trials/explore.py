@@ -49,7 +49,6 @@ def reachable(space: Space, most: float) -> Pairs:
 
 
 def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    """Which of some cases it declares; nothing of what it raises when it is asked."""
     answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
     return answered.value if not answered.error else [False] * len(cases)
 

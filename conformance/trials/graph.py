@@ -1,9 +1,9 @@
-"""CUDA graphs as engines use them: a batch is captured in buffers, which then receive other batches and are replayed.
+"""CUDA graphs as engines use them, batches replayed in the buffers of a captured one; and calls on several streams.
 
 On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -14,66 +14,109 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST
+from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.trials.trial import Trial, cut, observed, tensors
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.trials.trial import Trial, cut, observed, prepared_call, tensors
 
 _WARM_CALLS = 2
+_PARTS = ("attention", "index")  # what metadata of a sparse layer consist of
 _stream: Any = torch.cuda.Stream
 
 
 class Graph:
     """A captured call with its buffers, the tensors of ``static``; no batch has more requests, or a longer one.
 
-    The buffers hold ``batch`` when the call is captured, by default one that is half as long as they are.
+    The buffers hold ``batch`` when the call is captured.
     """
 
-    def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:
+    def __init__(self, trial: Trial, what: str, static: Problem, batch: Problem) -> None:
         self.static, self._trial = static, trial
-        loaded = _load(static, trial.build(batch or captured_batch(static.case)))
-        made = partial(loaded.calls[0].invoke, trial.backend, None)
-        self._captured = trial.query(f"{what}: the call", partial(capture, trial.backend, loaded.calls[0], made))
-
-    def batch(self, requests: int, seed: int) -> Problem:
-        """So many requests with lengths drawn anew, and padding up to the captured number."""
-        return self._trial.build(replayed_batch(self.static.case, requests, seed))
+        self._captured = trial.query(f"{what}: the call", partial(capture, trial.backend, self._load(batch)))
 
     def judge(self, problem: Problem, step: str) -> None:
-        """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
-        expectation = self._trial.context.expect(problem)
-        (call,) = _load(self.static, problem).calls
-        value = self._trial.call(f"{step}: the call", partial(replayed, self._captured, self._trial.backend, call))
+        """Fill the buffers with a batch, replay, and judge what stands in the captured outputs and in the caches."""
+        trial, (call,) = self._trial, problem.calls
+        expectation, loaded = trial.context.expect(problem), self._load(problem)
+        reached = [image.cache for image in loaded.written.values()]
+        value = trial.call(f"{step}: the call", partial(replayed, self._captured, trial.backend, loaded), reached)
+        for name, image in call.written.items():
+            own = loaded.written[name].cache
+            image.cache.copy_(own[: len(image.cache)])
+            intact = torch.equal(own[len(image.cache) :].view(torch.uint8), self._behind[name])
+            trial.require(intact, Check.WRITTEN, f"{step}: {name} was written where the batch has no block")
         # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.
-        seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
-        self._trial.judged(problem, expectation, seen, step)
+        seen = observed(problem, cut(value, slice(call.q.shape[0])), call.wrong_writes())
+        trial.judged(problem, expectation, seen, step)
+
+    def _load(self, problem: Problem) -> KernelCall:
+        """The static call, whose buffers now begin with a batch's; what is behind and the maxima stay as they were."""
+        (static,), (call,) = self.static.calls, problem.calls
+        theirs, written = call.owned(), {}
+        for name, buffer in static.owned().items():
+            buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
+        self._behind = {}
+        call.reset()
+        for name, image in call.written.items():
+            cache, blocks = static.written[name].cache, len(image.cache)
+            cache[:blocks].copy_(image.cache)
+            self._behind[name] = cache[blocks:].view(torch.uint8).clone()
+            written[name] = replace(static.written[name], before=torch.empty(0, dtype=torch.uint8))
+        return replace(static, metadata=_told(static.metadata, call.metadata), written=written)
 
 
-def replays(trial: Trial) -> None:
+def _told(buffers: Any, batch: Any) -> Any:
+    """Metadata with what a batch says on the host."""
+    said = {name: value for name, value in vars(batch).items() if name.endswith("_cpu") or name == "num_decodes"}
+    parts = {name: _told(getattr(buffers, name), vars(batch)[name]) for name in _PARTS if name in vars(batch)}
+    return replace(buffers, **said, **parts)
+
+
+def graph(trial: Trial) -> None:
     """Two sizes captured by one instance, batches up to the larger and beyond it, then one of a token a request."""
     case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
+
+    def capturing(what: str, static: Problem) -> Graph:
+        return Graph(trial, what, static, trial.build(captured_batch(static.case)))
+
+    def batch(of: Graph, requests: int, seed: int) -> Problem:
+        return trial.build(replayed_batch(of.static.case, requests, seed))
+
+    whole = capturing("captured", trial.problem)
+    half = capturing("captured once more", trial.build(replace(case, q=case.q[:smaller], kv=case.kv[:smaller])))
+    whole.judge(batch(whole, size, 2), "a batch of the captured size, replayed")
+    half.judge(batch(half, smaller, 3), "the smaller graph, replayed after the larger")
+    step = "one request more than the smaller graph has, replayed with padding"
+    whole.judge(batch(whole, smaller + 1, 4), step)
+    half.judge(batch(half, 1, 5), "a single request, replayed with padding")
     larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
-    whole = Graph(trial, "captured", trial.problem)
-    half = Graph(trial, "captured once more", trial.build(replace(case, q=case.q[:smaller], kv=case.kv[:smaller])))
-    whole.judge(whole.batch(size, seed=2), "a batch of the captured size, replayed")
-    half.judge(half.batch(smaller, seed=3), "the smaller graph, replayed after the larger")
-    whole.judge(whole.batch(smaller + 1, seed=4), "one request more than the smaller graph has, replayed with padding")
-    half.judge(half.batch(1, seed=5), "a single request, replayed with padding")
     trial.conforms(trial.build(larger), step="one request more than any graph has, called")
-    whole.judge(whole.batch(size, seed=6), "replayed after a call without a graph")
-    short = Graph(trial, "captured with a token a request", trial.build(), _filled(case, 1, seed=7))
+    whole.judge(batch(whole, size, 6), "replayed after a call without a graph")
+    shortest = trial.build(_filled(case, 1, seed=7))
+    short = Graph(trial, "captured with a token a request", trial.build(), shortest)
     short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
 
 
-def _load(static: Problem, other: Problem) -> Problem:
-    """``static``, whose buffers now begin with the values of ``other``; the rest of them is left as it was."""
-    theirs = other.caller_owned
-    for name, buffer in static.caller_owned.items():
-        buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
-    mine: Any = static.calls[0]
-    call: Any = other.calls[0]
-    # Of the metadata, whose buffers and maxima stay, with what is said on the host.
-    told = {name: value for name, value in vars(call.metadata).items() if name.endswith("_cpu")}
-    return replace(static, calls=(replace(mine, metadata=replace(mine.metadata, **told)),))
+def sparse_layer_graph(trial: Trial) -> None:
+    """Batches of every size up to the captured one, with padding behind them, and one beyond it without the graph."""
+    case, size = trial.case, len(trial.case.q)
+
+    def batch(requests: int, seed: int) -> Problem:
+        """So many of the requests in an order of their own, some of them shorter, and padding behind them."""
+        draw = Random(f"{case.id}|{requests}|{seed}")
+        kv = tuple(draw.choice((length, length // 2)) for length in draw.sample(case.kv, requests))
+        other: dict[str, Any] = {"q": (1,) * requests, "kv": kv, "decodes": requests, "pad": size - requests}
+        return trial.build(replace(case, **other, seed=case.seed + seed))
+
+    whole = Graph(trial, "captured", trial.build(replace(case, seed=case.seed + 9)), batch(size, 1))
+    whole.judge(batch(size, 2), "a batch of the captured size, replayed")
+    whole.judge(batch(size - 1, 3), "one request fewer, replayed with padding")
+    whole.judge(batch(1, 4), "a single request, replayed with padding")
+    whole.judge(trial.problem, "sequences as long as the buffers have room for, replayed after shorter ones")
+    beyond: dict[str, Any] = {"q": (*case.q, 1), "kv": (*case.kv, 9), "decodes": size + 1}
+    trial.conforms(trial.build(replace(case, **beyond)), step="one request more than captured, called")
+    whole.judge(batch(size, 5), "replayed after a call without the graph")
 
 
 def captured_batch(case: Case) -> Case:
@@ -121,13 +164,12 @@ _Captured = tuple[Callable[[], Any], Any]
 """(replay, what the captured call returned); the replay returns it again."""
 
 
-def capture(backend: Any, call: KernelCall, made: Callable[[], Any]) -> _Captured:
+def capture(backend: Any, call: KernelCall) -> _Captured:
     call.prepare(backend)
-    return captured(call.q.device, made)
+    return captured(call.q.device, partial(call.invoke, backend, None))
 
 
 def replayed(graph: _Captured, backend: Any, call: KernelCall) -> Any:
-    """What stands in the captured outputs after a replay over what the buffers hold now."""
     replay, value = graph
     for tensor in tensors(value):
         tensor.fill_(torch.nan)
@@ -155,3 +197,67 @@ def captured(device: torch.device, call: Callable[[], Any]) -> _Captured:
         return value
 
     return replay, value
+
+
+_SPIN_CYCLES = 20_000_000
+"""About 10 ms of a GPU: longer than any launch and any copy of a case."""
+_POISON_BYTE = 0xFF
+_ROUNDS = 5
+_spin: Any = torch.cuda._sleep
+
+
+def streams(trial: Trial) -> None:
+    """Inputs produced on a side stream, the call and the reading of its result on the same one; then two at once."""
+    problem, expectation = trial.problem, trial.context.expect(trial.problem)
+    trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
+    late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
+    value = trial.call("on a side stream: the call", partial(_result, late, 0))
+    trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
+    # Two instances, each with its own problem on its own stream, launched one after the other and never waited for.
+    problems, backends = [problem, trial.other_problem()], [trial.backend, trial.create()]
+    golden = [trial.context.expect(problem) for problem in problems]
+    for problem, backend in zip(problems, backends, strict=True):
+        # What is compiled or allocated at a first call is no part of the question.
+        trial.call("before the streams: the call", partial(prepared_call, backend, problem))
+    for number in range(_ROUNDS):
+        late = trial.query("on two streams at once: the call", partial(_late_calls, backends, problems))
+        for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
+            value = trial.call("on two streams at once: the call", partial(_result, late, index))
+            step = f"two instances on two streams, round {number}"
+            trial.judged(problem, expectation, observed(problem, value), step)
+
+
+def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[Any]:
+    """What each instance returned on a stream of its own, all of them launched before any is waited for.
+
+    The inputs of each are taken away now and given back on its stream, after that has spun for a while: a kernel that
+    is launched on another stream, or a result that is ready only there, is computed from what stands in their place.
+    """
+    device, returned = problems[0].device, []
+    streams = [_stream(device) for _ in problems]
+    inputs = [
+        [(x, storage_bytes(x).clone()) for x in owned.values() if x.is_cuda and x.untyped_storage().nbytes()]
+        for owned in (problem.caller_owned for problem in problems)
+    ]
+    for backend, problem, kept, stream in zip(backends, problems, inputs, streams, strict=True):
+        for tensor, _ in kept:  # poison in the operands; no request has a token
+            storage_bytes(tensor).fill_(_POISON_BYTE if tensor.is_floating_point() else 0)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            _spin(_SPIN_CYCLES)
+            for tensor, data in kept:
+                storage_bytes(tensor).copy_(data)
+            value = prepared_call(backend, problem)
+            # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
+            copies = [tensor.clone() for tensor in tensors(value)]
+        if isinstance(value, torch.Tensor):
+            value = copies[0]
+        elif isinstance(value, tuple | list) and len(copies) == len(value):
+            value = tuple(copies)
+        returned.append(value)
+    torch.cuda.synchronize(device)
+    return returned
+
+
+def _result(values: Sequence[Any], index: int) -> Any:
+    return values[index]

@@ -6,21 +6,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
-from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.foreign import cut, one_line
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.judged_rows import MOST_OPERATIONS, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory, whole_memory
-from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.trials.procedures import PROCEDURES, procedure_of
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial, evidence_of
+from mla_conformance.trials.trial import Context, Trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
 MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
 
 OnStarted = Callable[[Case], None]  # told of a case when its backend's time begins
+
+
+def load_all() -> None:
+    """Have every role and procedure in memory, which are otherwise imported when a case first needs them."""
+    for role in ROLES:
+        _ = DEFINITIONS[role]
+    for name in PROCEDURES:
+        procedure_of(name)
 
 
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
@@ -46,7 +57,7 @@ def judged_trial(
         if kind == "cuda":
             _require_memory(trial)
             started(case)
-        PROCEDURES[find_capability(case.capability).procedure](trial)
+        procedure_of(find_capability(case.capability).procedure)(trial)
         verdict = trial.verdict
     except Nonconformance as outcome:
         verdict = outcome.verdict
@@ -62,7 +73,7 @@ def judged_trial(
         verdict = replace(verdict, too_large=too_large)
     seconds, evidence = round(time.perf_counter() - began, 4), dict[str, str]()
     if "backend" in vars(trial):
-        told = subject.executor.query(partial(evidence_of, trial.backend), dict[str, str])
+        told = subject.executor.query(partial(_evidence_of, trial.backend), dict[str, str])
         evidence = {"kernel_evidence": f"raised {told.error}"} if told.error else told.value
     record = Record(
         subject.backend.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
@@ -84,3 +95,8 @@ def _require_memory(trial: Trial) -> None:
     if (free := wait_for_memory(device, need, MEMORY_PATIENCE)) < need:
         found = f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
         trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} {found}"))
+
+
+def _evidence_of(instance: Any) -> dict[str, str]:
+    tell = getattr(instance, "kernel_evidence", dict)
+    return {cut(str(name)): cut(str(value)) for name, value in tell().items()}

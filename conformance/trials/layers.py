@@ -3,54 +3,51 @@
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import poison, storage_bytes
+from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall
-from mla_conformance.roles.sparse_layer.case import SparseLayerCase
-from mla_conformance.trials.graph import capture, captured, replayed
-from mla_conformance.trials.trial import Trial, cut
+from mla_conformance.trials.graph import captured
+from mla_conformance.trials.trial import Trial, observed
 
-AnyCall = TypeVar("AnyCall", bound=KernelCall)
 _OTHER_LAYERS = 2
 _OPERANDS = ("query", "kv_c", "k_pe")
 _LONGER, _UNUSED_COLUMNS = 2, 8
 """Times the longest sequence of a case that a replay may have, and columns of the block tables behind its pages."""
 
 
-def _call_of(problem: Problem, kind: type[AnyCall]) -> AnyCall:
+def _call_of(problem: Problem) -> LayerCall:
     (call,) = problem.calls
-    assert isinstance(call, kind)
+    assert isinstance(call, LayerCall)
     return call
 
 
-def shapes_cache(trial: Trial) -> None:
-    """``get_kv_cache_shape`` names the entries that the layout has."""
-    image = _call_of(trial.problem, LayerCall).image
+def cache_write(trial: Trial) -> None:
+    """A layer's writes; that ``get_kv_cache_shape`` names the entries that the layout has; and copies of blocks."""
+    trial.conforms()
+    image = _call_of(trial.problem).image
     case, (blocks, page, width) = image.case, image.cache.shape
     head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     question = partial(_cache_shape, trial.backend, (blocks, page, 1, head_size), case.cache)
     shape = trial.query("get_kv_cache_shape: the call", question, list[int])
     what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {shape}"
     trial.require(shape == [blocks, page, width], Check.CACHE, what)
+    _moves_blocks(trial, image)
 
 
-def moves_blocks(trial: Trial) -> None:
+def _moves_blocks(trial: Trial, image: CacheImage) -> None:
     """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves.
 
     A source may be copied to several blocks, as a shared one is that two requests are about to write.
     """
-    image = _call_of(trial.problem, LayerCall).image
     cache = image.cache
     image.reset()
     # From the first blocks to the last ones, as many as do not meet.
@@ -98,20 +95,23 @@ def _move_blocks(layer: Layer, name: str, *given: Any) -> None:
     getattr(layer.backend, name)(*given)
 
 
-def loads_packed(trial: Trial) -> None:
-    """A new layer computes the same from the same weights in codes."""
+def weight_absorption(trial: Trial) -> None:
+    """Weights as loaded and replaced in place; and a new layer, which computes the same from them in codes."""
+    trial.conforms()
+    other = trial.build(replace(trial.case, seed=trial.case.seed + 2))
+    trial.conforms(other, step="after the weights were replaced in place")
     step = "with the weights in codes"
-    packed = replace(trial.problem, calls=(replace(_call_of(trial.problem, LayerCall), packed=True),))
+    packed = replace(trial.problem, calls=(replace(_call_of(trial.problem), packed=True),))
     layer = trial.query(f"{step}: the constructor", partial(trial.subject.create, trial.case))
     expectation = trial.context.expect(packed)
     trial.judged(packed, expectation, trial.run(layer, packed), step)
 
 
-def _judge(trial: Trial, problem: Problem, expectation: Golden, value: Any, step: str) -> None:
-    """What a replay returned, and what it left in the caches of the batch's own call."""
-    (call,) = problem.calls
-    returned = Returned(value.clone(), call=call, miswritten=call.wrong_writes())
-    trial.judged(problem, expectation, Observation((returned,), None, ()), step)
+def prefill_decode_agreement(trial: Trial) -> None:
+    """The same tokens by both paths."""
+    assert isinstance(trial.case, LayerCase)
+    trial.conforms(step="as decodes")
+    trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
 
 
 class CapturedLayer:
@@ -143,7 +143,6 @@ class CapturedLayer:
         self._layer.impl.prepare(self._metadata)
 
     def fill_buffers(self) -> None:
-        """Those of the state, with the metadata that were prepared last."""
         self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
 
     def replayed(self, call: LayerCall) -> Any:
@@ -152,7 +151,6 @@ class CapturedLayer:
         return self._replay()
 
     def moved(self) -> list[str]:
-        """Buffers of the state that are no longer where they were."""
         return [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
 
 
@@ -160,14 +158,13 @@ class LayerGraph:
     """A captured call of a layer."""
 
     def __init__(self, trial: Trial, static: Problem) -> None:
-        call = _call_of(static, LayerCall)
+        call = _call_of(static)
         self._trial, self._call = trial, replace(call, **{name: getattr(call, name).clone() for name in _OPERANDS})
         capture = partial(CapturedLayer, trial.backend, self._call, static.device)
         self._captured = trial.query("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
-        """Fill the buffers with ``problem``, replay, judge."""
-        trial, call = self._trial, _call_of(problem, LayerCall)
+        trial, call = self._trial, _call_of(problem)
         expectation = trial.context.expect(problem)
         trial.query(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
         rows, cache = call.query.shape[0], self._call.image.cache
@@ -182,7 +179,7 @@ class LayerGraph:
         replay = partial(CapturedLayer.replayed, self._captured, self._call)
         result = trial.call(f"{step}: the call", replay, [cache]).unflatten(-1, (problem.case.heads, -1))
         call.image.cache.copy_(own)
-        _judge(trial, problem, expectation, result[:rows], step)
+        trial.judged(problem, expectation, observed(problem, result[:rows].clone(), call.wrong_writes()), step)
         intact = torch.equal(behind.view(torch.uint8), before.view(torch.uint8))
         trial.require(intact, Check.CACHE, f"{step}: blocks were written that no request of the batch has")
         moved = trial.query(step, partial(CapturedLayer.moved, self._captured), list[str])
@@ -226,67 +223,3 @@ def layer_graph(trial: Trial) -> None:
     graph.refuses(larger, "one request more than captured")
     trial.conforms(larger, step="one request more than captured, without the graph")
     graph.judge(batch(case, size, 6), "replayed after a call without the graph")
-
-
-def sparse_layer_graph(trial: Trial) -> None:
-    """Batches of every size up to the captured one, with padding behind them, and one beyond it without the graph."""
-    case, size = trial.case, len(trial.case.q)
-    assert isinstance(case, SparseLayerCase)
-    graph = SparseLayerGraph(trial)
-    graph.judge(graph.batch(size, 2), "a batch of the captured size, replayed")
-    graph.judge(graph.batch(size - 1, 3), "one request fewer, replayed with padding")
-    graph.judge(graph.batch(1, 4), "a single request, replayed with padding")
-    graph.judge(trial.problem, "sequences as long as the buffers have room for, replayed after shorter ones")
-    beyond = replace(case, q=(*case.q, 1), kv=(*case.kv, 9), decodes=size + 1)
-    trial.conforms(trial.build(beyond), step="one request more than captured, called")
-    graph.judge(graph.batch(size, 5), "replayed after a call without the graph")
-
-
-class SparseLayerGraph:
-    """A captured call over the buffers of the largest batch."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._static = _call_of(trial.build(replace(trial.case, seed=trial.case.seed + 9)), SparseLayerCall)
-        loaded = self._load(_call_of(self.batch(len(trial.case.q), 1), SparseLayerCall))
-        made = partial(loaded.run, trial.backend)
-        self._captured = trial.query("captured: the call", partial(capture, trial.backend, loaded, made))
-
-    def batch(self, requests: int, seed: int) -> Problem:
-        """So many of the requests in an order of their own, some of them shorter, and padding behind them."""
-        case, draw = self._trial.case, Random(f"{self._trial.case.id}|{requests}|{seed}")
-        kv = tuple(draw.choice((length, length // 2)) for length in draw.sample(case.kv, requests))
-        other: dict[str, Any] = {"q": (1,) * requests, "kv": kv, "decodes": requests, "pad": len(case.q) - requests}
-        return self._trial.build(replace(case, **other, seed=case.seed + seed))
-
-    def judge(self, problem: Problem, step: str) -> None:
-        """Fill the buffers with a batch, replay, and judge what stands in the captured output and in the caches."""
-        expectation, call = self._trial.context.expect(problem), _call_of(problem, SparseLayerCall)
-        loaded, reached = self._load(call), [image.cache for image in self._static.written.values()]
-        replay = partial(replayed, self._captured, self._trial.backend, loaded)
-        value = cut(self._trial.call(f"{step}: the call", replay, reached), slice(len(call.q)))
-        for name, image in call.written.items():
-            own = self._static.written[name].cache
-            image.cache.copy_(own[: len(image.cache)])
-            intact = torch.equal(own[len(image.cache) :].view(torch.uint8), self._behind[name])
-            self._trial.require(intact, Check.WRITTEN, f"{step}: {name} was written where the batch has no block")
-        _judge(self._trial, problem, expectation, value, step)
-
-    def _load(self, call: SparseLayerCall) -> SparseLayerCall:
-        """The buffers, which now begin with the tensors of a batch; what it says on the host it says itself."""
-        theirs = call.owned()
-        for name, buffer in self._static.owned().items():
-            if not name.endswith("_cpu"):
-                buffer[tuple(map(slice, theirs[name].shape))].copy_(theirs[name])
-        self._behind = {}
-        for name, image in call.written.items():
-            image.reset()
-            cache, blocks = self._static.written[name].cache, len(image.cache)
-            cache[:blocks].copy_(image.cache)
-            self._behind[name] = cache[blocks:].view(torch.uint8).clone()
-        mine, own = self._static.metadata, call.metadata
-        parts = {}
-        for name in ("attention", "index"):  # whose buffers and maxima stay, with what is said on the host
-            told = {each: value for each, value in vars(getattr(own, name)).items() if each.endswith("_cpu")}
-            parts[name] = replace(getattr(mine, name), **told)
-        return replace(self._static, metadata=replace(mine, **parts, num_decodes=own.num_decodes))

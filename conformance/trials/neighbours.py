@@ -23,7 +23,6 @@ _KINDS = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
 
 
 def neighbours(trial: Trial) -> None:
-    """Each request in turn has queries that are no numbers, or huge."""
 
     def spoil(call: KernelCall, request: int, kind: str) -> None:
         for tensor in call.query_operands():
@@ -33,7 +32,6 @@ def neighbours(trial: Trial) -> None:
 
 
 def neighbour_keys(trial: Trial) -> None:
-    """Each request in turn has keys and values that are no numbers, or huge."""
     _each_spoiled(trial, "keys and values", spoil_keys)
 
 

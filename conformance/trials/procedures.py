@@ -1,8 +1,9 @@
 """What is done with a backend to decide a capability: the procedures that the table's entries name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -12,30 +13,20 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
-from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.table import judge
-from mla_conformance.trials import graph
-from mla_conformance.trials.bounds import memory_bounds
-from mla_conformance.trials.far import judge_far_away
-from mla_conformance.trials.layers import layer_graph, loads_packed, moves_blocks, shapes_cache, sparse_layer_graph
-from mla_conformance.trials.neighbours import neighbour_keys, neighbours
-from mla_conformance.trials.session import many_batches, session
-from mla_conformance.trials.transform import (
-    half_lists,
-    lonely_row,
-    regroup,
-    reversed_lists,
-    scale_values,
-    widened_lists,
-)
-from mla_conformance.trials.trial import Trial, observed, prepared_call, results, returned_bytes, tensors
+from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
 _ENDS_AND_A_PAIR = 4
 """Requests of a batch that has two of them between its first and its last."""
+
+
+def conforms(trial: Trial) -> None:
+    """One call."""
+    trial.conforms()
 
 
 def determinism(trial: Trial) -> None:
@@ -50,13 +41,13 @@ def batch_invariance(trial: Trial) -> None:
     """Each request alone beside the whole batch, then two without those around them."""
     whole = results(trial.conforms())
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
-        alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
+        alone = results(trial.conforms(trial.problem.regrouped([request]), step=f"request {request} alone"))
         if trial.declaration.batch_invariant:
             pairs = zip(whole, alone, trial.problem.calls[0].token_dims, strict=False)
             same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
             trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
     if len(trial.case.q) >= _ENDS_AND_A_PAIR:
-        trial.conforms(regroup(trial.problem, [1, 2]), step="requests 1 and 2 without the others")
+        trial.conforms(trial.problem.regrouped([1, 2]), step="requests 1 and 2 without the others")
 
 
 def request_order(trial: Trial) -> None:
@@ -68,14 +59,14 @@ def request_order(trial: Trial) -> None:
         orders["requests 1 and 2 were swapped"] = [0, 2, 1, *everyone[3:]]
         orders["request 0 was moved to the end"] = [*everyone[1:], 0]
     for change, order in orders.items():
-        trial.conforms(regroup(trial.problem, order), step=f"after {change}")
+        trial.conforms(trial.problem.regrouped(order), step=f"after {change}")
 
 
 def causal_prefix(trial: Trial) -> None:
     """Requests cut to their first tokens."""
     everyone = range(len(trial.case.q))
     for length in (1, 17, max(trial.case.q) - 1, max(trial.case.q)):
-        trial.conforms(regroup(trial.problem, everyone, length), step=f"the first {length} tokens of each request")
+        trial.conforms(trial.problem.regrouped(everyone, length), step=f"the first {length} tokens of each request")
 
 
 def split_invariance(trial: Trial) -> None:
@@ -100,10 +91,13 @@ def merge_states(trial: Trial) -> None:
 
 
 def v_linearity(trial: Trial) -> None:
-    """Values times powers of two."""
+    """Values times powers of two, which is exact."""
+    problem = trial.problem
     output, *lse = results(trial.conforms())
     for factor in (-2.0, 0.25):
-        scaled, *same_lse = results(trial.conforms(scale_values(trial.problem, factor), step=f"V × {factor:g}"))
+        calls = tuple(replace(call, v=call.v * factor) for call in problem.attention)
+        times = replace(problem, key=f"{problem.key}|values={factor}", calls=calls)
+        scaled, *same_lse = results(trial.conforms(times, step=f"V × {factor:g}"))
         exact = torch.equal(scaled, output * factor)
         trial.require(exact, Check.NONLINEARITY, f"V × {factor:g} does not give exactly {factor:g} × the output")
         trial.require(all(map(torch.equal, lse, same_lse)), Check.NONLINEARITY, f"V × {factor:g} changes the LSE")
@@ -122,10 +116,17 @@ def no_side_effects(trial: Trial) -> None:
 def selection_order(trial: Trial) -> None:
     """The lists as given and the other way round, then each half of every list."""
     trial.conforms(step="as given")
-    trial.conforms(reversed_lists(trial.problem), step="every list reversed")
+    calls = []
+    for call in trial.problem.calls:  # every list reversed up to its length: what it means stays the same
+        columns = torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
+        length = torch.tensor(len(columns)) if call.topk_length is None else call.topk_length.long().unsqueeze(1)
+        order = torch.where(columns < length, length - 1 - columns, columns).expand_as(call.topk_indices)
+        calls.append(call.given_otherwise(topk_indices=call.topk_indices.gather(1, order)))
+    trial.conforms(replace(trial.problem, calls=tuple(calls)), step="every list reversed")
     if not trial.case.is_merged:
         for half, said in enumerate(("first", "second")):
-            trial.conforms(half_lists(trial.problem, half), step=f"every second key of each list, from the {said} on")
+            halved = _blanked(trial.problem, "half", half)
+            trial.conforms(halved, step=f"every second key of each list, from the {said} on")
 
 
 def selection_padding(trial: Trial) -> None:
@@ -134,37 +135,37 @@ def selection_padding(trial: Trial) -> None:
     assert isinstance(case, SparseCase)
     trial.conforms(step="as given")
     if not trial.unsupported(replace(case, topk=2 * case.topk)):
-        trial.conforms(widened_lists(trial.problem, case.topk), step="as many columns of -1 behind every list")
+        calls = []
+        for call in trial.problem.calls:
+            behind = call.topk_indices.new_full((len(call.topk_indices), case.topk), NO_KEY)
+            calls.append(call.given_otherwise(topk_indices=torch.cat((call.topk_indices, behind), dim=1)))
+        wider = replace(trial.problem, calls=tuple(calls))
+        trial.conforms(wider, step="as many columns of -1 behind every list")
 
 
 def selection_rows(trial: Trial) -> None:
     """Each row while all others name nothing."""
     trial.conforms(step="as given")
     for row in range(trial.problem.query_start_loc[-1]):
-        trial.conforms(lonely_row(trial.problem, row), step=f"row {row}, while no other names a key")
+        lonely = _blanked(trial.problem, "row", row)
+        trial.conforms(lonely, step=f"row {row}, while no other names a key")
 
 
-def cache_write(trial: Trial) -> None:
-    """A layer's writes, its cache's shape, and its copies of blocks."""
-    trial.conforms()
-    shapes_cache(trial)
-    moves_blocks(trial)
-
-
-def weight_absorption(trial: Trial) -> None:
-    """Weights as loaded, replaced in place, and stored in codes."""
-    trial.conforms()
-    trial.conforms(
-        trial.build(replace(trial.case, seed=trial.case.seed + 2)), step="after the weights were replaced in place"
-    )
-    loads_packed(trial)
-
-
-def prefill_decode_agreement(trial: Trial) -> None:
-    """The same tokens by both paths."""
-    assert isinstance(trial.case, LayerCase)
-    trial.conforms(step="as decodes")
-    trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
+def _blanked(problem: Problem, name: str, number: int) -> Problem:
+    """The lists of the first cache with one half of their keys, every second column, or with those of one row alone."""
+    calls = []
+    for call in problem.calls:
+        columns = torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
+        rows = torch.arange(len(call.topk_indices), device=columns.device).unsqueeze(1)
+        kept = columns % 2 == number if name == "half" else rows == number
+        counted = kept.expand_as(call.topk_indices)
+        own, rest = call.selected.tensor_split([len(columns)], dim=1)
+        selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
+        if call.topk_length is not None:
+            counted = counted | (columns >= call.topk_length.unsqueeze(1))
+        blank: Any = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
+        calls.append(replace(blank, selected=selected))
+    return replace(problem, key=f"{problem.key}|{name}={number}", calls=tuple(calls))
 
 
 def refuses_or_conforms(trial: Trial) -> None:
@@ -219,82 +220,21 @@ def must_refuse(trial: Trial, declared: str) -> None:
     fail(Check.UNSAFE_REFUSAL, "it ran and returned a wrong result")
 
 
-_SPIN_CYCLES = 20_000_000
-"""About 10 ms of a GPU: longer than any launch and any copy of a case."""
-_POISON_BYTE = 0xFF
-_ROUNDS = 5
-_stream: Any = torch.cuda.Stream
-_spin: Any = torch.cuda._sleep
+_HERE = (
+    *(conforms, determinism, batch_invariance, request_order, causal_prefix, split_invariance, merge_states),
+    *(v_linearity, no_side_effects, selection_order, selection_padding, selection_rows, refuses_or_conforms),
+)
+PROCEDURES: dict[str, str] = {
+    **dict.fromkeys((procedure.__name__ for procedure in _HERE), "procedures"),
+    **dict.fromkeys(("session", "many_batches"), "session"),
+    **dict.fromkeys(("cache_write", "weight_absorption", "prefill_decode_agreement", "layer_graph"), "layers"),
+    **dict.fromkeys(("graph", "sparse_layer_graph", "streams"), "graph"),
+    **dict.fromkeys(("neighbours", "neighbour_keys"), "neighbours"),
+    **dict.fromkeys(("memory_bounds", "far"), "bounds"),
+}
+"""Procedures by the names that entries of the vocabulary give them, and the modules of this room that hold them."""
 
 
-def streams(trial: Trial) -> None:
-    """Inputs produced on a side stream, the call and the reading of its result on the same one; then two at once."""
-    problem, expectation = trial.problem, trial.context.expect(trial.problem)
-    trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
-    late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
-    value = trial.call("on a side stream: the call", partial(_result, late, 0))
-    trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
-    # Two instances, each with its own problem on its own stream, launched one after the other and never waited for.
-    problems, backends = [problem, trial.other_problem()], [trial.backend, trial.create()]
-    golden = [trial.context.expect(problem) for problem in problems]
-    for problem, backend in zip(problems, backends, strict=True):
-        # What is compiled or allocated at a first call is no part of the question.
-        trial.call("before the streams: the call", partial(prepared_call, backend, problem))
-    for number in range(_ROUNDS):
-        late = trial.query("on two streams at once: the call", partial(_late_calls, backends, problems))
-        for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
-            value = trial.call("on two streams at once: the call", partial(_result, late, index))
-            step = f"two instances on two streams, round {number}"
-            trial.judged(problem, expectation, observed(problem, value), step)
-
-
-def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[Any]:
-    """What each instance returned on a stream of its own, all of them launched before any is waited for.
-
-    The inputs of each are taken away now and given back on its stream, after that has spun for a while: a kernel that
-    is launched on another stream, or a result that is ready only there, is computed from what stands in their place.
-    """
-    device, returned = problems[0].device, []
-    streams = [_stream(device) for _ in problems]
-    inputs = [
-        [(x, storage_bytes(x).clone()) for x in owned.values() if x.is_cuda and x.untyped_storage().nbytes()]
-        for owned in (problem.caller_owned for problem in problems)
-    ]
-    for backend, problem, kept, stream in zip(backends, problems, inputs, streams, strict=True):
-        for tensor, _ in kept:  # poison in the operands; no request has a token
-            storage_bytes(tensor).fill_(_POISON_BYTE if tensor.is_floating_point() else 0)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            _spin(_SPIN_CYCLES)
-            for tensor, data in kept:
-                storage_bytes(tensor).copy_(data)
-            value = prepared_call(backend, problem)
-            # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
-            copies = [tensor.clone() for tensor in tensors(value)]
-        if isinstance(value, torch.Tensor):
-            value = copies[0]
-        elif isinstance(value, tuple | list) and len(copies) == len(value):
-            value = tuple(copies)
-        returned.append(value)
-    torch.cuda.synchronize(device)
-    return returned
-
-
-def _result(values: Sequence[Any], index: int) -> Any:
-    return values[index]
-
-
-PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
-    procedure.__name__: procedure
-    for procedure in (
-        Trial.conforms, session, many_batches, determinism, batch_invariance, request_order, causal_prefix,
-        split_invariance, merge_states, v_linearity, no_side_effects, cache_write, weight_absorption,
-        prefill_decode_agreement, streams, layer_graph, sparse_layer_graph,
-        neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
-        selection_order, selection_padding, selection_rows,
-    )
-} | {
-    "graph": graph.replays,
-    "far": judge_far_away,
-}  # fmt: skip
-"""Procedures by the names that entries of the vocabulary give them."""
+def procedure_of(name: str) -> Callable[[Trial], object]:
+    found: Callable[[Trial], object] = getattr(import_module(f"{__package__}.{PROCEDURES[name]}"), name)
+    return found

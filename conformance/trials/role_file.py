@@ -56,7 +56,8 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
 
 
 def _add(path: Path, file: str, array: Sequence[str]) -> None:
-    module, name = import_file(path), path.stem
+    known, name = set(ROLES), path.stem
+    module = import_file(path)
     if (
         name not in sys.modules
         and name.isidentifier()
@@ -64,7 +65,7 @@ def _add(path: Path, file: str, array: Sequence[str]) -> None:
     ):
         sys.modules[name] = module  # where a kernel's file imports the classes of its role from
     defined = [each for each in vars(module).values() if isinstance(each, RoleDefinition)]
-    added = [each for each in defined if each.role not in DEFINITIONS]
+    added = [each for each in defined if each.role not in known]
     if len(added) != 1:
         raise InputError(
             f"expected one role, a RoleDefinition as docs/add-a-role.md has it, got {len(added) or 'none'}"

@@ -4,29 +4,28 @@ One that is wrong is made again on a new instance, so that its failure says whet
 Other batches are drawn by the id of the case, so that a line that runs it again has the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
-import torch
-
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.cases.grammar import Data
-from mla_conformance.driving.driver import Observation, call_once
+from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Nonconformance, Status
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.fences import Buffers, MovedCall
-from mla_conformance.problems.memory import Guarded, device_lost
+from mla_conformance.problems.calls import CallOnRanks, KernelCall, Problem
+from mla_conformance.problems.fences import Buffers
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.transform import over_metadata, overwrite, scale_cache
+from mla_conformance.trials.bounds import call_moved
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14
@@ -37,25 +36,6 @@ _REQUESTS = (1, 2, 3, 5, 2, 4)
 """Of those, in turn."""
 _STEPS = 3
 _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
-
-
-def call_in_buffers(
-    buffers: Buffers,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
-) -> Any:
-    """As :func:`call_once`, over operands at the addresses of those of earlier calls."""
-    moved = MovedCall(buffers, call, out)
-    try:
-        value = call_once(first, backend, moved.call, moved.out, prepare, device)
-    finally:
-        if not device_lost(device):
-            moved.write_back()
-    return moved.handed_back(value, out)
 
 
 class Session:
@@ -94,7 +74,7 @@ class Session:
     def _perform(self) -> Any:
         if self._buffers is None:
             self._buffers = self.trial.query("buffers", Buffers)
-        return partial(call_in_buffers, self._buffers)
+        return partial(call_moved, self._buffers)
 
     def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
         """Whether the same call is right on a new instance; nothing where that cannot be told."""
@@ -126,9 +106,9 @@ def session(trial: Trial) -> None:
         _interleaved(trial, trial.other_problem())
         _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
         if case.call in (Call.DECODE, Call.SPARSE_DECODE):
-            made.call(scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
+            made.call(_scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
         made.call(
-            overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
+            _overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
             "same addresses, other contents",
         )
         trial.problem = trial.build()  # whose tensors hold other contents now
@@ -257,12 +237,12 @@ def _layers_of_a_step(made: Session) -> None:
     contents = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)
     if not is_layer:
-        other = over_metadata(other, first)
+        other = _over_metadata(other, first)
     made.call(first, "prepared once")
     made.call(other, "prepared once, another layer's operands and cache", prepare=False)
-    made.call(overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
+    made.call(_overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
     if not is_layer:
-        _interleaved(trial, over_metadata(other, trial.problem), "over the same metadata")
+        _interleaved(trial, _over_metadata(other, trial.problem), "over the same metadata")
     elif isinstance(trial.problem.calls[0], LayerCall):
         # A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none.
         assert isinstance(contents, LayerCase)
@@ -279,3 +259,32 @@ def _lend(owner: Any, layer: Any, problem: Problem) -> None:
     call: Any = problem.calls[0]
     call.load(layer)
     layer.metadata = owner.metadata
+
+
+def _scale_cache(problem: Problem, factor: float) -> Problem:
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
+    assert isinstance(problem.case, CachedCase)
+    meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
+    for call in problem.calls:
+        assert isinstance(call, DecodeCall | SparseCall)
+        rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
+        calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
+    whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
+    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
+
+
+def _overwrite(problem: Problem, other: Problem) -> Problem:
+    """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
+    calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
+    return replace(problem, key=other.key, calls=calls, whole=other.whole)
+
+
+def _over_metadata(problem: Problem, owner: Problem) -> Problem:
+    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks."""
+
+    def over(call: Any, theirs: Any) -> Any:
+        if isinstance(call, CallOnRanks):  # each has metadata of its own
+            return call.of(tuple(map(over, call.parts, theirs.parts)))
+        return replace(call, metadata=theirs.metadata)
+
+    return replace(problem, calls=tuple(map(over, problem.calls, owner.calls)))

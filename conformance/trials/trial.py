@@ -8,14 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
-from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of, run_calls, why_not_plain
@@ -44,18 +42,12 @@ class BoundedCache(Generic[Value]):
     entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
     held: int = 0  # bytes of all of them
 
-    def get(
-        self,
-        key: str,
-        device: torch.device,
-        make: Callable[[], Value],
-        tensors: Callable[[Value], Iterable[torch.Tensor]],
-    ) -> Value:
-        """The value of a key, made if it is not there; ``tensors`` are what it consists of."""
+    def get(self, key: str, device: torch.device, make: Callable[[], Value]) -> Value:
         place = (key, str(device))
         if place not in self.entries:
             value, limit = make(), self.limits[device.type]
-            storages = map(torch.Tensor.untyped_storage, tensors(value))
+            packed = value if isinstance(value, Original) else Original(value)
+            storages = map(torch.Tensor.untyped_storage, packed.tensors)
             size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             if size > limit and not self.keeps_large:
                 return value
@@ -79,13 +71,12 @@ class Context:
             built = build_problem(case, device, self.salt)
             return Original(built, [built.case])
 
-        made = self._problems.get(case.id, device, make, attrgetter("tensors"))
+        made = self._problems.get(case.id, device, make)
         return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
 
     def expect(self, problem: Problem) -> Golden:
         """The golden result of a problem; asked for before a call, which may change its inputs."""
-        make = partial(golden_of, problem)
-        return self._golden.get(problem.key, problem.device, make, attrgetter("tensors"))
+        return self._golden.get(problem.key, problem.device, partial(golden_of, problem))
 
     def forget(self) -> None:
         for kept in (self._problems, self._golden):
@@ -122,7 +113,6 @@ class Trial:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """What the adapter declares that the case is for."""
         question = partial(getattr, self.subject, "declarations")
         declared = self.query("asked what it declares, it", question, dict[str, Declaration])[self.case.role]
         assert isinstance(declared, Declaration)
@@ -137,7 +127,6 @@ class Trial:
         return self.query("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
-        """What a call returned; otherwise as :meth:`query`."""
         return self.query(what, call, reached=reached)
 
     def query(
@@ -181,7 +170,6 @@ class Trial:
     def run(
         self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
     ) -> Observation:
-        """Make the problem's calls on an instance, as :func:`run_calls` does."""
         # The metadata of ranks are handed over before each call in any case, since the ranks share the instance.
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
@@ -221,17 +209,10 @@ class Trial:
 
 
 def _unsupported(subject: Subject, case: Case) -> list[str] | str:
-    """The reasons, or what is wrong with the answer."""
     try:
         return subject.unsupported(case)
     except AnswerError as error:
         return str(error)
-
-
-def evidence_of(instance: Any) -> dict[str, str]:
-    """What an instance says of the kernel that served it; empty if it does not tell."""
-    tell = getattr(instance, "kernel_evidence", dict)
-    return {shortened(str(name)): shortened(str(value)) for name, value in tell().items()}
 
 
 def returned_bytes(observation: Observation) -> list[bytes]:
@@ -247,22 +228,13 @@ def returned_bytes(observation: Observation) -> list[bytes]:
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
-    """Output, and LSE if there is one, of the only call of an observation."""
     return list(parts_of(observation.returned[0].value))
 
 
-def prepare(backend: Any, problem: Problem) -> None:
-    problem.calls[0].prepare(backend)
-
-
-def invoke(backend: Any, problem: Problem) -> Any:
-    """Make the problem's only call; what the backend returns, possibly still being computed."""
-    return problem.calls[0].invoke(backend, None)
-
-
 def prepared_call(backend: Any, problem: Problem) -> Any:
-    prepare(backend, problem)
-    return invoke(backend, problem)
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    problem.calls[0].prepare(backend)
+    return problem.calls[0].invoke(backend, None)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -279,5 +251,5 @@ def cut(value: Any, rows: slice) -> Any:
     return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
 
 
-def observed(problem: Problem, value: Any) -> Observation:
-    return Observation((Returned(value, call=problem.calls[0]),), None, ())
+def observed(problem: Problem, value: Any, miswritten: str = "") -> Observation:
+    return Observation((Returned(value, call=problem.calls[0], miswritten=miswritten),), None, ())

@@ -16,12 +16,7 @@ from mla_conformance.reference.cache_layout import (
     entry_width,
     swap_blocks,
 )
-from mla_conformance.reference.quantization import (
-    E4M3_MAX,
-    dequantize_e4m3,
-    e4m3_ordinal,
-    quantize_e4m3,
-)
+from mla_conformance.reference.quantization import E4M3_MAX, dequantize_e4m3, e4m3_ordinal, quantize_e4m3
 
 BF16 = torch.bfloat16
 

@@ -9,19 +9,8 @@ from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ProjectedTerms, attention
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
-from mla_conformance.reference.projections import (
-    Projection,
-    expand_key,
-    projected_terms,
-    up_project,
-)
-from mla_conformance.reference.roundings import (
-    P_ROUNDOFFS,
-    Visible,
-    most_of_a_sum,
-    running_sums,
-    shared_roundings,
-)
+from mla_conformance.reference.projections import Projection, expand_key, projected_terms, up_project
+from mla_conformance.reference.roundings import P_ROUNDOFFS, Visible, most_of_a_sum, running_sums, shared_roundings
 
 SCALE = 0.3
 ROUNDOFF = 2.0**-10

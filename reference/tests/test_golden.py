@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_conformance.fixtures import load, names
 from mla_conformance.reference.attention import AttentionState, attention, merge
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.mla import compute_friendly, data_movement_friendly
+from mla_conformance.reference.layer import compute_friendly, data_movement_friendly
 from mla_conformance.reference.projections import kv_b_proj
 from mla_conformance.reference.quantization import quantize_e4m3
 

@@ -14,7 +14,7 @@ from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_o
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, start_loc
-from mla_conformance.problems.written import TIE_SLACK, CacheImage, ExpectedCache, WrittenEntries, WrittenRows
+from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
@@ -94,7 +94,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
-        image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
+        image = CacheImage.of(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored]))
         slots, stops = torch.full((sum(self.totals),), -1), start_loc(self.totals)[1:]
         slots[stored] = pages.slots
         tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])

@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.kernel import HEAD_DIMS
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.backends.layer import layer_config as engine
-from mla_conformance.problems import calls, memory, ranks
+from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference import chunking, projections
@@ -42,7 +42,7 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCall(ranks.CallOfARank):
+class LayerCall(calls.CallOfARank):
     """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
 
     Its heads are those of its rank, and its requests and cache what that rank holds.
@@ -147,7 +147,7 @@ class LayerCall(ranks.CallOfARank):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedCall(ranks.CallOnRanks[LayerCall]):
+class RankedCall(calls.CallOnRanks[LayerCall]):
     """What ranks that share the tokens do together: their heads side by side are the result of one rank."""
 
     @classmethod

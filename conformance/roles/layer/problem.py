@@ -16,7 +16,7 @@ from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
-from mla_conformance.problems.written import TIE_SLACK, ExpectedCache
+from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -187,8 +187,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = write_pages(self, PageForm(case.cache, case.page), self.entries[rows], lengths)
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
-        expected = ExpectedCache(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
-        batch = zip(case.q, case.kv, expected.block_ids, self._prefills, strict=False)
+        batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
         k, v = (x[:, heads] for x in projected)
         queries = self.queries[:, heads]
@@ -207,7 +206,7 @@ class LayerBatch(LatentBatch[LayerCase]):
             requests=tuple(starmap(mla_batch.LayerRequest, batch)),
             padding=case.pad or -1,
             padding_counts=case.padding_counts,
-            written={"kv_cache": expected.image()},
+            written={"kv_cache": CacheImage.of(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))},
             merges=len(chunks),
             rank=rank,
             case=case,

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
-from mla_conformance.problems.calls import AttentionOperands, regrouped_metadata
+from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks, regrouped_metadata
 from mla_conformance.problems.memory import Guarded, Written, storage_bytes
 from mla_conformance.problems.operands import rows_of, start_loc
-from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.problem import longest_lists

@@ -97,7 +97,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = cached_batch.write_pages(batch, cached_batch.PageForm(case.cache, case.page), entries, batch.totals)
-        image = written.ExpectedCache(case, pages, self.new, parts).image()
+        image = written.CacheImage.of(case, pages, self.new, parts)
         metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mla_conformance.reference import kv_cache, mla
+from mla_conformance.reference import kv_cache
 from mla_conformance.reference.index_scores import index_scores
-from mla_conformance.reference.layer import LayerSpec, latents, mla_layer, query_latent
+from mla_conformance.reference.layer import LayerSpec, Path, latents, mla_layer, query_latent
 from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_keys, index_queries, index_weights
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
@@ -178,7 +178,7 @@ class GoldenLayer:
     hidden: Tensor
     first: int
 
-    def output(self, start: int, end: int, selected: Tensor | None, path: mla.Path) -> Tensor:
+    def output(self, start: int, end: int, selected: Tensor | None, path: Path) -> Tensor:
         """[T, H] of tokens start … end - 1, those before them cached."""
         spec, weights = self.family.spec, golden_weights(self.theirs, self.family.spec)
         return mla_layer(
