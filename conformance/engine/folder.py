@@ -14,15 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mla_conformance.backends.roles import outside
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
+from mla_conformance.engine.messages import Found
 from mla_conformance.files.places import file_digest, harness_files, is_file, place_of, sites
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import Record, RecordKey, Traced
-from mla_conformance.judging.traits import Traits
-from mla_conformance.speed.times import Speed
+from mla_conformance.judging.record import Record, RecordKey
 
 RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
 LATEST = "latest"
@@ -144,23 +142,17 @@ def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> d
 class Findings:
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
-    traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run
-    traits: dict[str, Traits] = field(default_factory=dict)  # when bits are the same, and how errors are spread
-    speed: dict[str, Speed] = field(default_factory=dict)  # times of those that are right
-    heat: dict[RecordKey, HeatMap] = field(default_factory=dict)  # where the errors of failures are
+    further: dict[RecordKey, Found] = field(default_factory=dict)  # of backends, without a case, and of cases
     given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
+
+    def of(self, backend: str, case: str = "") -> Found:
+        return self.further.get((backend, case), Found())
 
     def keep(self, event: journal.JournalEvent) -> None:
         if isinstance(event, journal.Judgement):
             self.verdicts[event.record.record_key] = event.record
-        elif isinstance(event, journal.WasTraced):
-            self.traced[event.backend] = event.traced
-        elif isinstance(event, journal.Examined):
-            self.traits[event.backend] = event.traits
-        elif isinstance(event, journal.WasTimed):
-            self.speed[event.backend] = event.speed
-        elif isinstance(event, journal.HeatShown):
-            self.heat[event.backend, event.case] = event.heat
+        elif isinstance(event, journal.Learned):
+            self.further[event.backend, event.case] = self.of(event.backend, event.case).joined(event.found)
         elif isinstance(event, journal.CodeLoaded):
             self.code.add(event.loaded)
         elif isinstance(event, journal.GaveUp):

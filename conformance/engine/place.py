@@ -170,16 +170,14 @@ class WorkerSlot:
         if isinstance(event, messages.Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed, self._served = False, True
-        elif isinstance(event, messages.WorkerStarted):
-            self._started, judged = event.record, (event.record.reference, event.record.case)
-            if self.history[-1:] != [judged]:  # told twice where it waited for memory
-                self.history.append(judged)
-            self.deadline = time.monotonic() + self.timeout
-        elif isinstance(event, messages.WorkerJudged):
-            self._judged = event.record
-            self.deadline = time.monotonic() + EXPLAIN_SECONDS
-        elif isinstance(event, messages.WorkerExplored):
-            self.deadline = time.monotonic() + self.timeout
+        elif isinstance(event, messages.Told):
+            if event.step is messages.Step.STARTED:
+                self._started, judged = event.record, (event.record.reference, event.record.case)
+                if self.history[-1:] != [judged]:  # told twice where it waited for memory
+                    self.history.append(judged)
+            elif event.step is messages.Step.JUDGED:
+                self._judged = event.record
+            self.deadline = time.monotonic() + (EXPLAIN_SECONDS if self._judged else self.timeout)
         else:
             self._makes_room = False
             if isinstance(event, messages.Ended):

@@ -25,7 +25,7 @@ from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
 from mla_conformance.engine.folder import LOG_NAME, Findings, LoadedCode, RunFolder, deciding_files
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
-from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
+from mla_conformance.engine.messages import Describe, Examine, Explore, Found, Judge, Step, TakeTimes, Told, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import (
@@ -198,18 +198,17 @@ class Run:
         It is Stopped by a signal or the deadline; a RunError if no process starts, or the journal cannot be written.
         """
         self._on_record, self._on_phase = on_record, on_phase
-        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
-        self.supervisor.explored = self._keep_explored
+        self.supervisor.told = self._hear
         try:
             failures = self._first_verdicts()
             if any(record.failed for record in self.found.verdicts.values()):
                 self._settle_failures(failures)
-            without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
+            without = [facts.reference for facts in self.available if not self.found.of(facts.reference).traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
-                    self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
+                    self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or NO_TRAITS))
             # A profiler takes seconds to start.
             few = self.request.deployment is None and (self.request.cases or self.request.tier is Tier.SMOKE)
             if self.device == "cuda" and not few:
@@ -250,21 +249,26 @@ class Run:
         if tasks := [[task] for group in groups for task in comparisons(group)]:
             self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.outcomes(Tasks(tasks)):
-            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-            key = outcome.task.reference, outcome.task.case
-            if outcome.answer.heat and outcome.answer.record.check == self.found.verdicts[key].check:
-                self._write(journal.HeatShown(*key, outcome.answer.heat))
+            task = outcome.task
+            assert outcome.answer.record is not None and isinstance(task, Judge)
+            key = task.reference, task.case
+            if outcome.answer.record.check == self.found.verdicts[key].check:
+                self._learn(task.reference, outcome.answer.found, task.case)
             if found := compared(self.found.verdicts[key], outcome.answer.record):
                 self._write(journal.Judgement(found))
 
-    def _keep_explored(self, record: Record) -> None:
-        what = f"{record.message}; not all were drawn before the run ended"
-        seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
-        self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
-        self._on_phase(f"exploring {record.backend}: {record.message}")
+    def _hear(self, told: Told) -> None:
+        record = told.record
+        if told.step is Step.STARTED:
+            self._write(journal.CaseStarted(record.case, record.reference))
+        elif told.step is Step.EXPLORED:
+            what = f"{record.message}; not all were drawn before the run ended"
+            seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
+            self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
+            self._on_phase(f"exploring {record.backend}: {record.message}")
 
     def _trace(self) -> None:
-        untold = [record for record in self.found.verdicts.values() if record.reference not in self.found.traced]
+        untold = [record for record in self.found.verdicts.values() if not self.found.of(record.reference).traced]
         passed = [record for record in untold if record.status is Status.PASS]
         untraced: dict[str, dict[str, str]] = {}
         for record in sorted(passed, key=lambda record: record.seconds):
@@ -274,22 +278,22 @@ class Run:
         shares = [(name, list(cases.items())[n::parts]) for name, cases in untraced.items() for n in range(parts)]
         for outcome in self.outcomes(Tasks([[Trace(name, dict(share))] for name, share in shares if share]), WHOLE):
             name = outcome.task.reference
-            seen[name] = seen[name].joined(outcome.answer.traced or NOTHING_TRACED)
+            seen[name] = seen[name].joined(outcome.answer.found.traced or NOTHING_TRACED)
         for name, traced in seen.items():
             in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
-            self._write(journal.WasTraced(name, in_order))
+            self._learn(name, Found(in_order))
 
     def _take_times(self) -> None:
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
             reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
-            if reference in self.found.speed or not is_right(backend, self.request.is_usual):
+            if self.found.of(reference).speed or not is_right(backend, self.request.is_usual):
                 continue
             if forms := forms_of(passed, heads, self.device):
                 asked[reference] = forms
             else:
                 kinds = ", ".join(dict.fromkeys(KINDS.values()))
-                self._write(journal.WasTimed(reference, Speed(why=f"only {kinds} are timed")))
+                self._learn(reference, Found(speed=Speed(why=f"only {kinds} are timed")))
         part = ALONE if self.device == "cuda" else WHOLE
         for number, (reference, forms) in enumerate(asked.items(), start=1):
             self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
@@ -298,7 +302,7 @@ class Run:
                 judged = {x: new for x, new in outcome.answer.loaded.found.items() if x in self.found.code.digests}
                 self.found.code.add(msgspec.structs.replace(outcome.answer.loaded, found=judged))
                 ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
-                self._write(journal.WasTimed(reference, outcome.answer.speed or ended))
+                self._learn(reference, Found(speed=outcome.answer.found.speed or ended))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         for facts in self.available:  # of a role that a backend lacks no process need be asked
@@ -386,13 +390,16 @@ class Run:
             asked, attempts = Tasks([[attempt] for attempt, _ in attempts]), []
             for outcome in self.outcomes(asked):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-                if outcome.answer.heat:
-                    self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
+                self._learn(outcome.task.reference, outcome.answer.found, outcome.task.case)
                 confirming = of_task[id(outcome.task)]
                 try:
                     attempts.append((confirming.send(outcome.answer.record), confirming))
                 except StopIteration as settled:
                     yield settled.value
+
+    def _learn(self, backend: str, found: Found, case: str = "") -> None:
+        if found != Found():
+            self._write(journal.Learned(backend, found, case))
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
@@ -419,15 +426,20 @@ class Run:
             # One record stands for all drawn cases.
             cases = (*request.judged_of(facts), *([EXPLORED] if any(request.explore) else []))
             records = groups[facts.name]
-            mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
+            own = found.of(facts.reference)
+            mapped = {
+                each.case: heat
+                for each in records
+                if is_mapped(each) and (heat := found.of(each.reference, each.case).heat)
+            }
             about = (
                 () if facts.reasons else summarise(records, cases),
                 found.given_up.get(facts.reference, ""),
-                found.traced.get(facts.reference, NOTHING_TRACED),
-                {record.case: found.heat[record.reference, record.case] for record in mapped},
+                own.traced or NOTHING_TRACED,
+                mapped,
                 judged_pairs(records, facts.fitted) if request.arrays else {},
-                found.traits.get(facts.reference, NO_TRAITS),
-                found.speed.get(facts.reference),
+                own.traits or NO_TRAITS,
+                own.speed,
             )
             backends.append(BackendSummary(facts, *about))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment

@@ -88,8 +88,7 @@ class Supervisor:
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
         self.gpus = 0  # how many there are; the first so many places have one each
         self.log = BoundedLog()
-        self.started: Callable[[Record], None] = lambda record: None  # told of every case before it is launched
-        self.explored: Callable[[Record], None] = lambda record: None  # told what is known of an exploration so far
+        self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
         self.signal = 0  # the number of one that came
         self._tasks, self._part = Tasks(()), machine.WHOLE
@@ -195,10 +194,8 @@ class Supervisor:
     def _outcomes(self, place: WorkerSlot, event: messages.WorkerEvent) -> Iterator[TaskOutcome]:
         if isinstance(event, messages.Hello):
             self._starts = 0
-        elif isinstance(event, messages.WorkerStarted):
-            self.started(event.record)
-        elif isinstance(event, messages.WorkerExplored):
-            self.explored(event.record)
+        elif isinstance(event, messages.Told):
+            self.told(event)
         elif isinstance(event, messages.TaskReply) and place.task is not None:
             task, place.task = place.task, None
             share, taken = self._part.share, self._tasks.taken[place.number]
