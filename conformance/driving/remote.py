@@ -23,17 +23,8 @@ from msgspec import Meta
 
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Executor, Instead, StepResult, itself, parts_of, run_step, why_not_plain
-from mla_conformance.driving.shared import (
-    RemoteValue,
-    ReplyError,
-    Shared,
-    SharedRange,
-    Unpacker,
-    pack,
-    receive,
-    send,
-)  # fmt: skip
-from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes
+from mla_conformance.driving.shared import RemoteValue, ReplyError, Shared, SharedRange, pack, receive, send, unpack
+from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes, whole_memory
 
 _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 _MALFORMED = "malformed reply from the kernel process"
@@ -109,11 +100,9 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        pieces = self.shared.pieces["cuda"]
-        if self._lost or self._broken or len(pieces) < 2:
+        if self._lost or self._broken or len(pieces := self.shared.pieces["cuda"]) < 2:
             return self._lost or bool(self._broken)
-        total = torch.cuda.get_device_properties(self.shared.devices["cuda"]).total_memory
-        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
+        return _MOST_SHARE * sum(piece.size for piece in pieces) > whole_memory(self.shared.devices["cuda"])
 
     def call(
         self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
@@ -146,8 +135,7 @@ class RemoteExecutor(Executor):
         return self._lost
 
     def use(self, device: torch.device) -> None:
-        self.shared.devices[device.type] = device
-        self.shared.synchronize()
+        self.shared.use(device)
         self.shared.room(device.type, 1)
         send(self.connection, pickle.dumps(device))
 
@@ -250,8 +238,7 @@ def serve(connection: socket.socket, shared: Shared) -> None:
     kept: dict[int, Any] = {}  # what steps made, by the number of their request
     if frame := receive(connection):
         device = pickle.loads(frame)
-        shared.devices[device.type] = device
-        shared.synchronize()
+        shared.use(device)
         while frame := receive(connection):
             request: KernelRequest = pickle.loads(frame)
             for number in request.released:
@@ -272,13 +259,14 @@ def serve(connection: socket.socket, shared: Shared) -> None:
 
 
 def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply:
-    value = Unpacker(request.step, shared, kept).load()()
+    value = unpack(request.step, shared, kept)()
     if request.wanted is Wanted.FACT:
         return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
     kept[request.number] = value
-    reply = Reply(request.number)
-    if request.wanted is Wanted.RETURNED:
-        reply = written(shared, request.rooms, request.reached, request.number, value)
+    is_returned = request.wanted is Wanted.RETURNED
+    reply = (
+        written(shared, request.rooms, request.reached, request.number, value) if is_returned else Reply(request.number)
+    )
     shared.synchronize()
     return reply
 

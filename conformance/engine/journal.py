@@ -31,16 +31,14 @@ JOURNAL_NAME = "journal.jsonl"
 PLAN_FORMAT = 4
 
 
-class _Event(msgspec.Struct, frozen=True, tag_field="event"):
-    pass
+class _Event(msgspec.Struct, frozen=True, tag_field="event"): ...
 
 
 class Planned(_Event, frozen=True, tag="plan"):
     plan: dict[str, Any]  # what is to be judged, in the form of its time
 
 
-class Resumed(_Event, frozen=True, tag="resume"):
-    pass
+class Resumed(_Event, frozen=True, tag="resume"): ...
 
 
 class CaseStarted(_Event, frozen=True, tag="started"):
@@ -69,8 +67,7 @@ class GaveUp(_Event, frozen=True, tag="gave_up"):
     reason: str
 
 
-class Completed(_Event, frozen=True, tag="end"):
-    pass
+class Completed(_Event, frozen=True, tag="end"): ...
 
 
 class Reported(_Event, frozen=True, tag="report"):
@@ -171,14 +168,13 @@ class Journal:
         return content[: content.rfind(b"\n") + 1].splitlines()
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"expected a number, got {constant}")
+
+
 def _read(line: bytes) -> JournalEvent:
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"expected a number, got {constant}")
-
-    try:
-        plain = json.loads(line, parse_constant=refuse)  # unlike msgspec it reads the half of a pair, as of a message
-        event: JournalEvent = msgspec.convert(plain, JournalEvent)
+    try:  # unlike msgspec json reads the half of a pair, as of a message
+        event: JournalEvent = msgspec.convert(json.loads(line, parse_constant=_refuse), JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return event

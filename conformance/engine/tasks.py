@@ -94,11 +94,17 @@ class Tasks:
 
     def set_apart(self) -> list[list[Task]]:
         """Take what is to have its GPU for itself out of the groups; of what is to follow, behind the rest of it."""
-        apart, self.groups = _divided(self.groups)
-        for place, groups in self.later.items():
-            last, self.later[place] = _divided(groups)
-            self._last += last
-        return list(apart)
+
+        def taken_out(groups: deque[list[Task]]) -> list[list[Task]]:
+            apart = [[task for task in group if _is_undisturbed(task)] for group in groups]
+            rest = [[task for task in group if not _is_undisturbed(task)] for group in groups]
+            groups.clear()
+            groups.extend(filter(None, rest))
+            return list(filter(None, apart))
+
+        for groups in self.later.values():
+            self._last += taken_out(groups)
+        return taken_out(self.groups)
 
     def go_on(self) -> bool:
         """Have what was to follow be next; whether that is anything."""
@@ -115,12 +121,8 @@ class Tasks:
         return bool(self.groups or self._large or later) or any(self._own.values())
 
 
-def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
-    def is_undisturbed(task: Task) -> bool:
-        return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
-
-    parts = ([[task for task in group if is_undisturbed(task) is alone] for group in groups] for alone in (True, False))
-    return [deque(filter(None, part)) for part in parts]
+def _is_undisturbed(task: Task) -> bool:
+    return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
 
 
 def call_of(case: str) -> str:
