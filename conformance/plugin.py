@@ -69,10 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, object, object]:
-    """Before any file of the project is imported: which files these are, and that the end of this process is seen.
-
-    Who asks for a backend's cases and names no file means the suite, and not all that may import the project's tests.
-    """
+    """Before any file of the project is imported; who asks for a backend's cases and names no file means the suite."""
     if early_config.known_args_namespace.help:  # of which nothing else is read, not even the paths
         return (yield)
     option = early_config.known_args_namespace = _without_prefix(early_config, parser, args)

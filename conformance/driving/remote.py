@@ -193,10 +193,7 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """Copies of what a call returned, out of the rooms for the answer.
-
-    What cannot be is a ReplyError; an OutOfMemoryError, where this process has no room, is not the kernel's fault.
-    """
+    """Copies of what a call returned; where this process has no room, an OutOfMemoryError is not the kernel's fault."""
     parts: list[Any] = []
     try:
         for part in reply.parts:
@@ -263,10 +260,9 @@ def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply
     if request.wanted is Wanted.FACT:
         return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
     kept[request.number] = value
-    is_returned = request.wanted is Wanted.RETURNED
-    reply = (
-        written(shared, request.rooms, request.reached, request.number, value) if is_returned else Reply(request.number)
-    )
+    reply = Reply(request.number)
+    if request.wanted is Wanted.RETURNED:
+        reply = written(shared, request.rooms, request.reached, request.number, value)
     shared.synchronize()
     return reply
 

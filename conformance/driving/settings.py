@@ -330,7 +330,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("floating-point control (rounding, denormals)", _control, _control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
     Setting("working directory", os.getcwd, os.chdir, unreadable="(removed)"),
-    Setting(  # to which a library may add entries
+    Setting(  # a library may add entries
         "sys.path",
         lambda: list(sys.path),
         lambda old: sys.path.__setitem__(slice(None), list(dict.fromkeys([*old, *sys.path]))),

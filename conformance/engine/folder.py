@@ -99,7 +99,7 @@ class LoadedCode:
         self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
 
     def changed(self) -> list[str]:
-        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
+        return [x for x, old in self.digests.items() if not is_file(Path(x)) or file_digest(Path(x)) != old]
 
     @property
     def own(self) -> dict[str, str]:
@@ -117,12 +117,11 @@ class LoadedCode:
 
 
 def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> dict[Path, str | int]:
-    """The files that decide: SHA-256 of each; of those beside packages when each was changed last, in nanoseconds.
+    """SHA-256 of the harness's files and of what is loaded of its libraries, or was ``before``; and what stands beside.
 
-    They are the harness's, and those that are loaded of its libraries, or were ``before``. Beside packages are those of
-    Python's library, and of the folders of wheels. What decides is loaded before a backend is; a file that is written
-    over changes nothing of the run that goes on. The run is refused all the same: what is written over by chance may
-    have been read by halves, and what Python runs at its start would decide the next one.
+    That is Python's library and folders of wheels, with the nanosecond of each last change. A file that is written over
+    changes nothing of the run that goes on, since what decides is loaded before a backend is. The run is refused all
+    the same: it may have been read by halves, and what Python runs at its start would decide the next one.
     """
     loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
     others = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]

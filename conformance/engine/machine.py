@@ -58,9 +58,8 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 def renounce_rights() -> None:
     """Give up the rights to reach into any process, to signal any that this one did not start, and to make named pipes.
 
-    The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Signals can be forbidden from Linux 6.12
-    on. Call it while there is one thread: it holds for that one, and for what it starts. The system demands that
-    nothing gets further rights by being executed, as programs of root may otherwise.
+    The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Call it while there is one thread: it holds
+    for that one, and for what it starts. The system demands that nothing gets further rights by being executed.
     """
     if sys.platform != "linux":
         return

@@ -23,7 +23,7 @@ from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
-from mla_conformance.engine.folder import LOG_NAME, Findings, LoadedCode, RunFolder, deciding_files
+from mla_conformance.engine.folder import LOG_NAME, Findings, RunFolder, deciding_files
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
 from mla_conformance.engine.messages import Describe, Examine, Explore, Found, Judge, Step, TakeTimes, Told, Trace
 from mla_conformance.engine.request import RunRequest
@@ -121,10 +121,9 @@ class Run:
         self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def outcomes(self, tasks: Tasks, part: GpuPart | None = None) -> Iterator[TaskOutcome]:
-        """Have tasks carried out; what their processes loaded is kept.
+        """Have tasks carried out, without a part of a GPU as cases that share one; what their processes load is kept.
 
-        Without a part of a GPU they are cases, which share one as far as they can. A case has failed whose backend
-        declared something else where it was judged than where it was asked.
+        A case has failed whose backend declared something else where it was judged than where it was asked.
         """
         if part is None and self.device == "cuda":
             yield from judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
@@ -182,11 +181,10 @@ class Run:
         return left_out
 
     def changed_code(self) -> list[str]:
-        earlier = LoadedCode()
+        earlier = Findings()
         for event in self.folder.journal.sealed().values():
-            if isinstance(event, journal.CodeLoaded):
-                earlier.add(event.loaded)
-        return earlier.changed()
+            earlier.keep(event)
+        return earlier.code.changed()
 
     def judge(
         self,

@@ -223,12 +223,10 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                if isinstance(given, messages.Judge):
-                    case = Case.parse(given.case)
-                    capability = case.capability
-                else:
-                    case, capability = array_of(given.capabilities[0])[0], EXPLORED
-                about = parse_reference(given.reference).name, given.reference, capability, case.id
+                case, capability = given.case, given.case.partition(":")[0]
+                if isinstance(given, messages.Explore):
+                    case, capability = array_of(given.capabilities[0])[0].id, EXPLORED
+                about = parse_reference(given.reference).name, given.reference, capability, case
                 died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
                 message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"
                 record = Record(*about, died, message=message)

@@ -47,7 +47,6 @@ class Tasks:
         self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
-        self._early: set[int] = set()
         self._large: list[tuple[int, list[Task]]] = []
 
     def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
@@ -59,7 +58,6 @@ class Tasks:
                 if not gone:
                     return task
             self.taken[place] = 0
-            self._early.discard(place)
             fitting = next((large for large in self._large if large[0] <= room), None)
             is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
             if fitting:
@@ -74,8 +72,6 @@ class Tasks:
                     kept = 0 if longest == _NOBODY else len(theirs) // 2
                     self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
                 self._own[place] = self.later[place].popleft()
-                if self.ahead:
-                    self._early.add(place)
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
@@ -83,11 +79,7 @@ class Tasks:
 
     def defer(self, place: int, task: Task, wants: int) -> None:
         """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
-        group = [task, *self._own.pop(place, ())]
-        if place in self._early:  # those who have time for it would have to load a compiler
-            self._last.append(group)
-        else:
-            self._large.append((wants, group))
+        self._large.append((wants, [task, *self._own.pop(place, ())]))
 
     def put_back(self, place: int, task: Task) -> None:
         self._own[place].insert(0, task)
