@@ -107,22 +107,10 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if not resumed:
-            run.begin()
-            return None
-        # It goes on with a run that judges the same with the same code.
-        if different := resumed.differences(run.plan):
-            raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
-        if changed := run.changed_code():
-            raise InputError(
-                f"--resume {run.folder.path}: code that the run had loaded has changed: "
-                f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, and "
-                "what a kernel compiles differs between machines: start again on one machine, without --resume"
-            )
-        if left_out := run.begin(resumes=True):
+        if left_out := run.begin(resumed):
             lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
-        if said := run.environment.get("journal"):
+        if resumed and (said := run.environment.get("journal")):
             say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
     except InputError:
         run.folder.discard()

@@ -40,6 +40,7 @@ from mla_conformance.engine.tasks import (
 )
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
@@ -158,33 +159,37 @@ class Run:
         self.facts = [found[reference] for reference in names]
         self.available = [facts for facts in self.facts if not facts.reasons]
 
-    def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is, or go on with the journal's; the numbers of lines that no run wrote."""
+    def begin(self, resumed: journal.Plan | None = None) -> list[int]:
+        """Write what the run is, or go on with one of the same code; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
-        if not resumes:
+        if not resumed:
             self.folder.begin()
         else:
-            left_out = self.folder.journal.take_up()
+            if different := resumed.differences(self.plan):
+                raise InputError(f"--resume {self.folder.path}: it holds another run; {'; '.join(different)}")
+            earlier = Findings()
             for event in self.folder.journal.sealed().values():
-                self.found.keep(event)
+                for found in (earlier, self.found):
+                    found.keep(event)
+            if changed := earlier.code.changed():
+                raise InputError(
+                    f"--resume {self.folder.path}: code that the run had loaded has changed: "
+                    f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, "
+                    "and what a kernel compiles differs between machines: start again on one machine, without --resume"
+                )
+            left_out = self.folder.journal.take_up()
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
             verdicts = self.found.verdicts.items()
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write(journal.Resumed() if resumes else journal.Planned(msgspec.to_builtins(self.plan)))
+        self._write(journal.Resumed() if resumed else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
         for loaded in self._early:  # before there was a journal
             self._write(journal.CodeLoaded(loaded))
         return left_out
-
-    def changed_code(self) -> list[str]:
-        earlier = Findings()
-        for event in self.folder.journal.sealed().values():
-            earlier.keep(event)
-        return earlier.code.changed()
 
     def judge(
         self,
