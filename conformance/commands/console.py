@@ -135,8 +135,9 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
         if silent:  # a machine reads the report
             run.judge()
         else:
+            run.on_record, run.on_phase = progress, progress.phase
             with live(lambda: progress.line) as progress.tell:
-                run.judge(progress, progress.phase)
+                run.judge()
     except RunError as error:
         return str(error), 0
     except Stopped as stop:

@@ -80,6 +80,9 @@ class Run:
     explains: bool = True  # whether failures are compared with known mistakes
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
+    on_record: Callable[[Record], None] = lambda record: None  # is given each record once it is journalled
+    on_phase: Callable[[str], None] = lambda what: None  # is told what goes on where that is not all at once
+    _first: Sequence[str] = ()  # cases that come before the others
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
@@ -88,8 +91,6 @@ class Run:
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
     _known: dict[str, dict[str, str]] = field(default_factory=dict)  # what conditions compare with, by backend
-    _on_record: Callable[[Record], None] = lambda record: None
-    _on_phase: Callable[[str], None] = lambda what: None
 
     def __enter__(self) -> "Run":
         prctl(DUMPABLE, 0)
@@ -127,7 +128,7 @@ class Run:
         A case has failed whose backend declared something else where it was judged than where it was asked.
         """
         if part is None and self.device == "cuda":
-            yield from judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
+            yield from judged_on_gpu(self.outcomes, self._pool.beside, self.on_phase, tasks)
             return
         for outcome in self.supervisor.run(tasks, part or WHOLE):
             loaded = outcome.answer.loaded
@@ -184,6 +185,7 @@ class Run:
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
             verdicts = self.found.verdicts.items()
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+        self.supervisor.told = self._hear
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         self._write(journal.Resumed() if resumed else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
@@ -191,21 +193,25 @@ class Run:
             self._write(journal.CodeLoaded(loaded))
         return left_out
 
-    def judge(
-        self,
-        on_record: Callable[[Record], None] = lambda record: None,  # is given each record once it is journalled
-        on_phase: Callable[[str], None] = lambda what: None,  # is told what goes on where that is not all at once
-    ) -> None:
+    def begin_anew(self) -> None:
+        """Go on as if nothing was judged, and no backend was known; what failed comes first."""
+        failed = [record.case for record in self.found.verdicts.values() if record.failed]
+        left = set(self._first) - {record.case for record in self.found.verdicts.values()}
+        self._first, self.found, self._tried, self._explained = (*failed, *sorted(left)), Findings(), set(), set()
+        for place in self.supervisor.places:
+            place.renew()
+        self.describe()
+
+    def judge(self) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
         It is Stopped by a signal or the deadline; a RunError if no process starts, or the journal cannot be written.
         """
-        self._on_record, self._on_phase = on_record, on_phase
-        self.supervisor.told = self._hear
+        on_phase = self.on_phase
         try:
-            failures = self._first_verdicts()
+            failures = self.first_verdicts()
             if any(record.failed for record in self.found.verdicts.values()):
-                self._settle_failures(failures)
+                self.settle_failures(failures)
             without = [facts.reference for facts in self.available if not self.found.of(facts.reference).traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
@@ -240,17 +246,17 @@ class Run:
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
 
-    def _settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
+    def settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
         while pending := self._unconfirmed(outcomes):
             explained = sum(explain for explain, _ in pending)
             told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
-            self._on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
+            self.on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
             for record in self._confirmed([attempts for _, attempts in pending]):
                 self._write(journal.Judgement(record))
         failures = [record for record in self.found.verdicts.values() if record.failed]
         groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
-            self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+            self.on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.outcomes(Tasks(tasks)):
             task = outcome.task
             assert outcome.answer.record is not None and isinstance(task, Judge)
@@ -268,7 +274,7 @@ class Run:
             what = f"{record.message}; not all were drawn before the run ended"
             seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
             self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
-            self._on_phase(f"exploring {record.backend}: {record.message}")
+            self.on_phase(f"exploring {record.backend}: {record.message}")
 
     def _trace(self) -> None:
         untold = [record for record in self.found.verdicts.values() if not self.found.of(record.reference).traced]
@@ -299,7 +305,7 @@ class Run:
                 self._learn(reference, Found(speed=Speed(why=f"only {kinds} are timed")))
         part = ALONE if self.device == "cuda" else WHOLE
         for number, (reference, forms) in enumerate(asked.items(), start=1):
-            self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
+            self.on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
             for outcome in self.supervisor.run(Tasks([[TakeTimes(reference, forms)]]), part):
                 # Whose code has to be what was judged; what a timer or larger shapes load beside it was not.
                 judged = {x: new for x, new in outcome.answer.loaded.found.items() if x in self.found.code.digests}
@@ -307,7 +313,7 @@ class Run:
                 ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
                 self._learn(reference, Found(speed=outcome.answer.found.speed or ended))
 
-    def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
+    def first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         for facts in self.available:  # of a role that a backend lacks no process need be asked
             missing = self._missing[facts.reference]
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
@@ -344,7 +350,7 @@ class Run:
 
     def _left(self) -> Tasks:
         ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
-        known = self.before, self.found.verdicts
+        known = self.before, self.found.verdicts, self._first
         several = [facts for facts in self.available if facts not in ahead]
         compiling = [group for facts in several for group in alike(self.request.tasks([facts], *known))]
         rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
@@ -354,7 +360,7 @@ class Run:
         if len(compiling) > ENOUGH and self.supervisor.gpus:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
-                self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+                self.on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         elif self.supervisor.gpus:
             self.supervisor.end(self._pool.workers)  # the others were to compile
         return tasks
@@ -409,7 +415,7 @@ class Run:
         self.folder.journal.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
-            self._on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
+            self.on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
 
     @property
     def resume_line(self) -> str:

@@ -38,6 +38,7 @@ _WORTH = 20
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
 _JOIN_SECONDS = 5
+POLL_SECONDS = 0.3  # between two looks whether somebody has a run end
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,6 +87,7 @@ class Supervisor:
         self.places: list[WorkerSlot] = []  # one for each worker
         self.timeout = timeout  # seconds that a case may take
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
+        self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
         self.log = BoundedLog()
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
@@ -173,13 +175,14 @@ class Supervisor:
             yield from self._events()
 
     def _events(self) -> Iterator[TaskOutcome]:
-        until = min((self.ends_at, *(place.deadline for place in self.places if not place.is_idle)))
+        poll = time.monotonic() + POLL_SECONDS if self.is_over else inf
+        until = min((self.ends_at, poll, *(place.deadline for place in self.places if not place.is_idle)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
         ready, _, _ = select.select([*listened, self._told[0]], [], [], seconds)
         if self.signal:
             raise Stopped(self.signal)
-        if time.monotonic() >= self.ends_at:
+        if time.monotonic() >= self.ends_at or (self.is_over and self.is_over()):
             raise Stopped
         speaking = [place for place in self.places if place in map(listened.get, ready)]
         # What was said in time counts, however late it is read.

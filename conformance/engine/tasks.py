@@ -12,6 +12,7 @@ from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
 from mla_conformance.judging.record import COMPILING, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted
 
 _NOBODY = -1  # stands for a place while none has begun with what is to follow
@@ -190,25 +191,16 @@ def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
 
 
 def rounds_of(groups: Iterable[CaseGroup]) -> list[list[CaseGroup]]:
-    """The groups in rounds, each of whole roles, after which a backend or more are done, even if the run is cut short.
+    """The groups in rounds of whole roles, what most backends have first: some are done even if the run is cut short.
 
-    First comes the round that completes most backends for what it has to do. Backends of one role stay side by side,
-    since they share inputs and golden results.
+    Backends of one role stay side by side, since they share inputs and golden results.
     """
-    by_role, wanted, roles = Counter[str](), defaultdict[str, set[str]](set), list[tuple[CaseGroup, str]]()
-    for group in groups:
-        role = str(Case.parse(group[0].case).role) if isinstance(group[0], Judge) else ""
-        roles.append((group, role))
-        by_role[role] += 1
-        for task in group:
-            wanted[task.reference].add(role)
-    rounds, left = list[list[CaseGroup]](), dict(wanted)
-    while left:
-        gains = {frozenset(own): sum(other <= own for other in left.values()) for own in left.values()}
-        chosen = max(gains, key=lambda own: gains[own] / sum(map(by_role.__getitem__, own)))
-        rounds.append([group for group, role in roles if role in chosen])
-        left = {reference: rest for reference, own in left.items() if (rest := own - chosen)}
-    return rounds
+    roles = [(group, Case.parse(group[0].case).role if isinstance(group[0], Judge) else "") for group in groups]
+    having = defaultdict[str, set[str]](set)
+    for group, role in roles:
+        having[role] |= {task.reference for task in group}
+    rounds = grouped(roles, lambda each: frozenset(having[each[1]]))
+    return [[group for group, _ in rounds[having]] for having in sorted(rounds, key=len, reverse=True)]
 
 
 def alike(groups: Iterable[CaseGroup]) -> list[CaseGroup]:

@@ -80,7 +80,8 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
         monkeypatch.setattr(run, "_trace", lambda: None)
         monkeypatch.setattr(Pool, "_share_memory", lambda pool, places: None)
         run.device, run.supervisor.gpus = "cuda", 1
-        run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
+        run.on_record, run.on_phase = lambda record: seen.records.update({record.case: record}), seen.phases.append
+        run.judge()
     return seen
 
 
