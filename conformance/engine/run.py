@@ -4,7 +4,7 @@ import datetime
 import os
 import shlex
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,6 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import (
     ENOUGH,
-    FailureLimit,
     TaskOutcome,
     Tasks,
     alike,
@@ -41,7 +40,7 @@ from mla_conformance.engine.tasks import (
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
+from mla_conformance.judging.record import COMPILING, EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
@@ -74,9 +73,7 @@ class Run:
     limits: Limits = field(default_factory=Limits)
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
-    # of its backends, once it is prepared, and of those that can run here
-    facts: list[BackendFacts] = field(default_factory=list)
-    available: list[BackendFacts] = field(default_factory=list)
+    facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
     explains: bool = True  # whether failures are compared with known mistakes
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
@@ -111,14 +108,10 @@ class Run:
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
         self.device = hello.device
-        reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {
-            "salt": self.request.salt,
-            "judge": APART,
-            "role": outside(),
-            "journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED,
-        }
-        self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
+        unsealed = "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED
+        told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
+        told |= {"salt": self.request.salt, "judge": APART, "role": outside(), "journal": unsealed}
+        self.environment = {**{name: value for name, value in told.items() if value}, **hello.facts}
         self.describe()
         self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
@@ -158,7 +151,10 @@ class Run:
             found[reference] = outcome.answer.facts or gone
             self._missing[reference] = outcome.answer.missing
         self.facts = [found[reference] for reference in names]
-        self.available = [facts for facts in self.facts if not facts.reasons]
+
+    @property
+    def available(self) -> list[BackendFacts]:
+        return [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumed: journal.Plan | None = None) -> list[int]:
         """Write what the run is, or go on with one of the same code; the numbers of lines that no run wrote."""
@@ -322,7 +318,7 @@ class Run:
                     lacking = Record(*about, salt=self.request.salt, role=case.role.file)
                     lacking = lacking.with_verdict(Verdict(Status.UNSUPPORTED, missing[case.role]), 0.0)
                     self._write(journal.Judgement(lacking))
-        tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
+        tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
         for outcome in self.outcomes(tasks):
@@ -342,10 +338,13 @@ class Run:
             self._write(journal.Judgement(record))
             if record.failed:
                 failures[record.record_key] = outcome
-            reason = "" if record.status is Status.PASS else patience.exhausted(record)
-            if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
-                tasks.dropped.add(given_up)
-                self._write(journal.GaveUp(record.reference, reason))
+            if record.status in (Status.CRASH, Status.TIMEOUT) or record.message == COMPILING:
+                call, most = call_of(record.case), self.limits.give_up_after
+                deaths[equal := (record.reference, call, record.message)] += 1
+                if deaths[equal] >= most and equal[:2] not in tasks.dropped:
+                    tasks.dropped.add(equal[:2])
+                    what = f"gave up on {call} after {most} equal failures of its process: {record.message}"
+                    self._write(journal.GaveUp(record.reference, what))
         return failures
 
     def _left(self) -> Tasks:

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 import msgspec
@@ -10,8 +10,6 @@ import msgspec
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
-from mla_conformance.judging.record import COMPILING, Record
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted
 
@@ -120,24 +118,6 @@ def _is_undisturbed(task: Task) -> bool:
 
 def call_of(case: str) -> str:
     return str(Case.parse(case).call)
-
-
-@dataclass
-class FailureLimit:
-    """How many equal failures of its process a call of a backend has, which is given up after the ``most``."""
-
-    most: int
-    _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    def exhausted(self, record: Record) -> str:
-        """Why the call of a record's case is given up; empty if it is not."""
-        if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
-            return ""
-        call = call_of(record.case)
-        self._failures[failure := (record.reference, call, record.message)] += 1
-        if self._failures[failure] < self.most:
-            return ""
-        return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"
 
 
 def judged_on_gpu(
