@@ -351,12 +351,12 @@ class Run:
         ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
         known = self.before, self.found.verdicts, self._first
         several = [facts for facts in self.available if facts not in ahead]
-        compiling = [group for facts in several for group in alike(self.request.tasks([facts], *known))]
+        compiling = [piece for facts in several for piece in alike(self.request.tasks([facts], *known))]
         rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
         if self.device != "cuda":
             return Tasks(chain.from_iterable(rounds))
         tasks = Tasks(rounds[0], compiling, rounds[1:])
-        if len(compiling) > ENOUGH and self.supervisor.gpus:
+        if sum(map(len, compiling)) > ENOUGH and self.supervisor.gpus:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
                 self.on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")

@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 import msgspec
@@ -13,7 +14,7 @@ from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted
 
-_NOBODY = -1  # stands for a place while none has begun with what is to follow
+_PIECE = 20  # tasks of which a place compiles for one after the other, while others have pieces of their own
 ENOUGH = 200
 """Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
 others would wait, and for fewer that compile no worker is started."""
@@ -40,7 +41,7 @@ class Tasks:
     ) -> None:
         self.dropped: set[tuple[str, str]] = set()  # given up calls of backends, by the backend's reference
         self.groups = deque(map(list, groups))
-        self.later = {_NOBODY: deque(map(list, later))}  # are to follow, by the place that takes them one by one
+        self.later = deque(map(list, later))  # are to follow
         self.rounds = deque(rounds)  # are to follow before those
         self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
         self._last: list[list[Task]] = []
@@ -55,15 +56,8 @@ class Tasks:
                 if not gone:
                     return task
             is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
-            if is_ahead and not alone and any(self.later.values()):
-                if not self.later.get(place):
-                    # It begins with half of what another one has still before it: so neighbours, for which the same is
-                    # compiled, come to one process.
-                    longest = max(self.later, key=lambda other: len(self.later[other]))
-                    theirs = self.later[longest]
-                    kept = 0 if longest == _NOBODY else len(theirs) // 2
-                    self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
-                self._own[place] = self.later[place].popleft()
+            if is_ahead and not alone and self.later:
+                self._own[place] = self.later.popleft()
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
@@ -82,8 +76,7 @@ class Tasks:
             groups.extend(filter(None, rest))
             return list(filter(None, apart))
 
-        for groups in self.later.values():
-            self._last += taken_out(groups)
+        self._last += taken_out(self.later)
         return taken_out(self.groups)
 
     def go_on(self) -> bool:
@@ -94,11 +87,10 @@ class Tasks:
         self.ahead = 0
         self.groups.extend(self._last)
         self._last.clear()
-        return bool(self.groups) or any(self.later.values())
+        return bool(self.groups or self.later)
 
     def is_left(self) -> bool:
-        later = not self.ahead and any(self.later.values())
-        return bool(self.groups or later) or any(self._own.values())
+        return bool(self.groups or (self.later and not self.ahead)) or any(self._own.values())
 
 
 def _is_undisturbed(task: Task) -> bool:
@@ -172,11 +164,12 @@ def rounds_of(groups: Iterable[CaseGroup]) -> list[list[CaseGroup]]:
     return [[group for group, _ in rounds[having]] for having in sorted(rounds, key=len, reverse=True)]
 
 
-def alike(groups: Iterable[CaseGroup]) -> list[CaseGroup]:
-    """The groups, those side by side for which a library compiles the same, or nearly: of one dtype and dimensions."""
+def alike(groups: Iterable[CaseGroup]) -> list[list[Judge | Explore]]:
+    """Tasks in pieces, for each of which a library compiles the same, or nearly: of one dtype and dimensions."""
 
-    def compiled_for(group: CaseGroup) -> tuple[str, ...]:
-        case = Case.parse(group[0].case) if isinstance(group[0], Judge) else None
+    def compiled_for(task: Judge | Explore) -> tuple[str, ...]:
+        case = Case.parse(task.case) if isinstance(task, Judge) else None
         return (case.dtype, case.dims) if case else ()
 
-    return sorted(groups, key=compiled_for)
+    kinds = grouped(chain.from_iterable(groups), compiled_for).values()
+    return [tasks[first : first + _PIECE] for tasks in kinds for first in range(0, len(tasks), _PIECE)]
