@@ -109,8 +109,6 @@ def _is_watched(config: pytest.Config) -> bool:
 
 
 class _LastWord:
-    """Says the exit status, which is the last thing that pytest does."""
-
     def __init__(self, said: Callable[[int], Any]) -> None:
         self._said = said
 
@@ -186,7 +184,6 @@ def _rewrite_keyword(config: pytest.Config) -> None:
 
 
 def _request(config: pytest.Config) -> "RunRequest":
-    """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
         from mla_conformance.backends.references import BackendReferenceError, known_backends
         from mla_conformance.cases.case import CaseError

@@ -40,7 +40,6 @@ def run_and_report(
     check: Callable[[Run], str] | None = None,  # says of a prepared run why it is not to be carried out at all
     detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
-    """Carry out a run, write ``report.json``, show the outcome, and return the exit status."""
     with run:
         refused = _prepare(run, resumed, check)
         if refused:

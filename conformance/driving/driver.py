@@ -85,7 +85,6 @@ class Executor:
     def call(
         self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
     ) -> StepResult:
-        """Carry out a step that may write what is reached; ``before`` keeps what must not be written."""
         if before is not None:
             before.keep()
         done = self.query(step)

@@ -39,8 +39,6 @@ _Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One object that a call returned: a tensor, or why it is none that can be looked at."""
-
     kind: _Line  # name of its type
     why: _Line = ""  # what it is instead of a tensor that can be looked at; empty if it is one
     is_tensor: bool = False  # whether it is a tensor of any kind
@@ -70,8 +68,6 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Wanted(Enum):
-    """What the judge wants to know of a step's value."""
-
     RETURNED = "returned"  # its tensors
     FACT = "fact"  # plain data
     NOTHING = "nothing"  # it is kept for later steps

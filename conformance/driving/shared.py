@@ -90,7 +90,6 @@ class Shared:
         return self.pieces[place.kind][place.piece].address + place.at
 
     def storage_of(self, place: SharedRange) -> torch.UntypedStorage:
-        """A storage of these bytes alone."""
         if not place.size:
             return torch.UntypedStorage(0, device=self.devices[place.kind])
         made: Any = torch._C._construct_storage_from_data_pointer(
@@ -178,8 +177,6 @@ def receive(connection: socket.socket, limit: int | None = None) -> bytes:
 
 @dataclass(eq=False)
 class RemoteValue:
-    """What a step left in the kernel's process, for as long as anything here refers to it."""
-
     number: int
     released: list[int]  # where its number goes then
 

@@ -25,7 +25,6 @@ def start_module(name: str, **options: Any) -> tuple["subprocess.Popen[bytes]", 
 
 
 def end_of_process(process: "subprocess.Popen[bytes]", seconds: float) -> int:
-    """The status that a process ends with, by itself or, after so many seconds, killed."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

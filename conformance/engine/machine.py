@@ -126,7 +126,6 @@ def allocated_memory() -> int:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process and its siblings may use together."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
@@ -208,8 +207,6 @@ def leave(status: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class GpuPart:
-    """What the places of a GPU have of it while tasks are carried out."""
-
     share: int | None = None  # bytes that each has for itself; None without a limit
     # whether one place has the GPU, while the others have given back what they need not hold of it
     is_alone: bool = False
@@ -232,7 +229,6 @@ def this_machine() -> dict[str, str]:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch has to be asked if there is a GPU; no device file, no GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

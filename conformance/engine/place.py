@@ -112,7 +112,6 @@ class WorkerSlot:
         return self.hello is not None and self.task is None and not self._makes_room
 
     def give(self, task: messages.Task | None, share: int | None = None) -> None:
-        """Have the worker carry out a task, or give back what it holds of its GPU for cases to come."""
         if task is None:
             self._makes_room = True
         else:
@@ -124,7 +123,6 @@ class WorkerSlot:
             self.connection.sendall(messages.encode(messages.Given(self._process, task, share)))
 
     def renew(self) -> None:
-        """Have the worker replaced by one that has judged nothing, whatever it is doing."""
         if self.history or self.task:
             self.task, self._killed = None, True
             self._end_worker()

@@ -66,8 +66,6 @@ def passing_run(request: RunRequest, limits: Limits | None = None, **settings: A
 
 @dataclass
 class Run:
-    """One run into a folder, from :meth:`prepare` to :meth:`summary`."""
-
     request: RunRequest
     folder: RunFolder
     limits: Limits = field(default_factory=Limits)
@@ -140,7 +138,6 @@ class Run:
             yield replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> None:
-        """Have every backend imported where it was not yet, and described; one whose process ends is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._pool.examples

@@ -287,7 +287,6 @@ class Worker:
         return messages.TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
-        """Journal a case before anything of it is launched."""
         about = subject.backend.name, subject.backend.reference, capability or case.capability, case.id
         record = Record(*about, Status.HARNESS_ERROR, salt=self.context.salt, role=case.role.file)
         self.send(Told(Step.STARTED, record))
