@@ -72,7 +72,16 @@ def watched() -> Iterator[list[str]]:
             with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
                 same = vars(owner) == known
             changes += [] if same else _settle_functions(owner, known)
-        for setting, old, change in list(_changed(before)):
+        present, same, changed = _readings(), False, list[tuple[Setting, Any, str]]()
+        with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
+            same = before == present
+        for setting, old, now in () if same else zip(SETTINGS, before, present, strict=True):
+            change = setting.name
+            with contextlib.suppress(Exception):  # or to be printed
+                change = "" if now is old or old == now else setting.tell(setting.name, old, now)
+            if change:
+                changed.append((setting, old, change))
+        for setting, old, change in changed:
             changes.append(change)
             try:
                 setting.restore(old)
@@ -101,19 +110,6 @@ def _readings() -> list[Any]:
         with contextlib.suppress(Exception):
             found[number] = setting.read()
     return found
-
-
-def _changed(before: list[Any]) -> Iterator[tuple[Setting, Any, str]]:
-    present = _readings()
-    with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
-        if before == present:
-            return
-    for setting, old, now in zip(SETTINGS, before, present, strict=True):
-        change = setting.name
-        with contextlib.suppress(Exception):  # or to be printed
-            change = "" if now is old or old == now else setting.tell(setting.name, old, now)
-        if change:
-            yield setting, old, change
 
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:

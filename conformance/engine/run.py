@@ -435,7 +435,7 @@ class Run:
             mapped = {
                 each.case: heat
                 for each in records
-                if is_mapped(each) and (heat := found.of(each.reference, each.case).heat)
+                if (heat := found.of(each.reference, each.case).heat) and is_mapped(each)
             }
             about = (
                 () if facts.reasons else summarise(records, cases),
