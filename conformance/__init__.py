@@ -54,7 +54,6 @@ def cases(role: str, *, tier: str = "smoke", **wanted: object) -> "CaseSelection
 
 
 def __getattr__(name: str) -> Any:
-    """The public names that wait for their first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.api.{_LAZY[name]}")

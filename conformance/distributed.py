@@ -35,8 +35,6 @@ _PASSED, _FAILED, _USAGE, _NOTHING = range(4)
 
 
 class OwnRank:
-    """The layer of this process among those of all, for the same calls as ``LayersOnRanks``."""
-
     def __init__(self, backend: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> None:
         self._group = DistributedGroup()
         self._layer = Layer(backend, case, dtype, device, self._group)

@@ -69,10 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, object, object]:
-    """Before any file of the project is imported: which files these are, and that the end of this process is seen.
-
-    Who asks for a backend's cases and names no file means the suite, and not all that may import the project's tests.
-    """
+    """Before any file of the project is imported; who asks for a backend's cases and names no file means the suite."""
     if early_config.known_args_namespace.help:  # of which nothing else is read, not even the paths
         return (yield)
     option = early_config.known_args_namespace = _without_prefix(early_config, parser, args)
@@ -112,8 +109,6 @@ def _is_watched(config: pytest.Config) -> bool:
 
 
 class _LastWord:
-    """Says the exit status, which is the last thing that pytest does."""
-
     def __init__(self, said: Callable[[int], Any]) -> None:
         self._said = said
 
@@ -189,7 +184,6 @@ def _rewrite_keyword(config: pytest.Config) -> None:
 
 
 def _request(config: pytest.Config) -> "RunRequest":
-    """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
         from mla_conformance.backends.references import BackendReferenceError, known_backends
         from mla_conformance.cases.case import CaseError

@@ -153,7 +153,6 @@ class Issuing:
         return ""
 
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
-        """Write what a finished run is worth, whose backend has loaded these files; the exit status."""
         if self.pins is None:
             return status
         # What could not be judged, which leaves a run incomplete, is named by what is issued.

@@ -40,7 +40,6 @@ def run_and_report(
     check: Callable[[Run], str] | None = None,  # says of a prepared run why it is not to be carried out at all
     detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
-    """Carry out a run, write ``report.json``, show the outcome, and return the exit status."""
     with run:
         refused = _prepare(run, resumed, check)
         if refused:
@@ -107,22 +106,10 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if not resumed:
-            run.begin()
-            return None
-        # It goes on with a run that judges the same with the same code.
-        if different := resumed.differences(run.plan):
-            raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
-        if changed := run.changed_code():
-            raise InputError(
-                f"--resume {run.folder.path}: code that the run had loaded has changed: "
-                f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, and "
-                "what a kernel compiles differs between machines: start again on one machine, without --resume"
-            )
-        if left_out := run.begin(resumes=True):
+        if left_out := run.begin(resumed):
             lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
-        if said := run.environment.get("journal"):
+        if resumed and (said := run.environment.get("journal")):
             say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
     except InputError:
         run.folder.discard()
@@ -147,8 +134,9 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
         if silent:  # a machine reads the report
             run.judge()
         else:
+            run.on_record, run.on_phase = progress, progress.phase
             with live(lambda: progress.line) as progress.tell:
-                run.judge(progress, progress.phase)
+                run.judge()
     except RunError as error:
         return str(error), 0
     except Stopped as stop:

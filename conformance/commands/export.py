@@ -78,8 +78,6 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _require_survival(options: argparse.Namespace, case: Case) -> None:
-    """Refuse a kernel that takes this process with it, as another one finds out."""
-
     def judged_elsewhere() -> None:
         torch.set_num_threads(1)  # threads of the process before do not exist in a fork
         reproduced(_subject(options), case)

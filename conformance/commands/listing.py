@@ -20,7 +20,7 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _NO_GPU = "they need a GPU, and a package"
@@ -68,18 +68,15 @@ def list_capabilities(options: argparse.Namespace) -> int:
     if options.excluded:
         say(*excluded_lines())
         return 0
-    for role, group in grouped(CAPABILITIES.values(), _role_of).items():
+    roles = {name: sorted({case.role for case in capability.cases}) for name, capability in CAPABILITIES.items()}
+    of_one = {name: found[0] if len(found) == 1 else "several roles" for name, found in roles.items()}
+    for role, group in grouped(CAPABILITIES.values(), lambda capability: of_one[capability.name]).items():
         say(f"{role}:")
         for capability in group:
             count = f"{len(capability.cases):>3} cases"
             say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
     say(*tier_lines())
     return 0
-
-
-def _role_of(capability: Capability) -> str:
-    roles = {case.role for case in capability.cases}
-    return roles.pop() if len(roles) == 1 else "several roles"
 
 
 def _list_declared(reference: str, device: str | None) -> int:

@@ -44,8 +44,6 @@ path, several = partial(Option, type=Path), partial(Option, action="append", def
 
 
 class Command:
-    """What stands behind the program's name, and what carries it out."""
-
     def __init__(
         self,
         words: str,
@@ -106,8 +104,6 @@ def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tu
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of commands; those of its commands are of this class, too."""
-
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The options; a word too many, where a backend could be named and is not, is told how to name one."""
         options, further = self.parse_known_args(args, namespace)

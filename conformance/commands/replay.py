@@ -62,7 +62,6 @@ def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -
 
 
 def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str, str]:
-    """A case, its backend's reference, cases before it, the salt, and what a report says of confirming it."""
     path, number = options.report, options.failure
     if (options.case is None) == (path is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")

@@ -87,6 +87,7 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
         return place_of(Path(path), backend.file) + colon + line if path else place
 
     assert found.begin is not None  # what was watched has begun
+    errors = joined((each.case, each.errors) for each in found.cases)
     return SanitizedKernel(
         suite=SUITE_VERSION,
         version=__version__,
@@ -102,15 +103,8 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
         checked={each.case: each.seconds for each in found.cases if not each.unavailable},
         unchecked={each.case: each.unavailable for each in found.cases if each.unavailable},
         errors=tuple(
-            SanitizerFinding(
-                kernel=error.kernel,
-                cause=error.cause,
-                count=error.count,
-                place=placed(error.place),
-                launch=placed(error.launch),
-                case=case,
-            )
-            for error, case in joined((each.case, each.errors) for each in found.cases)
+            SanitizerFinding(**{**vars(x), "place": placed(x.place), "launch": placed(x.launch), "case": case})
+            for x, case in errors
         ),
     )
 

@@ -55,12 +55,11 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
     if not is_records(path):
         try:
             kept, beside = KeptRecord(read_certificate(path)), signature_of(path)
+            signature = read_text(beside) if beside.is_file() else None
+            yield _verify(str(path), kept, (read_text(path), signature, beside.name), options)
         except Outdated as old:
             say(str(old), error=True)
             yield 1
-            return
-        signature = read_text(beside) if beside.is_file() else None
-        yield _verify(str(path), kept, (read_text(path), signature, beside.name), options)
         return
     lines = read_records(path)
     wanted = parse_reference(options.backend).name if options.backend else ""

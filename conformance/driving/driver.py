@@ -36,11 +36,7 @@ class StepResult:
 
 
 def run_step(step: Callable[[], Any]) -> StepResult:
-    """Run a step that is a backend's.
-
-    Raises:
-        KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
-    """
+    """Run a step that is a backend's; the user's KeyboardInterrupt is raised, one of the step itself is its failure."""
     process, replaced, looks = os.getpid(), list[str](), len(_looks)
     with user_interrupts() as interrupts, watched() as changes:
         before, now = _BUILTINS.copy(), _BUILTINS
@@ -89,7 +85,6 @@ class Executor:
     def call(
         self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
     ) -> StepResult:
-        """Carry out a step that may write what is reached; ``before`` keeps what must not be written."""
         if before is not None:
             before.keep()
         done = self.query(step)
@@ -123,7 +118,7 @@ def itself(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Instead:
-    """Stands for an object that a call returned in another process, where it has stayed: no tensor to be looked at."""
+    """Stands for an object that stayed in another process: no tensor to be looked at."""
 
     kind: str
     why: str
@@ -212,10 +207,7 @@ def run_calls(
 ) -> Observation:
     """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises.
 
-    The executor carries the calls out; ``perform`` makes one, where that is not :func:`call_once`.
-
-    Raises:
-        MemoryError: none was left to merge what the calls returned, whoever merges.
+    ``perform`` makes one, where that is not :func:`call_once`. A MemoryError says that none was left to merge.
     """
     before, device = Snapshot(problem.caller_owned), problem.device
     returned: list[Returned] = []
@@ -275,8 +267,7 @@ def _settle_operands(
 ) -> Iterator[str]:
     """What of the operands is otherwise now, beside their bytes, in words; those looked at later get their form back.
 
-    Of tensors and fields of metadata it is told how they were. A library may hang further attributes on metadata; what
-    stands in it is the caller's.
+    A library may hang further attributes on metadata; what stands in it is the caller's.
     """
     for name, tensor, form, storage in tensors:
         now = _form(tensor)

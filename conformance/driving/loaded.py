@@ -32,7 +32,6 @@ _DECIDING = ("cases", "vocabulary", "problems", "driving", "judging", "roles", "
 
 
 def judging_sources() -> list[Path]:
-    """The files that decide a verdict, beside the reference."""
     root = Path(str(files("mla_conformance")))
     return [path for room in _DECIDING for path in sorted((root / room).rglob("*")) if path.suffix in (".py", ".toml")]
 
@@ -100,7 +99,6 @@ class LoadedFiles:
 
 @cache
 def _listed(site: Path) -> frozenset[str]:
-    """What the wheels in a folder have put there, by its path in it."""
     records = [path.read_text(encoding="utf-8", errors="replace") for path in site.glob("*.dist-info/RECORD")]
     return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
 

@@ -23,17 +23,8 @@ from msgspec import Meta
 
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Executor, Instead, StepResult, itself, parts_of, run_step, why_not_plain
-from mla_conformance.driving.shared import (
-    RemoteValue,
-    ReplyError,
-    Shared,
-    SharedRange,
-    Unpacker,
-    pack,
-    receive,
-    send,
-)  # fmt: skip
-from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes
+from mla_conformance.driving.shared import RemoteValue, ReplyError, Shared, SharedRange, pack, receive, send, unpack
+from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes, whole_memory
 
 _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 _MALFORMED = "malformed reply from the kernel process"
@@ -48,8 +39,6 @@ _Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One object that a call returned: a tensor, or why it is none that can be looked at."""
-
     kind: _Line  # name of its type
     why: _Line = ""  # what it is instead of a tensor that can be looked at; empty if it is one
     is_tensor: bool = False  # whether it is a tensor of any kind
@@ -79,8 +68,6 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Wanted(Enum):
-    """What the judge wants to know of a step's value."""
-
     RETURNED = "returned"  # its tensors
     FACT = "fact"  # plain data
     NOTHING = "nothing"  # it is kept for later steps
@@ -109,11 +96,9 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        pieces = self.shared.pieces["cuda"]
-        if self._lost or self._broken or len(pieces) < 2:
+        if self._lost or self._broken or len(pieces := self.shared.pieces["cuda"]) < 2:
             return self._lost or bool(self._broken)
-        total = torch.cuda.get_device_properties(self.shared.devices["cuda"]).total_memory
-        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
+        return _MOST_SHARE * sum(piece.size for piece in pieces) > whole_memory(self.shared.devices["cuda"])
 
     def call(
         self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
@@ -146,8 +131,7 @@ class RemoteExecutor(Executor):
         return self._lost
 
     def use(self, device: torch.device) -> None:
-        self.shared.devices[device.type] = device
-        self.shared.synchronize()
+        self.shared.use(device)
         self.shared.room(device.type, 1)
         send(self.connection, pickle.dumps(device))
 
@@ -205,10 +189,7 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """Copies of what a call returned, out of the rooms for the answer.
-
-    What cannot be is a ReplyError; an OutOfMemoryError, where this process has no room, is not the kernel's fault.
-    """
+    """Copies of what a call returned; where this process has no room, an OutOfMemoryError is not the kernel's fault."""
     parts: list[Any] = []
     try:
         for part in reply.parts:
@@ -250,8 +231,7 @@ def serve(connection: socket.socket, shared: Shared) -> None:
     kept: dict[int, Any] = {}  # what steps made, by the number of their request
     if frame := receive(connection):
         device = pickle.loads(frame)
-        shared.devices[device.type] = device
-        shared.synchronize()
+        shared.use(device)
         while frame := receive(connection):
             request: KernelRequest = pickle.loads(frame)
             for number in request.released:
@@ -272,7 +252,7 @@ def serve(connection: socket.socket, shared: Shared) -> None:
 
 
 def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply:
-    value = Unpacker(request.step, shared, kept).load()()
+    value = unpack(request.step, shared, kept)()
     if request.wanted is Wanted.FACT:
         return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
     kept[request.number] = value

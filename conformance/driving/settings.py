@@ -72,7 +72,16 @@ def watched() -> Iterator[list[str]]:
             with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
                 same = vars(owner) == known
             changes += [] if same else _settle_functions(owner, known)
-        for setting, old, change in list(_changed(before)):
+        present, same, changed = _readings(), False, list[tuple[Setting, Any, str]]()
+        with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
+            same = before == present
+        for setting, old, now in () if same else zip(SETTINGS, before, present, strict=True):
+            change = setting.name
+            with contextlib.suppress(Exception):  # or to be printed
+                change = "" if now is old or old == now else setting.tell(setting.name, old, now)
+            if change:
+                changed.append((setting, old, change))
+        for setting, old, change in changed:
             changes.append(change)
             try:
                 setting.restore(old)
@@ -101,19 +110,6 @@ def _readings() -> list[Any]:
         with contextlib.suppress(Exception):
             found[number] = setting.read()
     return found
-
-
-def _changed(before: list[Any]) -> Iterator[tuple[Setting, Any, str]]:
-    present = _readings()
-    with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
-        if before == present:
-            return
-    for setting, old, now in zip(SETTINGS, before, present, strict=True):
-        change = setting.name
-        with contextlib.suppress(Exception):  # or to be printed
-            change = "" if now is old or old == now else setting.tell(setting.name, old, now)
-        if change:
-            yield setting, old, change
 
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
@@ -156,9 +152,8 @@ def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
 
 
 def _set_inference(enabled: bool) -> None:
-    mode = torch.inference_mode(enabled)
-    mode.__enter__()
-    _held.append(mode)
+    _held.append(torch.inference_mode(enabled))
+    _held[-1].__enter__()
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -195,10 +190,6 @@ def _mask() -> str:
     mask = os.umask(0o77)
     os.umask(mask)
     return f"{mask:#o}"
-
-
-def _set_path(old: list[str]) -> None:
-    sys.path[:] = [*old, *(path for path in sys.path if path not in old)]
 
 
 def _tell_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
@@ -247,12 +238,12 @@ def _end_left(before: frozenset[int]) -> None:
 
 
 def _lasting(processes: frozenset[int]) -> list[int]:
-    def lasts(process: int) -> bool:
-        state = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
-        command = _read(Path(f"/proc/{process}/cmdline"))
-        return bool(state) and state[0] not in "ZX" and not any(service in command for service in _SERVICES)
-
-    return list(filter(lasts, processes))
+    found = []
+    for process in processes:
+        state, command = (_read(Path(f"/proc/{process}/{name}")) for name in ("stat", "cmdline"))
+        ended = state.rpartition(")")[2].split()[:1] in ([], ["Z"], ["X"])
+        found += [] if ended or any(service in command for service in _SERVICES) else [process]
+    return found
 
 
 def _read(path: Path) -> str:
@@ -335,10 +326,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("floating-point control (rounding, denormals)", _control, _control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
     Setting("working directory", os.getcwd, os.chdir, unreadable="(removed)"),
-    Setting(
+    Setting(  # a library may add entries
         "sys.path",
         lambda: list(sys.path),
-        _set_path,  # a library may add entries
+        lambda old: sys.path.__setitem__(slice(None), list(dict.fromkeys([*old, *sys.path]))),
         lambda name, old, now: (
             f"{name} without {', '.join(gone)}" if (gone := [p for p in old if p not in now]) else ""
         ),

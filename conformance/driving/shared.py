@@ -11,9 +11,10 @@ import mmap
 import pickle
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,6 +65,10 @@ class Shared:
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
         self._ends: dict[str, list[int]] = {HOST: [0], "cuda": []}  # of each piece, behind what lives there
 
+    def use(self, device: torch.device) -> None:
+        self.devices[device.type] = device
+        self.synchronize()
+
     def add_cuda(self, size: int) -> bytes:
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
@@ -86,7 +91,6 @@ class Shared:
         return self.pieces[place.kind][place.piece].address + place.at
 
     def storage_of(self, place: SharedRange) -> torch.UntypedStorage:
-        """A storage of these bytes alone."""
         if not place.size:
             return torch.UntypedStorage(0, device=self.devices[place.kind])
         made: Any = torch._C._construct_storage_from_data_pointer(
@@ -174,18 +178,11 @@ def receive(connection: socket.socket, limit: int | None = None) -> bytes:
 
 @dataclass(eq=False)
 class RemoteValue:
-    """What a step left in the kernel's process, for as long as anything here refers to it."""
-
     number: int
     released: list[int]  # where its number goes then
 
     def __del__(self) -> None:
         self.released.append(self.number)
-
-
-def _found(*reported: Any) -> NoReturn:
-    """Stands for what an :class:`Unpacker` finds by its form and place, or by its number."""
-    raise TypeError(f"expected an Unpacker to read this, which has what {reported} stands for")
 
 
 class _Packer(pickle.Pickler):
@@ -194,23 +191,20 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Asked of what is not built in, unlike ``persistent_id``, which is asked of each number as well."""
-        if type(value) is torch.Tensor:
-            return _found, self._form(value)
         if type(value) is RemoteValue:
-            return _found, (value.number,)
-        if not isinstance(value, _HANDED):
+            return _kept, (value.number,)
+        if isinstance(value, _HANDED):
+            return value.handed().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(value) is not torch.Tensor:
             return NotImplemented
-        return value.handed().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.is_meta:
-            return form
-        place = self.shared.place_of(tensor)
+        form = (value.dtype, tuple(value.shape), value.stride())
+        if value.is_meta:
+            return _formed, form
+        place = self.shared.place_of(value)
         if place not in self.written:
             self.written.add(place)
-            self.shared.bytes_of(place).copy_(storage_bytes(tensor))
-        return (*form, tuple(place), tensor.storage_offset())
+            self.shared.bytes_of(place).copy_(storage_bytes(value))
+        return _formed, (*form, value.storage_offset(), *place)
 
 
 def pack(value: Any, shared: Shared) -> bytes:
@@ -221,26 +215,24 @@ def pack(value: Any, shared: Shared) -> bytes:
     return file.getvalue()
 
 
-class Unpacker(pickle.Unpickler):
-    """Reads what another process packed; tensors stay in the memory that both have."""
+_read: dict[str, Callable[..., Any]] = {}
+"""What finds a value by its number, and the storage of a place, for what is being unpacked."""
 
-    def __init__(self, data: bytes, shared: Shared, kept: Mapping[int, Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._shared, self._kept = shared, kept
-        self._storages: dict[tuple[Any, ...], torch.UntypedStorage] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        own = (module, name) == (_found.__module__, _found.__name__)
-        return self._find if own else super().find_class(module, name)
+def unpack(data: bytes, shared: Shared, kept: Mapping[int, Any]) -> Any:
+    """What another process packed; tensors stay in the memory that both have."""
+    _read.update(value=kept.__getitem__, storage=cache(lambda *place: shared.storage_of(SharedRange(*place))))
+    return pickle.loads(data)
 
-    def _find(self, *reported: Any) -> Any:
-        if len(reported) == 1:
-            return self._kept[reported[0]]
-        dtype, shape, strides, *there = reported
-        if not there:
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        place, offset = there
-        if place not in self._storages:
-            self._storages[place] = self._shared.storage_of(SharedRange(*place))
-        storage = self._storages[place]
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+def _kept(number: int) -> Any:
+    return _read["value"](number)
+
+
+def _formed(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, *place: Any
+) -> torch.Tensor:
+    if not place:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    storage = _read["storage"](*place)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

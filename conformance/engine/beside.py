@@ -31,8 +31,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Judging:
-    """A run in a process beside this one, which judges what it is asked for."""
-
     def __init__(self, backends: tuple[str, ...], device: str) -> None:
         self._process, self._connection = start_module(__name__)
         with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer

@@ -14,15 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mla_conformance.backends.roles import outside
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
+from mla_conformance.engine.messages import Found
 from mla_conformance.files.places import file_digest, harness_files, is_file, place_of, sites
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import Record, RecordKey, Traced
-from mla_conformance.judging.traits import Traits
-from mla_conformance.speed.times import Speed
+from mla_conformance.judging.record import Record, RecordKey
 
 RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
 LATEST = "latest"
@@ -101,7 +99,7 @@ class LoadedCode:
         self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
 
     def changed(self) -> list[str]:
-        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
+        return [x for x, old in self.digests.items() if not is_file(Path(x)) or file_digest(Path(x)) != old]
 
     @property
     def own(self) -> dict[str, str]:
@@ -119,12 +117,11 @@ class LoadedCode:
 
 
 def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> dict[Path, str | int]:
-    """The files that decide: SHA-256 of each; of those beside packages when each was changed last, in nanoseconds.
+    """SHA-256 of the harness's files and of what is loaded of its libraries, or was ``before``; and what stands beside.
 
-    They are the harness's, and those that are loaded of its libraries, or were ``before``. Beside packages are those of
-    Python's library, and of the folders of wheels. What decides is loaded before a backend is; a file that is written
-    over changes nothing of the run that goes on. The run is refused all the same: what is written over by chance may
-    have been read by halves, and what Python runs at its start would decide the next one.
+    That is Python's library and folders of wheels, with the nanosecond of each last change. A file that is written over
+    changes nothing of the run that goes on, since what decides is loaded before a backend is. The run is refused all
+    the same: it may have been read by halves, and what Python runs at its start would decide the next one.
     """
     loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
     others = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]
@@ -144,23 +141,17 @@ def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> d
 class Findings:
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
-    traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run
-    traits: dict[str, Traits] = field(default_factory=dict)  # when bits are the same, and how errors are spread
-    speed: dict[str, Speed] = field(default_factory=dict)  # times of those that are right
-    heat: dict[RecordKey, HeatMap] = field(default_factory=dict)  # where the errors of failures are
+    further: dict[RecordKey, Found] = field(default_factory=dict)  # of backends, without a case, and of cases
     given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
+
+    def of(self, backend: str, case: str = "") -> Found:
+        return self.further.get((backend, case), Found())
 
     def keep(self, event: journal.JournalEvent) -> None:
         if isinstance(event, journal.Judgement):
             self.verdicts[event.record.record_key] = event.record
-        elif isinstance(event, journal.WasTraced):
-            self.traced[event.backend] = event.traced
-        elif isinstance(event, journal.Examined):
-            self.traits[event.backend] = event.traits
-        elif isinstance(event, journal.WasTimed):
-            self.speed[event.backend] = event.speed
-        elif isinstance(event, journal.HeatShown):
-            self.heat[event.backend, event.case] = event.heat
+        elif isinstance(event, journal.Learned):
+            self.further[event.backend, event.case] = self.of(event.backend, event.case).joined(event.found)
         elif isinstance(event, journal.CodeLoaded):
             self.code.add(event.loaded)
         elif isinstance(event, journal.GaveUp):

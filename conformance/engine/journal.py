@@ -19,30 +19,26 @@ import msgspec
 
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
+from mla_conformance.engine.messages import Found
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.whole import InputError, open_regular, write_whole
-from mla_conformance.judging.record import BackendFacts, Record, Traced
-from mla_conformance.judging.traits import Traits
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.models.profile import Deployment
-from mla_conformance.speed.times import Speed
 from mla_conformance.version import __version__
 
 JOURNAL_NAME = "journal.jsonl"
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 
-class _Event(msgspec.Struct, frozen=True, tag_field="event"):
-    pass
+class _Event(msgspec.Struct, frozen=True, tag_field="event"): ...
 
 
 class Planned(_Event, frozen=True, tag="plan"):
     plan: dict[str, Any]  # what is to be judged, in the form of its time
 
 
-class Resumed(_Event, frozen=True, tag="resume"):
-    pass
+class Resumed(_Event, frozen=True, tag="resume"): ...
 
 
 class CaseStarted(_Event, frozen=True, tag="started"):
@@ -56,25 +52,10 @@ class Judgement(_Event, frozen=True, tag="verdict"):
     record: Record
 
 
-class WasTraced(_Event, frozen=True, tag="traced"):
+class Learned(_Event, frozen=True, tag="learned"):
     backend: str
-    traced: Traced
-
-
-class Examined(_Event, frozen=True, tag="examined"):
-    backend: str
-    traits: Traits
-
-
-class WasTimed(_Event, frozen=True, tag="timed"):
-    backend: str
-    speed: Speed
-
-
-class HeatShown(_Event, frozen=True, tag="heat"):
-    backend: str
-    case: str
-    heat: HeatMap
+    found: Found
+    case: str = ""  # that it is about; empty for the backend as a whole
 
 
 class CodeLoaded(_Event, frozen=True, tag="loaded"):
@@ -86,18 +67,14 @@ class GaveUp(_Event, frozen=True, tag="gave_up"):
     reason: str
 
 
-class Completed(_Event, frozen=True, tag="end"):
-    pass
+class Completed(_Event, frozen=True, tag="end"): ...
 
 
 class Reported(_Event, frozen=True, tag="report"):
     sha256: str
 
 
-JournalEvent = (
-    Planned | Resumed | CaseStarted | Judgement | WasTraced | Examined | WasTimed | HeatShown | CodeLoaded | GaveUp
-    | Completed | Reported
-)  # fmt: skip
+JournalEvent = Planned | Resumed | CaseStarted | Judgement | Learned | CodeLoaded | GaveUp | Completed | Reported
 
 
 class JournalError(InputError):
@@ -191,14 +168,13 @@ class Journal:
         return content[: content.rfind(b"\n") + 1].splitlines()
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"expected a number, got {constant}")
+
+
 def _read(line: bytes) -> JournalEvent:
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"expected a number, got {constant}")
-
-    try:
-        plain = json.loads(line, parse_constant=refuse)  # unlike msgspec it reads the half of a pair, as of a message
-        event: JournalEvent = msgspec.convert(plain, JournalEvent)
+    try:  # unlike msgspec json reads the half of a pair, as of a message
+        event: JournalEvent = msgspec.convert(json.loads(line, parse_constant=_refuse), JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return event

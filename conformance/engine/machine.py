@@ -58,9 +58,8 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 def renounce_rights() -> None:
     """Give up the rights to reach into any process, to signal any that this one did not start, and to make named pipes.
 
-    The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Signals can be forbidden from Linux 6.12
-    on. Call it while there is one thread: it holds for that one, and for what it starts. The system demands that
-    nothing gets further rights by being executed, as programs of root may otherwise.
+    The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Call it while there is one thread: it holds
+    for that one, and for what it starts. The system demands that nothing gets further rights by being executed.
     """
     if sys.platform != "linux":
         return
@@ -127,7 +126,6 @@ def allocated_memory() -> int:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process and its siblings may use together."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
@@ -209,10 +207,7 @@ def leave(status: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class GpuPart:
-    """What the places of a GPU have of it while tasks are carried out."""
-
     share: int | None = None  # bytes that each has for itself; None without a limit
-    common: int = 0  # bytes beside the shares, for cases that exceed one
     # whether one place has the GPU, while the others have given back what they need not hold of it
     is_alone: bool = False
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
@@ -222,12 +217,8 @@ WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True
 
 
 def part_of(memory: int, workers: int) -> GpuPart:
-    """What so many workers have, in bytes, of the memory of the GPU that they share: half is shared out among them."""
-    if workers == 1:
-        return WHOLE
-    free = memory - workers * CONTEXT_BYTES
-    share = free // 2 // workers
-    return GpuPart(share, free - workers * share)
+    """What so many workers have of the memory of the GPU that they share; a quarter is for the kernels' processes."""
+    return WHOLE if workers == 1 else GpuPart((memory - workers * CONTEXT_BYTES) * 3 // 4 // workers)
 
 
 def this_machine() -> dict[str, str]:
@@ -238,7 +229,6 @@ def this_machine() -> dict[str, str]:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch has to be asked if there is a GPU; no device file, no GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

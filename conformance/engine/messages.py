@@ -2,6 +2,7 @@
 
 import json
 import socket
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -21,7 +22,6 @@ class Setup(msgspec.Struct, frozen=True):
     began: float = 0.0  # when the run began, in seconds of the system's clock
     role: str = ""  # the file of one from outside, as PATH@sha256:DIGEST
     array: tuple[str, ...] = ()  # ids of its covering array
-    variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
     times: bool = False  # whether kernels are to be timed
 
 
@@ -100,33 +100,40 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     memory: int = 0  # bytes of the one that it judges on
 
 
-class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
+class Step(StrEnum):
+    """What a worker tells of a case before it answers."""
+
+    STARTED = "started"
+    JUDGED = "judged"  # its verdict, whose explanation follows; the backend is not asked anything more
+    EXPLORED = "explored"  # what is known of an exploration that goes on
+
+
+class Told(msgspec.Struct, frozen=True, tag_field="kind", tag="told"):
+    step: Step
     record: Record
 
 
-class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
-    """A verdict, whose explanation may follow with the answer; the backend is not asked anything more."""
+class Found(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a backend, or of one of its cases, beside verdicts."""
 
-    record: Record
+    traced: Traced | None = None  # what was seen to run
+    traits: Traits | None = None  # when bits are the same, and how errors are spread
+    speed: Speed | None = None  # times of one that is right
+    heat: HeatMap | None = None  # where the errors of a case are
 
-
-class WorkerExplored(msgspec.Struct, frozen=True, tag_field="kind", tag="explored"):
-    record: Record  # what is known of an exploration that goes on
+    def joined(self, other: "Found") -> "Found":
+        told = {name: value for name in self.__struct_fields__ if (value := getattr(other, name)) is not None}
+        return msgspec.structs.replace(self, **told)
 
 
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
     missing: dict[str, str] = {}  # why no case of a role can be called on what was described
-    traced: Traced | None = None
-    traits: Traits | None = None
+    found: Found = Found()
     repeated: Repeated | None = None
-    speed: Speed | None = None
-    heat: HeatMap | None = None  # where the errors of what was judged are
     loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
     declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for
-    # bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was
-    wants: int = 0
     leaves: bool = False  # this process ends now; the next task is another's
 
 
@@ -136,7 +143,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
     status: int
 
 
-WorkerEvent = Hello | WorkerStarted | WorkerJudged | WorkerExplored | TaskReply | Ended
+WorkerEvent = Hello | Told | TaskReply | Ended
 
 
 def read_line(connection: socket.socket) -> bytes:

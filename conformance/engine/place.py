@@ -44,8 +44,8 @@ class RunError(RuntimeError):
 class BoundedLog:
     """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
 
-    def __init__(self, pipe: tuple[int, int]) -> None:
-        self._pipe, self.descriptor = pipe
+    def __init__(self) -> None:
+        self._pipe, self.descriptor = os.pipe()
         self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
         self._lock = threading.Lock()
         self.reader = threading.Thread(target=self._copy, daemon=True)
@@ -81,7 +81,6 @@ class WorkerSlot:
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
-    early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
     hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
@@ -100,11 +99,8 @@ class WorkerSlot:
     _makes_room: bool = False
 
     def spawn(self) -> None:
-        if self.early:
-            self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
-        else:
-            own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
-            self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
+        own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
+        self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self.deadline = time.monotonic() + START_SECONDS
@@ -116,7 +112,6 @@ class WorkerSlot:
         return self.hello is not None and self.task is None and not self._makes_room
 
     def give(self, task: messages.Task | None, share: int | None = None) -> None:
-        """Have the worker carry out a task, or give back what it holds of its GPU for cases to come."""
         if task is None:
             self._makes_room = True
         else:
@@ -128,7 +123,6 @@ class WorkerSlot:
             self.connection.sendall(messages.encode(messages.Given(self._process, task, share)))
 
     def renew(self) -> None:
-        """Have the worker replaced by one that has judged nothing, whatever it is doing."""
         if self.history or self.task:
             self.task, self._killed = None, True
             self._end_worker()
@@ -174,16 +168,14 @@ class WorkerSlot:
         if isinstance(event, messages.Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed, self._served = False, True
-        elif isinstance(event, messages.WorkerStarted):
-            self._started, judged = event.record, (event.record.reference, event.record.case)
-            if self.history[-1:] != [judged]:  # told twice where it waited for memory
-                self.history.append(judged)
-            self.deadline = time.monotonic() + self.timeout
-        elif isinstance(event, messages.WorkerJudged):
-            self._judged = event.record
-            self.deadline = time.monotonic() + EXPLAIN_SECONDS
-        elif isinstance(event, messages.WorkerExplored):
-            self.deadline = time.monotonic() + self.timeout
+        elif isinstance(event, messages.Told):
+            if event.step is messages.Step.STARTED:
+                self._started, judged = event.record, (event.record.reference, event.record.case)
+                if self.history[-1:] != [judged]:  # told twice where it waited for memory
+                    self.history.append(judged)
+            elif event.step is messages.Step.JUDGED:
+                self._judged = event.record
+            self.deadline = time.monotonic() + (EXPLAIN_SECONDS if self._judged else self.timeout)
         else:
             self._makes_room = False
             if isinstance(event, messages.Ended):

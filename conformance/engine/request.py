@@ -122,9 +122,13 @@ class RunRequest:
         return tuple(name for name in SPACES if name in self.capabilities)
 
     def tasks(
-        self, backends: Sequence[BackendFacts], before: Sequence[str] = (), told: Container[RecordKey] = ()
+        self,
+        backends: Sequence[BackendFacts],
+        before: Sequence[str] = (),  # cases that each process runs before each of its own
+        told: Container[RecordKey] = (),  # what has a record already
+        first: Sequence[str] = (),  # cases that come before the others
     ) -> list[list[Judge | Explore]]:
-        sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
+        sides: dict[str, list[str]] = {case: [] for case in (*first, *self.judged_ids)}
         for facts in backends:
             for case in self.judged_of(facts):
                 sides.setdefault(case, []).append(facts.reference)

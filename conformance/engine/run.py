@@ -4,7 +4,7 @@ import datetime
 import os
 import shlex
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,14 +23,13 @@ from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
-from mla_conformance.engine.folder import LOG_NAME, Findings, LoadedCode, RunFolder, deciding_files
+from mla_conformance.engine.folder import LOG_NAME, Findings, RunFolder, deciding_files
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
-from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
+from mla_conformance.engine.messages import Describe, Examine, Explore, Found, Judge, Step, TakeTimes, Told, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import (
     ENOUGH,
-    FailureLimit,
     TaskOutcome,
     Tasks,
     alike,
@@ -40,7 +39,8 @@ from mla_conformance.engine.tasks import (
 )
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
-from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
+from mla_conformance.files.whole import InputError
+from mla_conformance.judging.record import COMPILING, EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
@@ -66,19 +66,18 @@ def passing_run(request: RunRequest, limits: Limits | None = None, **settings: A
 
 @dataclass
 class Run:
-    """One run into a folder, from :meth:`prepare` to :meth:`summary`."""
-
     request: RunRequest
     folder: RunFolder
     limits: Limits = field(default_factory=Limits)
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
-    # of its backends, once it is prepared, and of those that can run here
-    facts: list[BackendFacts] = field(default_factory=list)
-    available: list[BackendFacts] = field(default_factory=list)
+    facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
     explains: bool = True  # whether failures are compared with known mistakes
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
+    on_record: Callable[[Record], None] = lambda record: None  # is given each record once it is journalled
+    on_phase: Callable[[str], None] = lambda what: None  # is told what goes on where that is not all at once
+    _first: Sequence[str] = ()  # cases that come before the others
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
@@ -87,8 +86,6 @@ class Run:
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
     _known: dict[str, dict[str, str]] = field(default_factory=dict)  # what conditions compare with, by backend
-    _on_record: Callable[[Record], None] = lambda record: None
-    _on_phase: Callable[[str], None] = lambda what: None
 
     def __enter__(self) -> "Run":
         prctl(DUMPABLE, 0)
@@ -109,25 +106,20 @@ class Run:
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
         self.device = hello.device
-        reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {
-            "salt": self.request.salt,
-            "judge": APART,
-            "role": outside(),
-            "journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED,
-        }
-        self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
+        unsealed = "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED
+        told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
+        told |= {"salt": self.request.salt, "judge": APART, "role": outside(), "journal": unsealed}
+        self.environment = {**{name: value for name, value in told.items() if value}, **hello.facts}
         self.describe()
         self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def outcomes(self, tasks: Tasks, part: GpuPart | None = None) -> Iterator[TaskOutcome]:
-        """Have tasks carried out; what their processes loaded is kept.
+        """Have tasks carried out, without a part of a GPU as cases that share one; what their processes load is kept.
 
-        Without a part of a GPU they are cases, which share one as far as they can. A case has failed whose backend
-        declared something else where it was judged than where it was asked.
+        A case has failed whose backend declared something else where it was judged than where it was asked.
         """
         if part is None and self.device == "cuda":
-            yield from judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
+            yield from judged_on_gpu(self.outcomes, self._pool.beside, self.on_phase, tasks)
             return
         for outcome in self.supervisor.run(tasks, part or WHOLE):
             loaded = outcome.answer.loaded
@@ -146,7 +138,6 @@ class Run:
             yield replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> None:
-        """Have every backend imported where it was not yet, and described; one whose process ends is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._pool.examples
@@ -157,59 +148,69 @@ class Run:
             found[reference] = outcome.answer.facts or gone
             self._missing[reference] = outcome.answer.missing
         self.facts = [found[reference] for reference in names]
-        self.available = [facts for facts in self.facts if not facts.reasons]
 
-    def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is, or go on with the journal's; the numbers of lines that no run wrote."""
+    @property
+    def available(self) -> list[BackendFacts]:
+        return [facts for facts in self.facts if not facts.reasons]
+
+    def begin(self, resumed: journal.Plan | None = None) -> list[int]:
+        """Write what the run is, or go on with one of the same code; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
-        if not resumes:
+        if not resumed:
             self.folder.begin()
         else:
-            left_out = self.folder.journal.take_up()
+            if different := resumed.differences(self.plan):
+                raise InputError(f"--resume {self.folder.path}: it holds another run; {'; '.join(different)}")
+            earlier = Findings()
             for event in self.folder.journal.sealed().values():
-                self.found.keep(event)
+                for found in (earlier, self.found):
+                    found.keep(event)
+            if changed := earlier.code.changed():
+                raise InputError(
+                    f"--resume {self.folder.path}: code that the run had loaded has changed: "
+                    f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, "
+                    "and what a kernel compiles differs between machines: start again on one machine, without --resume"
+                )
+            left_out = self.folder.journal.take_up()
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
             verdicts = self.found.verdicts.items()
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+        self.supervisor.told = self._hear
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write(journal.Resumed() if resumes else journal.Planned(msgspec.to_builtins(self.plan)))
+        self._write(journal.Resumed() if resumed else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
         for loaded in self._early:  # before there was a journal
             self._write(journal.CodeLoaded(loaded))
         return left_out
 
-    def changed_code(self) -> list[str]:
-        earlier = LoadedCode()
-        for event in self.folder.journal.sealed().values():
-            if isinstance(event, journal.CodeLoaded):
-                earlier.add(event.loaded)
-        return earlier.changed()
+    def begin_anew(self) -> None:
+        """Go on as if nothing was judged, and no backend was known; what failed comes first."""
+        failed = [record.case for record in self.found.verdicts.values() if record.failed]
+        left = set(self._first) - {record.case for record in self.found.verdicts.values()}
+        self._first, self.found, self._tried, self._explained = (*failed, *sorted(left)), Findings(), set(), set()
+        for place in self.supervisor.places:
+            place.renew()
+        self.describe()
 
-    def judge(
-        self,
-        on_record: Callable[[Record], None] = lambda record: None,  # is given each record once it is journalled
-        on_phase: Callable[[str], None] = lambda what: None,  # is told what goes on where that is not all at once
-    ) -> None:
+    def judge(self) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
         It is Stopped by a signal or the deadline; a RunError if no process starts, or the journal cannot be written.
         """
-        self._on_record, self._on_phase = on_record, on_phase
-        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
-        self.supervisor.explored = self._keep_explored
+        on_phase = self.on_phase
         try:
-            failures = self._first_verdicts()
+            failures = self.first_verdicts()
             if any(record.failed for record in self.found.verdicts.values()):
-                self._settle_failures(failures)
-            without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
+                self.settle_failures(failures)
+            without = [facts.reference for facts in self.available if not self.found.of(facts.reference).traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
-                    self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
+                    self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or NO_TRAITS))
             # A profiler takes seconds to start.
             few = self.request.deployment is None and (self.request.cases or self.request.tier is Tier.SMOKE)
             if self.device == "cuda" and not few:
@@ -238,33 +239,38 @@ class Run:
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
 
-    def _settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
+    def settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
         while pending := self._unconfirmed(outcomes):
             explained = sum(explain for explain, _ in pending)
             told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
-            self._on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
+            self.on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
             for record in self._confirmed([attempts for _, attempts in pending]):
                 self._write(journal.Judgement(record))
         failures = [record for record in self.found.verdicts.values() if record.failed]
         groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
-            self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+            self.on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.outcomes(Tasks(tasks)):
-            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-            key = outcome.task.reference, outcome.task.case
-            if outcome.answer.heat and outcome.answer.record.check == self.found.verdicts[key].check:
-                self._write(journal.HeatShown(*key, outcome.answer.heat))
+            task = outcome.task
+            assert outcome.answer.record is not None and isinstance(task, Judge)
+            key = task.reference, task.case
+            if outcome.answer.record.check == self.found.verdicts[key].check:
+                self._learn(task.reference, outcome.answer.found, task.case)
             if found := compared(self.found.verdicts[key], outcome.answer.record):
                 self._write(journal.Judgement(found))
 
-    def _keep_explored(self, record: Record) -> None:
-        what = f"{record.message}; not all were drawn before the run ended"
-        seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
-        self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
-        self._on_phase(f"exploring {record.backend}: {record.message}")
+    def _hear(self, told: Told) -> None:
+        record = told.record
+        if told.step is Step.STARTED:
+            self._write(journal.CaseStarted(record.case, record.reference))
+        elif told.step is Step.EXPLORED:
+            what = f"{record.message}; not all were drawn before the run ended"
+            seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
+            self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
+            self.on_phase(f"exploring {record.backend}: {record.message}")
 
     def _trace(self) -> None:
-        untold = [record for record in self.found.verdicts.values() if record.reference not in self.found.traced]
+        untold = [record for record in self.found.verdicts.values() if not self.found.of(record.reference).traced]
         passed = [record for record in untold if record.status is Status.PASS]
         untraced: dict[str, dict[str, str]] = {}
         for record in sorted(passed, key=lambda record: record.seconds):
@@ -274,33 +280,33 @@ class Run:
         shares = [(name, list(cases.items())[n::parts]) for name, cases in untraced.items() for n in range(parts)]
         for outcome in self.outcomes(Tasks([[Trace(name, dict(share))] for name, share in shares if share]), WHOLE):
             name = outcome.task.reference
-            seen[name] = seen[name].joined(outcome.answer.traced or NOTHING_TRACED)
+            seen[name] = seen[name].joined(outcome.answer.found.traced or NOTHING_TRACED)
         for name, traced in seen.items():
             in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
-            self._write(journal.WasTraced(name, in_order))
+            self._learn(name, Found(in_order))
 
     def _take_times(self) -> None:
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
             reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
-            if reference in self.found.speed or not is_right(backend, self.request.is_usual):
+            if self.found.of(reference).speed or not is_right(backend, self.request.is_usual):
                 continue
             if forms := forms_of(passed, heads, self.device):
                 asked[reference] = forms
             else:
                 kinds = ", ".join(dict.fromkeys(KINDS.values()))
-                self._write(journal.WasTimed(reference, Speed(why=f"only {kinds} are timed")))
+                self._learn(reference, Found(speed=Speed(why=f"only {kinds} are timed")))
         part = ALONE if self.device == "cuda" else WHOLE
         for number, (reference, forms) in enumerate(asked.items(), start=1):
-            self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
+            self.on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
             for outcome in self.supervisor.run(Tasks([[TakeTimes(reference, forms)]]), part):
                 # Whose code has to be what was judged; what a timer or larger shapes load beside it was not.
                 judged = {x: new for x, new in outcome.answer.loaded.found.items() if x in self.found.code.digests}
                 self.found.code.add(msgspec.structs.replace(outcome.answer.loaded, found=judged))
                 ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
-                self._write(journal.WasTimed(reference, outcome.answer.speed or ended))
+                self._learn(reference, Found(speed=outcome.answer.found.speed or ended))
 
-    def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
+    def first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         for facts in self.available:  # of a role that a backend lacks no process need be asked
             missing = self._missing[facts.reference]
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
@@ -309,7 +315,7 @@ class Run:
                     lacking = Record(*about, salt=self.request.salt, role=case.role.file)
                     lacking = lacking.with_verdict(Verdict(Status.UNSUPPORTED, missing[case.role]), 0.0)
                     self._write(journal.Judgement(lacking))
-        tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
+        tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
         for outcome in self.outcomes(tasks):
@@ -329,25 +335,28 @@ class Run:
             self._write(journal.Judgement(record))
             if record.failed:
                 failures[record.record_key] = outcome
-            reason = "" if record.status is Status.PASS else patience.exhausted(record)
-            if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
-                tasks.dropped.add(given_up)
-                self._write(journal.GaveUp(record.reference, reason))
+            if record.status in (Status.CRASH, Status.TIMEOUT) or record.message == COMPILING:
+                call, most = call_of(record.case), self.limits.give_up_after
+                deaths[equal := (record.reference, call, record.message)] += 1
+                if deaths[equal] >= most and equal[:2] not in tasks.dropped:
+                    tasks.dropped.add(equal[:2])
+                    what = f"gave up on {call} after {most} equal failures of its process: {record.message}"
+                    self._write(journal.GaveUp(record.reference, what))
         return failures
 
     def _left(self) -> Tasks:
         ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
-        known = self.before, self.found.verdicts
+        known = self.before, self.found.verdicts, self._first
         several = [facts for facts in self.available if facts not in ahead]
-        compiling = [group for facts in several for group in alike(self.request.tasks([facts], *known))]
+        compiling = [piece for facts in several for piece in alike(self.request.tasks([facts], *known))]
         rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
         if self.device != "cuda":
             return Tasks(chain.from_iterable(rounds))
         tasks = Tasks(rounds[0], compiling, rounds[1:])
-        if len(compiling) > ENOUGH and self.supervisor.gpus:
+        if sum(map(len, compiling)) > ENOUGH and self.supervisor.gpus:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
-                self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+                self.on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         elif self.supervisor.gpus:
             self.supervisor.end(self._pool.workers)  # the others were to compile
         return tasks
@@ -386,20 +395,23 @@ class Run:
             asked, attempts = Tasks([[attempt] for attempt, _ in attempts]), []
             for outcome in self.outcomes(asked):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-                if outcome.answer.heat:
-                    self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
+                self._learn(outcome.task.reference, outcome.answer.found, outcome.task.case)
                 confirming = of_task[id(outcome.task)]
                 try:
                     attempts.append((confirming.send(outcome.answer.record), confirming))
                 except StopIteration as settled:
                     yield settled.value
 
+    def _learn(self, backend: str, found: Found, case: str = "") -> None:
+        if found != Found():
+            self._write(journal.Learned(backend, found, case))
+
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
         self.folder.journal.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
-            self._on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
+            self.on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
 
     @property
     def resume_line(self) -> str:
@@ -419,15 +431,20 @@ class Run:
             # One record stands for all drawn cases.
             cases = (*request.judged_of(facts), *([EXPLORED] if any(request.explore) else []))
             records = groups[facts.name]
-            mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
+            own = found.of(facts.reference)
+            mapped = {
+                each.case: heat
+                for each in records
+                if (heat := found.of(each.reference, each.case).heat) and is_mapped(each)
+            }
             about = (
                 () if facts.reasons else summarise(records, cases),
                 found.given_up.get(facts.reference, ""),
-                found.traced.get(facts.reference, NOTHING_TRACED),
-                {record.case: found.heat[record.reference, record.case] for record in mapped},
+                own.traced or NOTHING_TRACED,
+                mapped,
                 judged_pairs(records, facts.fitted) if request.arrays else {},
-                found.traits.get(facts.reference, NO_TRAITS),
-                found.speed.get(facts.reference),
+                own.traits or NO_TRAITS,
+                own.speed,
             )
             backends.append(BackendSummary(facts, *about))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment

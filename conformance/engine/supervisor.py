@@ -14,7 +14,6 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
-from mla_conformance.engine.keeper import begun
 from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
@@ -39,6 +38,7 @@ _WORTH = 20
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
 _JOIN_SECONDS = 5
+POLL_SECONDS = 0.3  # between two looks whether somebody has a run end
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -87,14 +87,13 @@ class Supervisor:
         self.places: list[WorkerSlot] = []  # one for each worker
         self.timeout = timeout  # seconds that a case may take
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
+        self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
-        self._early = begun.pop() if begun else None
-        self.log = BoundedLog(self._early.log if self._early else os.pipe())
-        self.started: Callable[[Record], None] = lambda record: None  # told of every case before it is launched
-        self.explored: Callable[[Record], None] = lambda record: None  # told what is known of an exploration so far
+        self.log = BoundedLog()
+        self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
         self.signal = 0  # the number of one that came
-        self._tasks, self._part = Tasks(()), machine.WHOLE
+        self._tasks = Tasks(())
         self._unbegun: Counter[int] = Counter()
         self._before = machine.children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -127,8 +126,7 @@ class Supervisor:
             os.close(descriptor)
 
     def add_place(self, setup: messages.Setup, environment: Mapping[str, str]) -> None:
-        early, self._early = self._early, None
-        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early)
+        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout)
         self.places.append(place)
         place.spawn()
 
@@ -140,11 +138,8 @@ class Supervisor:
         return said[0]
 
     def run(self, tasks: Tasks, part: machine.GpuPart = machine.WHOLE) -> Iterator[TaskOutcome]:
-        """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
-
-        A case for which the part of a GPU that places have is never enough comes back undone.
-        """
-        self._tasks, self._part = tasks, part
+        """Have all tasks carried out, an outcome for each; a case that needs more of a GPU than a part is undone."""
+        self._tasks = tasks
         self._unbegun.clear()
         if part.is_alone:
             # All but one place of each GPU give back what they hold of it, or begin anew, which gives back all, but a
@@ -156,14 +151,7 @@ class Supervisor:
                 deque(self._events(), 0)
         while True:
             for place in self.places[: self.gpus] if part.is_alone else self.places:
-                while place.is_idle:
-                    room = inf
-                    if part.share is not None:  # what no other one has taken of the GPU beside its own share
-                        there = self.places[place.number % self.gpus :: self.gpus]
-                        others = [tasks.taken[other.number] - part.share for other in there if other is not place]
-                        room = part.share + part.common - sum(max(0, more) for more in others)
-                    if not (task := tasks.take(place.number, room, part.is_alone)):
-                        break
+                while place.is_idle and (task := tasks.take(place.number, part.is_alone)):
                     is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or (
                         isinstance(task, messages.Judge) and task.fresh
                     )
@@ -171,19 +159,20 @@ class Supervisor:
                         place.renew()
                         tasks.put_back(place.number, task)
                     else:
-                        place.give(task, part.share and max(part.share, tasks.taken[place.number]))
+                        place.give(task, part.share)
             if not (any(place.task for place in self.places) or tasks.is_left()):
                 return
             yield from self._events()
 
     def _events(self) -> Iterator[TaskOutcome]:
-        until = min((self.ends_at, *(place.deadline for place in self.places if not place.is_idle)))
+        poll = time.monotonic() + POLL_SECONDS if self.is_over else inf
+        until = min((self.ends_at, poll, *(place.deadline for place in self.places if not place.is_idle)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
         ready, _, _ = select.select([*listened, self._told[0]], [], [], seconds)
         if self.signal:
             raise Stopped(self.signal)
-        if time.monotonic() >= self.ends_at:
+        if time.monotonic() >= self.ends_at or (self.is_over and self.is_over()):
             raise Stopped
         speaking = [place for place in self.places if place in map(listened.get, ready)]
         # What was said in time counts, however late it is read.
@@ -198,21 +187,10 @@ class Supervisor:
     def _outcomes(self, place: WorkerSlot, event: messages.WorkerEvent) -> Iterator[TaskOutcome]:
         if isinstance(event, messages.Hello):
             self._starts = 0
-        elif isinstance(event, messages.WorkerStarted):
-            self.started(event.record)
-        elif isinstance(event, messages.WorkerExplored):
-            self.explored(event.record)
+        elif isinstance(event, messages.Told):
+            self.told(event)
         elif isinstance(event, messages.TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            share, taken = self._part.share, self._tasks.taken[place.number]
-            if share is not None and isinstance(task, messages.Judge):
-                most = share + self._part.common
-                lacked = event.record is not None and event.record.lacked_memory
-                wants = min(2 * max(share, taken), most) if lacked else 0 if taken else event.wants
-                # A case that had what it wanted is done: a worker that wanted more each time would never be.
-                if taken < wants <= most:
-                    self._tasks.defer(place.number, task, wants)
-                    return
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, messages.Ended):
             yield from self._ended(place, event.status)
@@ -229,12 +207,10 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                if isinstance(given, messages.Judge):
-                    case = Case.parse(given.case)
-                    capability = case.capability
-                else:
-                    case, capability = array_of(given.capabilities[0])[0], EXPLORED
-                about = parse_reference(given.reference).name, given.reference, capability, case.id
+                case, capability = given.case, given.case.partition(":")[0]
+                if isinstance(given, messages.Explore):
+                    case, capability = array_of(given.capabilities[0])[0].id, EXPLORED
+                about = parse_reference(given.reference).name, given.reference, capability, case
                 died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
                 message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"
                 record = Record(*about, died, message=message)
@@ -316,5 +292,5 @@ class Pool:
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
         asked = request.salt, any(request.explore), self.began, outside(), array
-        setup = messages.Setup(device, memory, *asked, variables, request.speed)
+        setup = messages.Setup(device, memory, *asked, request.speed)
         self.supervisor.add_place(setup, variables | ({machine.VISIBLE: gpu} if gpu else {}))

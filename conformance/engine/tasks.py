@@ -1,8 +1,9 @@
 """What the places of a run have still to do, in which order, and which of it a place takes next."""
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 import msgspec
@@ -10,11 +11,10 @@ import msgspec
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
-from mla_conformance.judging.record import COMPILING, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted
 
-_NOBODY = -1  # stands for a place while none has begun with what is to follow
+_PIECE = 20  # tasks of which a place compiles for one after the other, while others have pieces of their own
 ENOUGH = 200
 """Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
 others would wait, and for fewer that compile no worker is started."""
@@ -41,16 +41,13 @@ class Tasks:
     ) -> None:
         self.dropped: set[tuple[str, str]] = set()  # given up calls of backends, by the backend's reference
         self.groups = deque(map(list, groups))
-        self.later = {_NOBODY: deque(map(list, later))}  # are to follow, by the place that takes them one by one
+        self.later = deque(map(list, later))  # are to follow
         self.rounds = deque(rounds)  # are to follow before those
         self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
-        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
-        self._early: set[int] = set()
-        self._large: list[tuple[int, list[Task]]] = []
 
-    def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
+    def take(self, place: int, alone: bool = False) -> Task | None:
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -58,47 +55,29 @@ class Tasks:
                 gone = self.dropped and isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped
                 if not gone:
                     return task
-            self.taken[place] = 0
-            self._early.discard(place)
-            fitting = next((large for large in self._large if large[0] <= room), None)
             is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
-            if fitting:
-                self._large.remove(fitting)
-                self.taken[place], self._own[place] = fitting
-            elif is_ahead and not alone and any(self.later.values()):
-                if not self.later.get(place):
-                    # It begins with half of what another one has still before it: so neighbours, for which the same is
-                    # compiled, come to one process.
-                    longest = max(self.later, key=lambda other: len(self.later[other]))
-                    theirs = self.later[longest]
-                    kept = 0 if longest == _NOBODY else len(theirs) // 2
-                    self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
-                self._own[place] = self.later[place].popleft()
-                if self.ahead:
-                    self._early.add(place)
+            if is_ahead and not alone and self.later:
+                self._own[place] = self.later.popleft()
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
                 return None
-
-    def defer(self, place: int, task: Task, wants: int) -> None:
-        """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
-        group = [task, *self._own.pop(place, ())]
-        if place in self._early:  # those who have time for it would have to load a compiler
-            self._last.append(group)
-        else:
-            self._large.append((wants, group))
 
     def put_back(self, place: int, task: Task) -> None:
         self._own[place].insert(0, task)
 
     def set_apart(self) -> list[list[Task]]:
         """Take what is to have its GPU for itself out of the groups; of what is to follow, behind the rest of it."""
-        apart, self.groups = _divided(self.groups)
-        for place, groups in self.later.items():
-            last, self.later[place] = _divided(groups)
-            self._last += last
-        return list(apart)
+
+        def taken_out(groups: deque[list[Task]]) -> list[list[Task]]:
+            apart = [[task for task in group if _is_undisturbed(task)] for group in groups]
+            rest = [[task for task in group if not _is_undisturbed(task)] for group in groups]
+            groups.clear()
+            groups.extend(filter(None, rest))
+            return list(filter(None, apart))
+
+        self._last += taken_out(self.later)
+        return taken_out(self.groups)
 
     def go_on(self) -> bool:
         """Have what was to follow be next; whether that is anything."""
@@ -108,41 +87,18 @@ class Tasks:
         self.ahead = 0
         self.groups.extend(self._last)
         self._last.clear()
-        return bool(self.groups) or any(self.later.values())
+        return bool(self.groups or self.later)
 
     def is_left(self) -> bool:
-        later = not self.ahead and any(self.later.values())
-        return bool(self.groups or self._large or later) or any(self._own.values())
+        return bool(self.groups or (self.later and not self.ahead)) or any(self._own.values())
 
 
-def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
-    def is_undisturbed(task: Task) -> bool:
-        return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
-
-    parts = ([[task for task in group if is_undisturbed(task) is alone] for group in groups] for alone in (True, False))
-    return [deque(filter(None, part)) for part in parts]
+def _is_undisturbed(task: Task) -> bool:
+    return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
 
 
 def call_of(case: str) -> str:
     return str(Case.parse(case).call)
-
-
-@dataclass
-class FailureLimit:
-    """How many equal failures of its process a call of a backend has, which is given up after the ``most``."""
-
-    most: int
-    _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    def exhausted(self, record: Record) -> str:
-        """Why the call of a record's case is given up; empty if it is not."""
-        if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
-            return ""
-        call = call_of(record.case)
-        self._failures[failure := (record.reference, call, record.message)] += 1
-        if self._failures[failure] < self.most:
-            return ""
-        return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"
 
 
 def judged_on_gpu(
@@ -196,32 +152,24 @@ def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
 
 
 def rounds_of(groups: Iterable[CaseGroup]) -> list[list[CaseGroup]]:
-    """The groups in rounds, each of whole roles, after which a backend or more are done, even if the run is cut short.
+    """The groups in rounds of whole roles, what most backends have first: some are done even if the run is cut short.
 
-    First comes the round that completes most backends for what it has to do. Backends of one role stay side by side,
-    since they share inputs and golden results.
+    Backends of one role stay side by side, since they share inputs and golden results.
     """
-    by_role, wanted, roles = Counter[str](), defaultdict[str, set[str]](set), list[tuple[CaseGroup, str]]()
-    for group in groups:
-        role = str(Case.parse(group[0].case).role) if isinstance(group[0], Judge) else ""
-        roles.append((group, role))
-        by_role[role] += 1
-        for task in group:
-            wanted[task.reference].add(role)
-    rounds, left = list[list[CaseGroup]](), dict(wanted)
-    while left:
-        gains = {frozenset(own): sum(other <= own for other in left.values()) for own in left.values()}
-        chosen = max(gains, key=lambda own: gains[own] / sum(map(by_role.__getitem__, own)))
-        rounds.append([group for group, role in roles if role in chosen])
-        left = {reference: rest for reference, own in left.items() if (rest := own - chosen)}
-    return rounds
+    roles = [(group, Case.parse(group[0].case).role if isinstance(group[0], Judge) else "") for group in groups]
+    having = defaultdict[str, set[str]](set)
+    for group, role in roles:
+        having[role] |= {task.reference for task in group}
+    rounds = grouped(roles, lambda each: frozenset(having[each[1]]))
+    return [[group for group, _ in rounds[having]] for having in sorted(rounds, key=len, reverse=True)]
 
 
-def alike(groups: Iterable[CaseGroup]) -> list[CaseGroup]:
-    """The groups, those side by side for which a library compiles the same, or nearly: of one dtype and dimensions."""
+def alike(groups: Iterable[CaseGroup]) -> list[list[Judge | Explore]]:
+    """Tasks in pieces, for each of which a library compiles the same, or nearly: of one dtype and dimensions."""
 
-    def compiled_for(group: CaseGroup) -> tuple[str, ...]:
-        case = Case.parse(group[0].case) if isinstance(group[0], Judge) else None
+    def compiled_for(task: Judge | Explore) -> tuple[str, ...]:
+        case = Case.parse(task.case) if isinstance(task, Judge) else None
         return (case.dtype, case.dims) if case else ()
 
-    return sorted(groups, key=compiled_for)
+    kinds = grouped(chain.from_iterable(groups), compiled_for).values()
+    return [tasks[first : first + _PIECE] for tasks in kinds for first in range(0, len(tasks), _PIECE)]

@@ -32,6 +32,7 @@ from mla_conformance.driving.driver import Executor
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
+from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
 from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
@@ -178,7 +179,7 @@ class Worker:
         if isinstance(task, messages.Judge) and (share is not None or self.device.type == "cuda"):
             need = memory_need(Case.parse(task.case), self.device.type)
             if not self._has_room(task, need, share):
-                return messages.TaskReply(wants=need + _KEPT)
+                return messages.TaskReply()
         self._last = task.case if isinstance(task, messages.Judge) else ""
         if isinstance(task, messages.Judge):
             done = self._judged(task)
@@ -221,20 +222,20 @@ class Worker:
             anew = Subject.of(task.reference, self.device, self.executor)
             if isinstance(task, messages.Trace):
                 seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
-                return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+                return messages.TaskReply(found=Found(seen.value or NOTHING_TRACED), leaves=True)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
-            return messages.TaskReply(speed=speed, leaves=True)
+            return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, messages.Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             asked = task.draws, task.seconds, task.capabilities, self.context, starts
-            record = explore.explore(subject, *asked, lambda so_far: self.send(messages.WorkerExplored(so_far)))
+            record = explore.explore(subject, *asked, lambda so_far: self.send(Told(Step.EXPLORED, so_far)))
             return messages.TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
             answers = examine.bitwise(subject, self.context) if task.bitwise else ()
             spreads = examine.accuracy(subject, self.context) if task.accuracy else ()
-            return messages.TaskReply(traits=Traits(answers, spreads), leaves=True)
+            return messages.TaskReply(found=Found(traits=Traits(answers, spreads)), leaves=True)
         found = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
         return messages.TaskReply(repeated=found, leaves=True)
 
@@ -250,7 +251,7 @@ class Worker:
         if is_told:
             record = with_reach(trial, record)
         if is_told and task.explain:
-            self.send(messages.WorkerJudged(record))
+            self.send(Told(Step.JUDGED, record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)
             if task.reported:
                 looks_like = ReportedCauses(list(task.reported)).explain(failure)
@@ -262,7 +263,8 @@ class Worker:
         declared = {str(case.role): repr(trial.declaration)} if "declaration" in vars(trial) else {}
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return messages.TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
+        leaves = self._leaves(record, disturbed)
+        return messages.TaskReply(record, found=Found(heat=heat), declared=declared, leaves=leaves)
 
     def _described(self, task: messages.Describe) -> messages.TaskReply:
         subject = self._subject(task.reference)
@@ -286,10 +288,9 @@ class Worker:
         return messages.TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
-        """Journal a case before anything of it is launched."""
         about = subject.backend.name, subject.backend.reference, capability or case.capability, case.id
         record = Record(*about, Status.HARNESS_ERROR, salt=self.context.salt, role=case.role.file)
-        self.send(messages.WorkerStarted(record))
+        self.send(Told(Step.STARTED, record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""

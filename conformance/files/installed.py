@@ -97,7 +97,6 @@ def git_asked_before() -> Iterator[None]:
 
 
 def harness_folder() -> Path:
-    """The folder that the harness's package stands in, which may be a checkout."""
     return Path(str(files("mla_conformance"))).parent
 
 
@@ -160,7 +159,6 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
 
 
 def is_followed(name: str) -> bool:
-    """Whether a module is none of a wheel, and of the harness only if it is one of its adapters."""
     if name.startswith(_HARNESS):
         return name.startswith(_ADAPTERS)
     top = name.partition(".")[0]

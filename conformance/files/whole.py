@@ -144,7 +144,6 @@ class Section:
         return Section(path, name, content)
 
     def write(self, content: str) -> None:
-        """Put this in the section's place and leave the rest of the file as it was."""
         before, _, after = _parts(self.path, self.name)  # another section of it may have been written meanwhile
         write_output(self.path, f"{before}\n{content}\n{after}")
 

@@ -36,8 +36,6 @@ class Interval(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One shape of one kernel."""
-
     kind: _Text  # decode, prefill, sparse decode or sparse prefill
     shape: _Text  # in words
     case: Annotated[str, Meta(max_length=20_000)] = ""  # its id; empty where the kernel supports none of this shape
@@ -69,8 +67,6 @@ def _figure(value: float) -> str:
 
 
 class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was timed of one backend."""
-
     times: Annotated[tuple[Timed, ...], Meta(max_length=100)] = ()  # in the order of the shapes
     timer: _Text = ""  # what took them, in words
     copy: _Figure = 0.0  # GB/s, read and written, of a copy on the same device in the same process
@@ -125,7 +121,6 @@ def table_of(kernels: Kernels) -> list[tuple[str, ...]]:
 
 
 def remarks_of(kernels: Kernels) -> list[str]:
-    """What stands under the table: how times were taken, what the device reaches, and who has none."""
     timed = [speed for _, speed in kernels if speed.has_times]
     remarks = list(dict.fromkeys(speed.timer for speed in timed))
     if timed:

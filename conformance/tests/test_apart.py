@@ -12,7 +12,7 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Instead, StepResult
 from mla_conformance.driving.remote import Part, RemoteExecutor, Reply, returned, written
-from mla_conformance.driving.shared import Shared, SharedRange, Unpacker, pack, send
+from mla_conformance.driving.shared import Shared, SharedRange, pack, send, unpack
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def crossed(value: Any) -> tuple[Any, Shared]:
     """What a value is behind the memory between two processes, and that memory."""
     shared = Shared(2**24)
-    return Unpacker(pack(value, shared), shared, {}).load(), shared
+    return unpack(pack(value, shared), shared, {}), shared
 
 
 def test_what_operands_mean_stays_where_the_judge_is() -> None:

@@ -164,6 +164,7 @@ def test_nothing_is_watched_that_nobody_reads(
 ) -> None:
     (tmp_path / "mine.py").write_text(f"{EAGER}class Mine(E): ...\n")
     monkeypatch.setattr("mla_conformance.engine.run.Run.prepare", lambda run: None)
+    monkeypatch.setattr("mla_conformance.engine.run.Run.begin", lambda run: None)
     monkeypatch.setattr("mla_conformance.commands.watch._Watch._judge", lambda watch: None)
     monkeypatch.setattr("mla_conformance.commands.watch.is_read", lambda: False)
     assert main(["watch", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu"]) == 3

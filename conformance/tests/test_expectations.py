@@ -11,7 +11,7 @@ import pytest
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Judgement
+from mla_conformance.engine.journal import Judgement, Plan
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
@@ -200,7 +200,8 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
         run.folder.journal.append(Judgement(FAILURE))
-        run.begin(resumes=True)
+        run.plan = Plan.of(request, "cpu", {"torch": "2", "device": "cpu"}, [facts])
+        run.begin(run.plan)
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE.with_fields(explanation=UNASKED)
         assert Judgement(FAILURE) in list(run.folder.journal.events())

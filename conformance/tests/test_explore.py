@@ -22,6 +22,7 @@ from mla_conformance.cases.space import Row
 from mla_conformance.cases.work import LARGE_CPU_WORK
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.messages import Step, Told
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.files.whole import InputError
@@ -126,7 +127,7 @@ def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(
         run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {"suite": "1"}
         failing = Record("EAGER", "EAGER", "explored", "combinations:q=[1]", Status.FAIL, message="1 cause")
         for record, status, outcome in ((known[0], Status.UNAVAILABLE, 3), (failing, Status.FAIL, 1)):
-            run._keep_explored(record.with_fields(backend="EAGER", reference="EAGER"))
+            run._hear(Told(Step.EXPLORED, record.with_fields(backend="EAGER", reference="EAGER")))
             (kept,) = run.summary().records
             assert (kept.status, run.summary().exit_status) == (status, outcome)
             assert kept.message == f"{record.message}; not all were drawn before the run ended"

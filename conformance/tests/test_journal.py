@@ -32,10 +32,12 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_p
 
 
 NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
-NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}', b'{"event": "traced", "backend": "EAGER", "traced": 7}']
 NO_EVENTS += [
-    b'{"event": "heat", "backend": "E", "case": "c", "heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
+    b'{"event": "gave_up", "backend": "EAGER"}',
+    b'{"event": "learned", "backend": "E", "found": {"traced": 7}}',
 ]
+HEAT = b'{"heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
+NO_EVENTS += [b'{"event": "learned", "backend": "E", "case": "c", "found": ' + HEAT + b"}"]
 NO_EVENTS += [b'{"event": "resume", "after": ""}']
 
 

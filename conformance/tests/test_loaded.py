@@ -180,7 +180,9 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
     }
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
-    assert answer.traced and answer.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
+    assert (
+        answer.found.traced and answer.found.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
+    )
 
     # A call that raises while it is measured takes nothing from the verdicts.
     def raises(*_: object) -> tuple[str, ...]:
@@ -188,7 +190,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(facts, "kernels_of", raises)
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
-    assert answer.traced == Traced() and answer.leaves
+    assert answer.found.traced == Traced() and answer.leaves
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -24,6 +24,7 @@ from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine import journal as journals
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
+from mla_conformance.engine.messages import Found
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
@@ -85,8 +86,8 @@ def journal(folder: Path) -> str:
     written.append(journals.Planned(msgspec.to_builtins(plan)))
     written.append(journals.CaseStarted(CASES[0], "EAGER"))
     written.append(journals.Judgement(run_of_a_shard().records[1]))
-    written.append(journals.WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
-    written.append(journals.HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
+    written.append(journals.Learned("EAGER", Found(Traced({"lse": ("k",)}, {}))))
+    written.append(journals.Learned("EAGER", Found(heat=HeatMap("LSE of new tokens", 1, 2, ("09",))), CASES[1]))
     written.append(journals.GaveUp("EAGER", "5 equal failures"))
     return written.path.read_text(encoding="ascii")
 

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cli import main
-from mla_conformance.engine.messages import WorkerJudged, encode
+from mla_conformance.engine.messages import Step, Told, encode
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import function_lines
@@ -96,7 +96,7 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
 
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:
     odd = record(FAIL).with_fields(used={"lse": "inf", "row": "nan"}, confirmation="after", after=("lse:q=[2]",))
-    plain = json.loads(encode(WorkerJudged(odd)))["record"]
+    plain = json.loads(encode(Told(Step.JUDGED, odd)))["record"]
     assert plain["used"] == {"lse": "inf", "row": "nan"}
     assert msgspec.convert(plain, Record) == odd and odd.shares["lse"] == math.inf and math.isnan(odd.shares["row"])
     for name, value in (("status", "splendid"), ("used", {"lse": "much"}), ("after", 7), ("confirmation", "perhaps")):

@@ -91,7 +91,7 @@ def test_a_journal_without_its_seal_is_refused(
     [
         (('"status": "pass"', '"status": "perfect"'), [], "expected an event of a run as JSON"),
         (('"event": "plan"', '"event": "resume"'), [], "expected a journal that starts with the plan of a run"),
-        (('"format": 3', '"format": 2'), [], "expected plan format 3, got 2"),
+        (('"format": 4', '"format": 3'), [], "expected plan format 4, got 3"),
         (('"cases": []', '"cases": 5'), [], "malformed plan: Expected `array`, got `int` - at `$.cases`"),
         (('"shard": null', '"shard": {"index": 1}'), [], "malformed plan: Object missing required field"),
         (

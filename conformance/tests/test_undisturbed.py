@@ -80,7 +80,8 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
         monkeypatch.setattr(run, "_trace", lambda: None)
         monkeypatch.setattr(Pool, "_share_memory", lambda pool, places: None)
         run.device, run.supervisor.gpus = "cuda", 1
-        run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
+        run.on_record, run.on_phase = lambda record: seen.records.update({record.case: record}), seen.phases.append
+        run.judge()
     return seen
 
 
@@ -108,7 +109,7 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
             assert isinstance(task, Judge)
             asked.append((part, task.fresh))
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
-            yield TaskOutcome(task, TaskReply(record, wants=0 if record else 1))
+            yield TaskOutcome(task, TaskReply(record))
 
     beside = part_of(80 * 2**30, 4)
     (done,) = judged_on_gpu(outcomes, beside, phases.append, Tasks([[Judge("A", CASES[0])]]))

@@ -12,7 +12,7 @@ from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
+from mla_conformance.engine.messages import Judge, Step
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.verdict import Status
@@ -54,7 +54,7 @@ def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | Non
 def test_a_case_and_those_before_are_announced_before_they_are_judged_and_a_pass_keeps_the_process() -> None:
     first = "lse:dims=small;heads=2;q=[3]"
     *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
-    assert [type(event) for event in started] == [WorkerStarted] * 2
+    assert [event.step for event in started] == [Step.STARTED] * 2
     assert [event.record.case for event in started] == [first, SMALL]
     assert answer.record.case == SMALL and answer.record.status is Status.PASS and not answer.leaves
 
@@ -67,21 +67,19 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(room, "free_memory", lambda device: free[0])
     monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
     task, need = Judge(reference(EagerPrefillBackend), SMALL), memory_need(Case.parse(SMALL), "cpu")
-    wanted = worker.answer(task, need).wants
-    assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
-    for share, left, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
+    wanted = need + 2 * GIB  # inputs and golden results are kept for cases to come
+    for share, left, waits in ((wanted - 1, need, 1), (wanted, need - 1, 1), (wanted, need, 0), (None, 0, 0)):
         free[0] = left
-        answer = worker.answer(task, share)
-        assert answer.wants == wants and (answer.record is None) is bool(wants)
+        assert (worker.answer(task, share).record is None) is bool(waits)
 
 
 def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "explain", lambda failure, patience: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
-    assert isinstance(judged, WorkerJudged) and not judged.record.explanation
+    assert judged.step is Step.JUDGED and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
-    assert (answer.heat.part, answer.heat.wrong) == ("LSE of new tokens", 2 * 14)
-    assert asked(Wrong)[-1].heat is None
+    assert (answer.found.heat.part, answer.found.heat.wrong) == ("LSE of new tokens", 2 * 14)
+    assert asked(Wrong)[-1].found.heat is None
     monkeypatch.setattr(room, "explain", lambda failure, patience: f"{patience:.0f}")
     given = [int(asked(Wrong, explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
     assert given[1] >= 60 > given[0]
