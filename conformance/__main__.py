@@ -4,6 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
+from mla_conformance.engine.keeper import begin
 from mla_conformance.files.places import forget_current_folder
 
 
@@ -18,6 +19,7 @@ def start() -> NoReturn:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
     try:
         forget_current_folder()
+        begin(sys.argv[1:])
         from mla_conformance.cli import command
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,7 @@
 """The process between supervisor and worker: it has imported everything, forks workers, and outlives each of them.
 
-A worker that dies, hangs or kills its parent costs one case, and what its backend has started is ended with it.
+A worker that dies, hangs or kills its parent costs one case, and what its backend has started is ended with it. The
+first keeper of a run starts before the command itself is imported: only Python's own modules are imported here at once.
 """
 
 import contextlib
@@ -10,9 +11,30 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
+_JUDGING = ("certify", "replay", "watch")
+"""Commands of which most runs need the process; one that does not ends it with itself."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class EarlyKeeper(NamedTuple):
+    """A keeper that waits to be told what it is for, with both ends of the pipe that it prints to."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+    log: tuple[int, int]
+
+
+begun: list[EarlyKeeper] = []  # for the first run that asks
+
+
+def begin(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] not in _JUDGING or not {"-h", "--help"}.isdisjoint(arguments):
+        return
+    log = os.pipe()
+    begun.append(EarlyKeeper(*start_module(__name__, stdout=log[1], stderr=log[1]), log))
 
 
 def start_module(name: str, **options: Any) -> tuple["subprocess.Popen[bytes]", socket.socket]:
@@ -33,7 +55,7 @@ def end_of_process(process: "subprocess.Popen[bytes]", seconds: float) -> int:
 
 
 def main(descriptor: int, supervisor: int) -> None:
-    from mla_conformance.engine.machine import ADOPTS_ORPHANS, DUMPABLE, end_children, end_with_parent, prctl
+    from mla_conformance.engine.machine import ADOPTS_ORPHANS, DUMPABLE, THREADS, end_children, end_with_parent, prctl
     from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
     from mla_conformance.files.places import forget_current_folder, refuse_written_since
 
@@ -48,13 +70,19 @@ def main(descriptor: int, supervisor: int) -> None:
     prctl(ADOPTS_ORPHANS, 1)
     forget_current_folder()
     gc.disable()  # nothing of what is imported is garbage, and each look at it takes a tenth of a second
+    from torch import set_num_threads
+
     from mla_conformance.engine.worker import load_all, serve  # everything that a case needs
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
     if not (told := read_line(connection)):
-        return  # the command has ended
-    load_all(setup := decode(told, Setup))
+        return  # the command has ended without a run
+    setup = decode(told, Setup)
+    os.environ.update(setup.variables)
+    if THREADS in setup.variables:  # which torch may have been imported without
+        set_num_threads(int(setup.variables[THREADS]))
+    load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
     prctl(DUMPABLE, 0)

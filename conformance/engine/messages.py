@@ -22,6 +22,7 @@ class Setup(msgspec.Struct, frozen=True):
     began: float = 0.0  # when the run began, in seconds of the system's clock
     role: str = ""  # the file of one from outside, as PATH@sha256:DIGEST
     array: tuple[str, ...] = ()  # ids of its covering array
+    variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
     times: bool = False  # whether kernels are to be timed
 
 

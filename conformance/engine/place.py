@@ -44,8 +44,8 @@ class RunError(RuntimeError):
 class BoundedLog:
     """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
 
-    def __init__(self) -> None:
-        self._pipe, self.descriptor = os.pipe()
+    def __init__(self, pipe: tuple[int, int]) -> None:
+        self._pipe, self.descriptor = pipe
         self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
         self._lock = threading.Lock()
         self.reader = threading.Thread(target=self._copy, daemon=True)
@@ -81,6 +81,7 @@ class WorkerSlot:
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
+    early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
     hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
@@ -99,8 +100,11 @@ class WorkerSlot:
     _makes_room: bool = False
 
     def spawn(self) -> None:
-        own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
-        self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
+        if self.early:
+            self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
+        else:
+            own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
+            self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self.deadline = time.monotonic() + START_SECONDS

@@ -14,6 +14,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
+from mla_conformance.engine.keeper import begun
 from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
@@ -89,7 +90,8 @@ class Supervisor:
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
         self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
-        self.log = BoundedLog()
+        self._early = begun.pop() if begun else None
+        self.log = BoundedLog(self._early.log if self._early else os.pipe())
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
         self.signal = 0  # the number of one that came
@@ -126,7 +128,8 @@ class Supervisor:
             os.close(descriptor)
 
     def add_place(self, setup: messages.Setup, environment: Mapping[str, str]) -> None:
-        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout)
+        early, self._early = self._early, None
+        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early)
         self.places.append(place)
         place.spawn()
 
@@ -292,5 +295,5 @@ class Pool:
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
         asked = request.salt, any(request.explore), self.began, outside(), array
-        setup = messages.Setup(device, memory, *asked, request.speed)
+        setup = messages.Setup(device, memory, *asked, variables, request.speed)
         self.supervisor.add_place(setup, variables | ({machine.VISIBLE: gpu} if gpu else {}))

@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -28,6 +30,27 @@ from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.case_files import write_case
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no such files")
+def test_it_ends_with_a_command_that_has_no_use_for_it() -> None:
+    mark = f"MARK={uuid4()}"
+    name, _, value = mark.partition("=")
+    command = [sys.executable, "-P", "-m", "mla_conformance", "certify", "--nonsense"]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--nonsense" in done.stderr
+    end = time.monotonic() + 20
+    while any(mark.encode() in _environment(process) for process in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < end, "a process is left"
+        time.sleep(0.05)
+
+
+def _environment(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
 
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5, 6)]
 CASES += ["lse:call=context_chunk;dims=small;heads=2;q=[3];kv=[5]"]
