@@ -15,7 +15,7 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, writable
 from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.library_roles import RaggedPrefillBackend
 
 CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.steps import IndexerKernel
+from mla_conformance.backends.library_roles import IndexerKernel
 
 _PAGE, _NOTE = 64, "it compiles at the first call and needs nvcc"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, pad_head_dim
-from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.library_roles import RaggedPrefillBackend
 
 _OF_FA2 = (
     ("needs one head dim of q, k and v", "pads the narrower ones with zeros, slices the output"),

@@ -1,6 +1,7 @@
 """FLASH_ATTN_MLA: FlashAttention-3 with a second pair of query and key, one class for each package that has the kernel.
 
 The rope part is query and key, the latent second query and value. None has run under this suite yet.
+FLASH_ATTN_MLA_SPARSE is the same over pages of one token, which lists name.
 """
 
 from importlib import import_module
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.library_roles import PagedDecodeBackend
 from mla_conformance.backends.packaged import Library
-from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
 _BUILD = "build FlashAttention's folder hopper with paged KV and the head dims (64, 512)"
 _NEEDED = {"PAGEDKV": "paged KV", "HDIM64": "head dim 64", "HDIMDIFF64": "the head dims (64, 512)"}
@@ -91,3 +93,46 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
         x, version = self._decode_metadata, {"fa_version": 3}
         keys = {"seqused_k": x.seq_lens, "block_table": x.block_table, "max_seqlen_k": x.max_seq_len}
         return self.library.flash_attn_varlen_func(q, k, v, q_v=qv, **keys, **options, **version)
+
+
+_ROPE = 64
+_APART = "slots are renumbered where blocks lie whole entries apart, as in vLLM, and other caches are copied"
+
+
+class FlashAttnMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
+    name = "FLASH_ATTN_MLA_SPARSE"
+    libraries = FlashAttnMLAvLLM.libraries
+    devices = packaged.HOPPER
+    supported_latent_dims = [(512, 64), (512, 0)]
+    supports_topk_length = True
+    returns_lse = False
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.declared(
+        "vllm torch",
+        ("wants a list of pages without gaps and its length", "what lists name, packed on the device"),
+        ("pages of one token follow each other", _APART),
+        packaged.PARTS_BOTH,
+        ("without a rope part: reads one all the same", "zeros in queries, as in vLLM"),
+        packaged.COPIES,
+        ("vLLM asks for no LSE", "declared unsupported"),
+    )
+    lacks = FlashAttnMLAvLLM.lacks
+
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+        (source,), (latent, rope) = sources, aligned(q).tensor_split([self.kv_lora_rank], dim=-1)
+        blocks, page, width = source.cache.shape
+        # Rows of a cache from its first to its last, and how many of them lie from block to block.
+        whole = source.cache.stride(0) % width == 0 and source.cache.stride()[1:] == (width, 1)
+        pages = aligned(source.cache if whole else source.cache.contiguous())
+        apart = pages.stride(0) // width
+        rows = pages.as_strided((blocks * apart - apart + page, 1, 1, width), (width, width, width, 1))
+        slots = source.indices // page * apart + source.indices % page
+        table, lengths = packed(slots, listed(source.indices, source.length))
+        v, k = rows.tensor_split([self.kv_lora_rank], dim=-1)
+        if not self.qk_rope_head_dim:
+            rope, k = q.new_zeros(*q.shape[:2], _ROPE), v[..., :_ROPE]
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        queries = {"q": rope, "q_v": latent, "cu_seqlens_q": starts, "max_seqlen_q": 1}
+        keys = {"k": k, "v": v, "block_table": table, "seqused_k": lengths, "max_seqlen_k": table.shape[1]}
+        options = {"softmax_scale": self.scale, "causal": True, "fa_version": 3}
+        return self.library.flash_attn_varlen_func(**queries, **keys, **options), None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.library_roles import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512
 _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_ATTENTION": True}

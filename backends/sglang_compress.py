@@ -13,8 +13,7 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.compress import Compression, MLACompressBackend, check_compress_call
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.operands import takes
-from mla_conformance.backends.sglang_triton import sglang_library
-from mla_conformance.backends.sglang_triton_cache import addressed
+from mla_conformance.backends.sglang_triton import addressed, sglang_library
 
 _MOST_TOKENS = 1 << 16
 

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first, writable
-from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.library_roles import PagedDecodeBackend, RaggedPrefillBackend
 
 _DISTRIBUTIONS = "tokenspeed-mla nvidia-cutlass-dsl"
 _SWALLOWS = ("imports even where its dependencies are missing", "its recorded import error is reported")

@@ -15,9 +15,8 @@ from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.kernel import HeadSizes
+from mla_conformance.backends.library_roles import PagedDecodeBackend, RaggedPrefillBackend
 from mla_conformance.backends.packaged import declared
-from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _NOTE = "the package index has a stub, its wheels are at --extra-index-url https://pypi.nvidia.com"

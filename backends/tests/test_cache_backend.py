@@ -10,7 +10,7 @@ from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend
+from mla_conformance.backends.sglang_triton import SGLangTritonCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 
 BF16, INT = torch.bfloat16, torch.int32

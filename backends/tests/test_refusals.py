@@ -19,12 +19,12 @@ from mla_conformance.backends.metadata import chunked_context_metadata, prefill_
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.torch_rows import (
+from mla_conformance.backends.torch_sdpa import (
     TorchEfficientDecodeBackend,
     TorchSDPADecodeBackend,
+    TorchSDPAPrefillBackend,
     TorchSDPASparseBackend,
 )
-from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.dimensions import PRESETS

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.vllm_cache import VllmCacheBackend
-from mla_conformance.backends.vllm_topk import VllmTopKBackend
+from mla_conformance.backends.vllm_ops import VllmCacheBackend, VllmTopKBackend
 
 BF16, INT, ONE = torch.bfloat16, torch.int32, torch.tensor(1.0)
 _SCHEMAS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.flashinfer_mla_sparse_sm90 import FlashInferMLASparseSM90Backend
+from mla_conformance.backends.flashinfer_mla import FlashInferMLASparseSM90Backend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
 
