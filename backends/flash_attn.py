@@ -40,8 +40,6 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         return output[..., : self.v_head_dim], lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Any:
-        if not self.variant:
-            raise self.not_a_family()
         options = {"softmax_scale": self.scale, "causal": batch.causal, self.asked: True}
         return self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
 

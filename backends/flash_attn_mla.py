@@ -44,8 +44,6 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
         return output, lse
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
-        if not self.variant:
-            raise self.not_a_family()
         lengths, table = self._decode_metadata.seq_lens, self._decode_metadata.block_table
         call = self.library.flash_attn_with_kvcache
         return call(q, k, v, qv=qv, cache_seqlens=lengths, page_table=table, **options)

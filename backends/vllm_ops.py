@@ -1,6 +1,6 @@
 """VLLM_TOPK, VLLM_CACHE: compiled kernels of vLLM 0.33.0 around attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,18 +28,16 @@ class VllmTopKBackend(TopKKernel):
     devices = packaged.FROM_TURING  # what the wheel has code for
     by_device = {0: ("prefill", "decode", "persistent", "cooperative")}
     supports_row_starts = False
+    fill: Callable[..., None]  # a variant's, into numbers that the caller made
     declaration = packaged.declared(
         "vllm torch", ("writes into numbers of its caller", "-1 beforehand, as in vLLM"), deterministic=False
     )
 
     def select(self, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
         output = torch.full((len(logits), topk_tokens), NO_KEY, dtype=torch.int32, device=logits.device)
-        self.libraries[0].load()
+        _ = self.library  # whose loading registers the operators
         self.fill(logits, lengths.contiguous(), output)
         return output
-
-    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        raise self.not_a_family()
 
 
 def _prefill(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
