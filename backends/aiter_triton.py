@@ -1,9 +1,7 @@
 """ROCm/aiter's Triton kernels at e4048607, ``aiter/ops/triton/attention``: AITER_TRITON_MLA and AITER_TRITON_SPARSE."""
 
-import os
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ class AiterLibrary(packaged.Library):
     """A module of AITER's Triton kernels, without its operators in C++, and launchers without AMD's option."""
 
     def load(self) -> ModuleType:
-        with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
+        with packaged.environment({"AITER_TRITON_ONLY": "1"}):
             module = super().load()
         for name in ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel"):
             kernel = vars(module).get(name)
@@ -38,21 +36,17 @@ class _WithoutWaves:
         return lambda waves_per_eu, **arguments: self._kernel[grid](**arguments)
 
 
-class _WithoutDevice(AiterLibrary):
-    """The same on a machine without a GPU, whose kind and size AITER asks for."""
+class InterpretedAiter(packaged.InterpretedLibrary, AiterLibrary):
+    """The same with interpreted kernels, on a machine without a GPU, whose kind and size AITER asks for."""
 
-    def load(self) -> ModuleType:
+    def interpreted(self) -> ModuleType:
         from triton.runtime import driver
 
         driver.set_active(SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch="")))
-        module = super().load()
+        module = super().interpreted()
         driver.set_active(None)
         vars(module).update(get_num_sms=lambda: 1)
         return module
-
-
-class InterpretedAiter(packaged.InterpretedLibrary, _WithoutDevice):
-    """The same with interpreted kernels."""
 
 
 def aiter_library(module: str) -> AiterLibrary:

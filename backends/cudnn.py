@@ -156,6 +156,8 @@ def offsets(start_loc: Tensor, token_stride: int) -> Tensor:
 
 def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
     """Run the graph of ``key`` on q, k, v, o and stats, and for e4m3 :data:`SCALES`; the name of its plan."""
+    handle, stream = _handle(key.device), torch.cuda.current_stream(key.device).cuda_stream
+    CUDNN.load().set_stream(handle=handle, stream=stream)
     graph, operands, size, name = _plan(key)
     start_loc = {name: batch.key_start_loc if name in "kv" else batch.query_start_loc for name in _RAGGED}
     bound = {f"{name}_at": offsets(start_loc[name], tensors[name].stride(0)) for name in _RAGGED}
@@ -163,20 +165,14 @@ def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
     bound |= {name: tensors["stats"].new_empty(1) for name in _MAXIMA if name in operands}
     workspace = torch.empty(max(1, size), dtype=torch.uint8, device=key.device)
     named = {operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
-    graph.execute(named, workspace, handle=_handle(key.device))
+    graph.execute(named, workspace, handle=handle)
     return name
 
 
 @cache
-def _create_handle(device: torch.device) -> Any:
+def _handle(device: torch.device) -> Any:
     with torch.cuda.device(device):
         return CUDNN.load().create_handle()
-
-
-def _handle(device: torch.device) -> Any:
-    handle = _create_handle(device)
-    CUDNN.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    return handle
 
 
 @cache

@@ -52,11 +52,6 @@ class Library:
         return _version(self.distribution)
 
 
-def extra(name: str) -> str:
-    """The command that installs an extra of this project."""
-    return f"pip install 'mla-conformance[{name}]'"
-
-
 @cache
 def _version(distribution: str) -> str:
     try:

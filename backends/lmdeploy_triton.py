@@ -11,7 +11,6 @@ from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Precision, SelectionForm, SelectionOrder
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.library_roles import IndexerKernel, PagedDecodeBackend, RaggedPrefillBackend, TopKKernel
-from mla_conformance.backends.packaged import Library
 from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 
 DISTRIBUTIONS = "lmdeploy triton"
@@ -20,23 +19,19 @@ _DEVICE = {"multi_processor_count": 16, "compute_capability": (9, 0), "warps_per
 """What stands for the device where there is none."""
 
 
-class _WithoutDevice(Library):
+class InterpretedLmdeploy(packaged.InterpretedLibrary):
     """A module without a GPU, whose size it asks for; the interpreter replaces Triton's functions by their own name."""
 
-    def load(self) -> ModuleType:
-        module, language = super().load(), import_module("triton.language")
-        utilities = Library(f"{_KERNELS}.utils", self.distribution, self.command).load()
+    def interpreted(self) -> ModuleType:
+        module, language = super().interpreted(), import_module("triton.language")
+        utilities = packaged.Library(f"{_KERNELS}.utils", self.distribution, self.command).load()
         for asking in (module, utilities):
             vars(asking).update(get_device_props=lambda device=None: _DEVICE, is_cuda=lambda: False)
         vars(module).update(tl_exp2=lambda x: language.exp2(x), tl_log2=lambda x: language.log2(x))
         return module
 
 
-class InterpretedLmdeploy(packaged.InterpretedLibrary, _WithoutDevice):
-    """The same with interpreted kernels."""
-
-
-def lmdeploy_library(module: str) -> Library:
+def lmdeploy_library(module: str) -> packaged.Library:
     """A module of LMDeploy's kernels."""
     return packaged.in_extra("lmdeploy", f"{_KERNELS}.{module}")
 

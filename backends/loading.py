@@ -37,8 +37,7 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     """The roles that a backend has; one that is no member of an enumeration is imported: see :func:`load_role`."""
     if members := backend.members():
         return tuple(member.role for member in members)
-    named = _load_named(backend)
-    return tuple(role for role in ROLES.values() if _in_role(named, role) is not None)
+    return tuple(_named_by_role(backend))
 
 
 def load_role(backend: BackendReference, role: Role) -> Any:
@@ -49,8 +48,15 @@ def load_role(backend: BackendReference, role: Role) -> Any:
     """
     if members := backend.members():
         return next((as_backend(each.get_class(backend.variant)) for each in members if each.role is role), None)
-    loaded = _in_role(_load_named(backend), role)
+    loaded = _named_by_role(backend).get(role)
     return None if loaded is None else _checked(loaded, backend.reference)
+
+
+def _named_by_role(backend: BackendReference) -> dict[Role, Any]:
+    """A class itself, and those that it names for other roles by an attribute such as ``decode_backend``."""
+    named = _load_named(backend)
+    others = {role: getattr(named, f"{role}_backend", None) for role in ROLES.values()}
+    return {role: it for role, it in (others | {role_of(named): named}).items() if it is not None}
 
 
 def load_backend(backend: BackendReference) -> Any:
@@ -78,11 +84,6 @@ def _load_named(backend: BackendReference) -> Any:
         return foreign.call_foreign(load, passing=(BackendReferenceError,))
     except foreign.ForeignError as error:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
-
-
-def _in_role(named: Any, role: Role) -> Any:
-    """A class itself, or the one that it names for another role, by an attribute such as ``decode_backend``."""
-    return named if role_of(named) is role else getattr(named, f"{role}_backend", None)
 
 
 def import_file(path: Path) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import DeviceCapability, NamedKernel
 
@@ -103,7 +103,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def in_extra(name: str, module: str, distribution: str = "", note: str = "", **other: Any) -> Library:
     """A library that an extra of this project installs, by default that of the same name."""
-    return Library(module, distribution or name, extra(name), note, **other)
+    return Library(module, distribution or name, f"pip install 'mla-conformance[{name}]'", note, **other)
 
 
 def has_parameter(function: Any, parameter: str) -> bool:
@@ -207,7 +207,10 @@ class InterpretedLibrary(Library):
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
         with environment(ENVIRONMENT):
             import_module("triton.experimental.gluon")  # else imported at the first call
-            return super().load()
+            return self.interpreted()
+
+    def interpreted(self) -> ModuleType:
+        return super().load()
 
 
 class InterpretedKernel(LibraryKernel):

@@ -13,7 +13,7 @@ import torch
 
 from mla_conformance.backends import dependencies
 from mla_conformance.backends.aiter_triton import aiter_library
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.packaged import InterpretedLibrary
@@ -117,7 +117,7 @@ def package(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
 
 
 def _library(module: str) -> Library:
-    return Library(module, "the-library", extra("the-extra"), "a note")
+    return Library(module, "the-library", "pip install 'mla-conformance[the-extra]'", "a note")
 
 
 def test_missing_names_the_command_and_the_note() -> None:
