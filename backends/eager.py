@@ -173,7 +173,7 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
 
 
 class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
-    """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
+    """EAGER behind the interface of this project; below it stands behind the others."""
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         context = self._prefill_metadata.chunked_context

@@ -116,40 +116,34 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     EAGER = "eager_indexer.EagerIndexerBackend"
     DEEPGEMM_INDEXER = "deep_gemm.DeepGemmIndexerBackend", "vllm"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployIndexerBackend", "interpreted"
-    CUSTOM = None
 
 
 class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
     EAGER = "eager_topk.EagerTopKBackend"
     VLLM_TOPK = "vllm_ops.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployTopKBackend", "interpreted"
-    CUSTOM = None
 
 
 class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
     EAGER = "eager_prepare.EagerPrepareBackend"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployPrepareBackend"
-    CUSTOM = None
 
 
 class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
     EAGER = "eager_compress.EagerCompressBackend"
     SGLANG_COMPRESS = "sglang_compress.SGLangCompressBackend"
-    CUSTOM = None
 
 
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     EAGER = "eager_cache.EagerCacheBackend"
     VLLM_CACHE = "vllm_ops.VllmCacheBackend"
     SGLANG_TRITON_CACHE = "sglang_triton.SGLangTritonCacheBackend", "interpreted"
-    CUSTOM = None
 
 
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
     EAGER = "eager_sparse_layer.EagerSparseLayerBackend"
     VLLM_SPARSE_LAYER = "vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
     SGLANG_DSA = "sglang_dsa.SGLangDSABackend", "fa3", "triton_sparse_mla", "triton", "flashmla_sparse"
-    CUSTOM = None
 
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
@@ -157,7 +151,6 @@ class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     TORCH_SDPA_TREE = "torch_sdpa.TorchSDPATreeBackend"
     SGLANG_TRITON_TREE = "sglang_triton.SGLangTritonTreeBackend", "interpreted"
     FLASHINFER_TREE = "flashinfer.FlashInferTreeBackend"
-    CUSTOM = None
 
 
 ENUMS = tuple(BackendEnum.__subclasses__())  # the enumerations of all roles
@@ -185,7 +178,4 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
     return lambda cls: cls
 
 
-register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
-register_mla_topk_backend = register_mla_prepare_backend = register_mla_compress_backend = register_mla_prefill_backend
-register_mla_cache_backend = register_mla_sparse_layer_backend = register_mla_prefill_backend
-register_mla_tree_backend = register_mla_prefill_backend
+register_mla_decode_backend = register_mla_sparse_backend = register_mla_prefill_backend

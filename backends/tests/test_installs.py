@@ -127,14 +127,15 @@ def test_missing_names_the_command_and_the_note() -> None:
 
 
 def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path) -> None:
-    package("sound_library.part", "answer = 42")
-    top = tmp_path / "sound_library" / "__init__.py"
+    package("sound_library.inner.part", "answer = 42")
+    part, other = _library("sound_library.inner.part"), _library("sound_library.inner.other")
+    top, inner = (tmp_path / "sound_library" / name for name in ("__init__.py", "inner/__init__.py"))
     top.write_text("raise SystemError('imported')")
-    assert _library("sound_library.part").missing() == [] != _library("sound_library.other").missing()
-    assert "sound_library" not in sys.modules
+    assert part.missing() == [] != other.missing()
+    inner.unlink()  # a folder in a package
+    assert part.missing() == [] != other.missing() and "sound_library" not in sys.modules
     top.unlink()  # a namespace package
-    assert _library("sound_library.part").missing() == [] != _library("sound_library.interface").missing()
-    assert _library("sound_library.part").broken() == [] and _library("sound_library.part").load().answer == 42
+    assert part.missing() == [] != other.missing() and part.broken() == [] and part.load().answer == 42
 
 
 def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_never_tried(

@@ -11,7 +11,7 @@ import torch
 from mla_conformance.backends.conversions import RaggedBatch, aligned
 from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
-from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.loading import load_backend, load_role
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
@@ -272,15 +272,25 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", ["9 fa3", "9 fa4 fa3", "9 torch fa3 fa4 fa2", "10 fa4", "8 torch fa2", "9 fa3 fa3 fa4 fa2 torch"]
+    ("name", "told"),
+    [
+        *(("FLASH_ATTN", told) for told in ("9 fa3", "9 fa4 fa3", "9 torch fa3 fa4 fa2", "10 fa4", "8 torch fa2")),
+        *(("FLASH_ATTN", "9 fa3 fa3 fa4 fa2 torch"), ("FLASHINFER", "8 fa2"), ("FLASHINFER", "9 fa3")),
+        *(
+            ("FLASHINFER", "10 cutlass"),
+            ("FLASHINFER", "12 fa2"),
+            ("FLASHINFER_MLA", "9 fa3"),
+            ("FLASHINFER_MLA", "10 fa2"),
+        ),
+    ],
 )
-def test_choice_by_device_and_what_is_installed(told: str, monkeypatch: Any) -> None:
+def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatch: Any) -> None:
     """What is taken on a device, and behind it what is missing there."""
-    major, chosen, *missing = told.split()
-    for name, variant in FlashAttnPrefillBackend.variants.items():
-        reasons = ["missing"] if name in missing else []
-        monkeypatch.setattr(variant, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
-    assert FlashAttnPrefillBackend.resolve(DeviceCapability(int(major), 0)).variant == chosen
+    (major, chosen, *missing), family = told.split(), load_backend(parse_reference(name))
+    for variant, kernel in family.variants.items():
+        reasons = ["missing"] if variant in missing else []
+        monkeypatch.setattr(kernel, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
+    assert family.resolve(DeviceCapability(int(major), 0)).variant == chosen
 
 
 def test_a_family_has_no_kernel_itself(prepared: Any) -> None:

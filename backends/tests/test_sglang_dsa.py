@@ -1,7 +1,5 @@
 """SGLang's layer without SGLang: which batches a step becomes, where both caches go, and what is refused."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 
 from mla_conformance.backends import sglang_dsa
-from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.generations.sglang import PAGE, Part, parts
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend
@@ -126,12 +123,3 @@ def test_a_class_of_sglang_is_driven_by_its_own_name() -> None:
     driven = as_backend(Theirs)
     assert role_of(driven) is Role.SPARSE_LAYER and driven is as_backend(Theirs)
     assert (driven.wrapped, driven.get_name(), dict(driven.variants)) == (Theirs, "Theirs", {})
-
-
-def test_a_folder_is_a_package(tmp_path: Path, monkeypatch: Any) -> None:
-    for name in ("outer/__init__.py", "outer/inner/deep/module.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    missing = [Library(f"outer.inner.{name}", "it", "pip").missing() for name in ("deep.module", "no")]
-    assert [*map(bool, missing)] == [False, True] and "outer" not in sys.modules
