@@ -74,6 +74,7 @@ def is_fork(library: Any) -> bool:
 
 
 _V32, _V4 = "fp8_ds_mla", "fp8_v4"
+_FEWER_COLUMNS = "topk {c.topk} of a prefill not supported (supported: multiples of 128)"
 _COARSE_SCALES = "keeps the scales of V3.2's entries in bfloat16"
 _KEPT = packaged.declared(
     "sgl-flash-mla torch",
@@ -116,15 +117,12 @@ class FlashMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
         built = f"package {FORK.distribution} {FORK.version()} was built without its legacy kernels ({FORK.command})"
         return "" if FORK.load().has_legacy() else built
 
-    refused = (
-        (
-            lambda c, _: c.call == "prefill" and c.topk % 128,
-            "topk {c.topk} of a prefill not supported (supported: multiples of 128)",
-        ),
-        (lambda c, _: _is_v32(c) and not c.qk_rope_head_dim, f"{_V32} of keys without a rope part not supported"),
-        (lambda c, _: _is_v32(c) and c.topk_length, f"topk_length of lists over {_V32} not supported"),
-        (lambda c, _: _is_v32(c) and c.extra_kv_cache_dtype is not None, f"a second cache beside {_V32} not supported"),
-    )
+    refused = {
+        _FEWER_COLUMNS: lambda c, _: c.call == "prefill" and c.topk % 128,
+        f"{_V32} of keys without a rope part not supported": lambda c, _: _is_v32(c) and not c.qk_rope_head_dim,
+        f"topk_length of lists over {_V32} not supported": lambda c, _: _is_v32(c) and c.topk_length,
+        f"a second cache beside {_V32} not supported": lambda c, _: _is_v32(c) and c.extra_kv_cache_dtype is not None,
+    }
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         library, (main, *others), latent = self.library, sources, self.kv_lora_rank

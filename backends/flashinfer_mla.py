@@ -12,6 +12,7 @@ from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPAC
 from mla_conformance.backends.library_roles import PagedDecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
+_OTHER_QUERIES = "kv_cache_dtype fp8 with queries of {c.dtype} not supported"
 _LIBRARY = packaged.in_extra("flashinfer", "flashinfer.mla", "flashinfer-python")
 
 
@@ -50,7 +51,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         if selector_config.kv_cache_dtype != "fp8" or reasons:
             return reasons
         if selector_config.dtype != torch.bfloat16:
-            reasons.append(f"kv_cache_dtype fp8 with queries of {selector_config.dtype} not supported")
+            reasons.append(_OTHER_QUERIES.format(c=selector_config))
         if device_capability is None or device_capability.major != 9:
             reasons.append(f"kv_cache_dtype fp8 needs compute capability 9.0, this device has {device_capability}")
         if not packaged.has_parameter(_LIBRARY.load().BatchMLAPagedAttentionWrapper.run, "ckv_scale"):
@@ -187,12 +188,7 @@ class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend
         old = not hasattr(library.load(), "MLAPlanMetadata")  # planned otherwise, and never tried with lists
         return f"needs flashinfer-python 0.7 or newer, not {library.version()} ({library.command})" if old else ""
 
-    refused = (
-        (
-            lambda c, device: c.kv_cache_dtype == "fp8" and c.dtype != torch.bfloat16,
-            "kv_cache_dtype fp8 with queries of {c.dtype} not supported",
-        ),
-    )
+    refused = {_OTHER_QUERIES: lambda c, _: c.kv_cache_dtype == "fp8" and c.dtype != torch.bfloat16}
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         (source,), latent, library, coded = sources, self.kv_lora_rank, self.library, sources[0].layout == "fp8"

@@ -131,7 +131,7 @@ class LmdeployIndexerBackend(IndexerKernel):
         _FEWER,
         rounding=packaged.FP22,  # Triton multiplies 64 heads' codes as Hopper does by itself
     )
-    refused = ((lambda c, device: not c.paged, "gathered keys not supported"),)
+    refused = {"gathered keys not supported": lambda c, _: not c.paged}
 
     def score(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
         x = self._sparse_metadata
@@ -166,9 +166,7 @@ class LmdeployPrepareBackend(packaged.LibraryKernel, MLAPrepareBackend):
         ("wants columns without gaps", "copies others"),
         intermediates=Precision.MODEL,
     )
-    refused = (
-        (lambda c, device: c.preparation.rope_dim != 64, "{c.preparation.rope_dim} rotated columns not supported"),
-    )
+    refused = {"{c.preparation.rope_dim} rotated columns not supported": lambda c, _: c.preparation.rope_dim != 64}
 
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor

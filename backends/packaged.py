@@ -122,8 +122,8 @@ class LibraryKernel(NamedKernel):
     # compute capability; under 0 those of all other devices
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
     of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})  # evidence of what comes with torch, its version first
-    # when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons, and why
-    refused: ClassVar[Sequence[tuple[Callable[[Any, Any], object], str]]] = ()
+    # why and when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons
+    refused: ClassVar[Mapping[str, Callable[[Any, Any], object]]] = MappingProxyType({})
     _served: Mapping[str, str] = MappingProxyType({})  # what the last call was served by
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
@@ -186,7 +186,7 @@ class LibraryKernel(NamedKernel):
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
         asked = {"c": selector_config, "device": device_capability}
-        return [*reasons, *(said.format(**asked) for when, said in cls.refused if when(*asked.values()))]
+        return [*reasons, *(said.format(**asked) for said, when in cls.refused.items() if when(*asked.values()))]
 
     def kernel_evidence(self) -> dict[str, str]:
         found = dict(self.of_torch)

@@ -93,7 +93,7 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     AITER_TRITON_MLA = "aiter_triton.AiterTritonDecodeBackend", "prefill", "interpreted", "prefill-interpreted"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
     FLASHMLA = "flash_mla.FlashMLADecodeBackend"
-    FLASH_ATTN_MLA = "flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
+    FLASH_ATTN_MLA = "flash_attn.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
     TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "vllm_attention.CutlassMLADecodeBackend"
     TRTLLM = "trtllm.TrtllmDecodeBackend", "sm90", "sm100"
@@ -103,7 +103,7 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
     EAGER = "eager_sparse.EagerSparseBackend"
     TORCH_SDPA = "torch_sdpa.TorchSDPASparseBackend", "efficient=torch_sdpa.TorchEfficientSparseBackend"
-    FLASH_ATTN_MLA_SPARSE = "flash_attn_mla.FlashAttnMLASparseBackend"
+    FLASH_ATTN_MLA_SPARSE = "flash_attn.FlashAttnMLASparseBackend"
     FLASHMLA_SPARSE = "flash_mla.FlashMLASparseBackend", "float32"
     FLASHINFER_MLA_SPARSE_SM90 = "flashinfer_mla.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "flashinfer_mla.FlashInferMLASparseBackend"

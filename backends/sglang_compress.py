@@ -16,6 +16,7 @@ from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sglang_triton import addressed, sglang_library
 
 _MOST_TOKENS = 1 << 16
+_OTHER_PAGES = "pages of {c.state_block_size} states not supported (supported: multiples of 4)"
 
 
 class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
@@ -40,12 +41,7 @@ class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
         x = compression
         return (x.head_dim, x.rope_dim, x.norm) == (512, 64, True) and (x.ratio, x.overlap) in ((4, True), (128, False))
 
-    refused = (
-        (
-            lambda c, _: c.compression.overlap and c.state_block_size % 4,
-            "pages of {c.state_block_size} states not supported (supported: multiples of 4)",
-        ),
-    )
+    refused = {_OTHER_PAGES: lambda c, _: c.compression.overlap and c.state_block_size % 4}
 
     @takes(MLACompressBackend.run_compress)
     def run_compress(self, call: Any) -> None:

@@ -206,7 +206,7 @@ class SGLangTritonTreeBackend(PagedTreeBackend):
 packaged.interpreted(SGLangTritonTreeBackend)
 
 
-_TILED, _NONE = "fp8_ds_mla", -1
+_TILED, _NONE, _OTHER_ROPES = "fp8_ds_mla", -1, "{c.qk_rope_head_dim} columns of rope not supported"
 
 
 def _gathers(config: Any) -> bool:
@@ -234,14 +234,11 @@ class SGLangTritonCacheBackend(CacheKernel):
         ("gathers tiles of codes as values alone", "as codes declared unsupported"),
         ("gathers 64 columns of rope behind tiles of codes, always", "entries without are unsupported"),
     )
-    refused = (
-        (lambda c, _: _gathers(c) and not c.dequantise, f"gathering {_TILED} as it is not supported"),
-        (
-            lambda c, _: c.kv_cache_dtype == _TILED and c.qk_rope_head_dim not in (0, 64),
-            "{c.qk_rope_head_dim} columns of rope not supported",
-        ),
-        (lambda c, _: _gathers(c) and not c.qk_rope_head_dim, f"gathering {_TILED} without a rope part not supported"),
-    )
+    refused = {
+        f"gathering {_TILED} as it is not supported": lambda c, _: _gathers(c) and not c.dequantise,
+        _OTHER_ROPES: lambda c, _: c.kv_cache_dtype == _TILED and c.qk_rope_head_dim not in (0, 64),
+        f"gathering {_TILED} without a rope part not supported": lambda c, _: _gathers(c) and not c.qk_rope_head_dim,
+    }
 
     def write_latent(self, x: Any) -> None:
         rows, numbers, tokens = *addressed(x.kv_cache, x.slot_mapping), len(x.slot_mapping)

@@ -12,6 +12,9 @@ from mla_conformance.backends.library_roles import PagedDecodeBackend, RaggedPre
 
 _COPIED_PAGE = 16  # of what TRITON_ATTN reads
 _OPERATOR, _HEADS, _PAGE, _AUTOMATIC = "sm100_cutlass_mla_decode", 128, 128, -1  # of CUTLASS_MLA
+_OLD_DEVICE = "kv_cache_dtype fp8 needs compute capability 8.9, this device has {device}"
+_FEW_COLUMNS = "latent dims (L, R) = ({c.kv_lora_rank}, {c.qk_rope_head_dim}) not supported: "
+_FEW_COLUMNS += "Triton multiplies 16 columns or more"
 _NOTE = "a vLLM without its compiled extension does not import where there is a GPU"
 _KEPT = packaged.declared(
     "vllm triton",
@@ -39,17 +42,10 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     cudagraph_support = packaged.UNIFORM_BATCH
     declaration = packaged.further(_KEPT, ("LSE of the query's dtype", "widened to float32"))
     lse_dtype: ClassVar[torch.dtype | None] = None
-    refused = (
-        (
-            lambda c, device: 0 < c.kv_lora_rank < 16 or 0 < c.qk_rope_head_dim < 16,
-            "latent dims (L, R) = ({c.kv_lora_rank}, {c.qk_rope_head_dim}) not supported: Triton multiplies 16 columns "
-            "or more",
-        ),
-        (
-            lambda c, device: c.kv_cache_dtype == "fp8" and device is not None and device < (8, 9),
-            "kv_cache_dtype fp8 needs compute capability 8.9, this device has {device}",
-        ),
-    )
+    refused = {
+        _FEW_COLUMNS: lambda c, device: 0 < c.kv_lora_rank < 16 or 0 < c.qk_rope_head_dim < 16,
+        _OLD_DEVICE: lambda c, device: c.kv_cache_dtype == "fp8" and device is not None and device < (8, 9),
+    }
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, q, cache = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1), kv_cache.unsqueeze(2)
