@@ -25,6 +25,14 @@ DISTRIBUTIONS = "flashinfer-python apache-tvm-ffi"
 WORKSPACE_BYTES = 128 << 20
 
 
+def _with_natural_lse(run: Any, *operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """What a wrapper returns, its LSE [N, T]: 0.6.13 knows none but that to base 2, [T, N]."""
+    natural = packaged.has_parameter(run, "lse_base")
+    options |= {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
+    output, lse = run(*operands, return_lse=True, **options)
+    return output, lse if natural else natural_heads_first(lse)
+
+
 class FlashInferPrefillBackend(RaggedPrefillBackend):
     """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere."""
 
@@ -50,12 +58,9 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
             scales = (torch.ones(self.num_heads, dtype=torch.float32, device=q.device),) * 3
         if batch.chunk_idx not in self._plans:
             self._plans[batch.chunk_idx] = self.plan(q, v.shape[-1], batch)
-        run = self._plans[batch.chunk_idx].run
-        natural = packaged.has_parameter(run, "lse_base")
-        options: dict[str, Any] = {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
-        options |= {"out": writable(out, v.shape[-1]), "return_lse": True}
-        output, lse = run(aligned(q), aligned(k), aligned(v), *scales, **options)
-        return output[..., : self.v_head_dim], lse if natural else natural_heads_first(lse)
+        operands, direct = (aligned(q), aligned(k), aligned(v), *scales), writable(out, v.shape[-1])
+        output, lse = _with_natural_lse(self._plans[batch.chunk_idx].run, *operands, out=direct)
+        return output[..., : self.v_head_dim], lse
 
     def plan(self, q: Tensor, v_columns: int, batch: RaggedBatch) -> Any:
         """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
@@ -123,10 +128,8 @@ class FlashInferTreeBackend(PagedTreeBackend):
         dtypes = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": q.dtype}
         sizes = {"head_dim_vo": width, "custom_mask": batch.mask, "sm_scale": self.scale}
         wrapper.plan(*starts, self.num_heads, 1, width, **sizes, **dtypes)
-        natural = packaged.has_parameter(wrapper.run, "lse_base")
-        options: dict[str, Any] = {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
-        output, lse = wrapper.run(q, keys, keys, return_lse=True, **options)
-        return output[..., : self.kv_lora_rank].contiguous(), lse if natural else natural_heads_first(lse)
+        output, lse = _with_natural_lse(wrapper.run, q, keys, keys)
+        return output[..., : self.kv_lora_rank].contiguous(), lse
 
 
 _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"

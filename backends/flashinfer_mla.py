@@ -12,6 +12,7 @@ from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPAC
 from mla_conformance.backends.library_roles import PagedDecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
+_LAYOUTS = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}  # of a plan of 0.7.2
 _OTHER_QUERIES = "kv_cache_dtype fp8 with queries of {c.dtype} not supported"
 _LIBRARY = packaged.in_extra("flashinfer", "flashinfer.mla", "flashinfer-python")
 
@@ -106,8 +107,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         batch: dict[str, Any] = {"qo_indptr": starts_of(metadata.query_lens_cpu), "kv_indptr": starts_of(pages)}
         batch |= {"kv_indices": table[used.to(table.device)], "kv_len_arr": lengths}
         if hasattr(library, "MLAPlanMetadata"):
-            layouts = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
-            batch = {"metadata": library.MLAPlanMetadata.csr(**batch), **layouts}
+            batch = {"metadata": library.MLAPlanMetadata.csr(**batch), **_LAYOUTS}
             if form.cache_dtype == torch.float8_e4m3fn:
                 batch["scale_mode"] = "kv-per-tensor"
         wrapper = self._wrappers[key]
@@ -202,10 +202,8 @@ class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend
         lists = library.MLAPlanMetadata.csr(**starts, kv_indices=source.indices[named], kv_len_arr=lengths)
         sizes = {"num_heads": self.num_heads, "head_dim_ckv": latent, "head_dim_kpe": self.qk_rope_head_dim}
         dtypes = {"q_data_type": q.dtype, "kv_data_type": source.cache.dtype}
-        layouts = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
-        layouts["scale_mode"] = "kv-per-tensor" if coded else "default"
-        options = {"page_size": 1, "causal": False, "sm_scale": self.scale}
-        self._wrapper.plan(metadata=lists, **sizes, **options, **dtypes, **layouts)
+        options = {"scale_mode": "kv-per-tensor" if coded else "default", "sm_scale": self.scale}
+        self._wrapper.plan(metadata=lists, page_size=1, causal=False, **sizes, **options, **dtypes, **_LAYOUTS)
         operands = {"query": aligned(q), "kv_cache": aligned(source.cache.flatten(0, 1).unsqueeze(1))}
         parts = {name: (x[..., :latent], x[..., latent:]) for name, x in operands.items()}
         output, lse = self._wrapper.run(**parts, return_lse=True, return_lse_base_on_e=True, **scales)

@@ -45,14 +45,14 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         if x.return_softmax_lse and not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
         self._output_scale = x.output_scale
-        batch = self.taken(RaggedBatch.new_tokens(self._prefill_metadata), x.out)
+        batch = self.taken(RaggedBatch.of(self._prefill_metadata), x.out)
         output, lse = self._run(x.q, x.k, x.v, batch, x.out)
         return (output, lse) if x.return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
-        return self._run(q, k, v, RaggedBatch.context_chunk(self._prefill_metadata, chunk_idx), None)
+        return self._run(q, k, v, RaggedBatch.of(self._prefill_metadata, chunk_idx), None)
 
     def taken(self, batch: RaggedBatch, out: Tensor | None) -> RaggedBatch:
         """New tokens as the library takes them; refuses what only their output tells."""

@@ -268,7 +268,7 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
     metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=BF16, device=cpu)
     metadata.query_lens_cpu = None
-    assert RaggedBatch.new_tokens(metadata).query_lens == (3, 0, 5)
+    assert RaggedBatch.of(metadata).query_lens == (3, 0, 5)
 
 
 @pytest.mark.parametrize(
