@@ -1,7 +1,4 @@
-"""The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
-
-Every call writes into memory of its caller. A class declares which calls it has; the others raise.
-"""
+"""The abstract cache operations of an MLA model: entries written, entries gathered and slots, in memory of callers."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple

@@ -1,7 +1,4 @@
-"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA_HOME's nvcc.
-
-Variant ``vllm`` is DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
-"""
+"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA's nvcc."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -58,6 +55,7 @@ class DeepGemmIndexerBackend(IndexerKernel):
         return library.fp8_fp4_paged_mqa_logits((q, None) if self.with_scales else q, *batch)
 
 
+# DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
 DeepGemmIndexerVllm = DeepGemmIndexerBackend.also(
     "vllm",
     libraries=(packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),),

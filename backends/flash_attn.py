@@ -1,7 +1,4 @@
-"""FLASH_ATTN, FLASH_ATTN_MLA, FLASH_ATTN_MLA_SPARSE: the FlashAttention family.
-
-All of it masks bottom-right and returns a natural float32 LSE [N, T].
-"""
+"""The FlashAttention family: all of it masks bottom-right and returns a natural float32 LSE [N, T]."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,8 +1,4 @@
-"""FLASHMLA, FLASHMLA_SPARSE: DeepSeek's kernels for Hopper, from whichever build of ``flash_mla`` is installed.
-
-DeepSeek's own package had the dense decode until its release of 2026-09-30; the fork on the package index keeps it and
-the sparse kernels, of which a decode reads codes, those of V3.2 or of V4, and a prefill plain gathered keys.
-"""
+"""FLASHMLA, FLASHMLA_SPARSE: DeepSeek's kernels for Hopper, from whichever build of ``flash_mla`` has them."""
 
 import inspect
 from typing import Any

@@ -1,7 +1,4 @@
-"""FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
-
-The eager form materialises the scores in float32, so there every request has a call of its own.
-"""
+"""FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU."""
 
 from functools import cache, lru_cache
 from typing import Any
@@ -37,7 +34,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
             return self._call(q, k, v, _mask(batch))
         output = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-        for rows, keys in batch.requests():
+        for rows, keys in batch.requests():  # apart, since the eager form materialises the scores
             mask = _causal_mask(rows.stop - rows.start) if batch.causal else None
             output[rows], lse[:, rows] = self._call(q[rows], k[keys], v[keys], mask)
         return output, lse

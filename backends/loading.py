@@ -1,7 +1,4 @@
-"""From a backend's reference to its class, and why one cannot run on this machine.
-
-A class of another generation is known by what it has, since one that was written for a vLLM derives from none of ours.
-"""
+"""From a backend's reference to its class, and why one cannot run on this machine."""
 
 import hashlib
 import importlib.util
@@ -131,6 +128,7 @@ def as_backend(loaded: Any) -> Any:
     if loaded in _ADAPTED:
         return _ADAPTED[loaded]
     cls: Any = loaded
+    # Known by what it has, since a class that was written for a vLLM derives from none of ours.
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.

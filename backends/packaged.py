@@ -1,7 +1,4 @@
-"""What an adapter of a library is made of: a table, the attributes of its class, and a function that calls its library.
-
-A variant is a subclass of what differs. Triton kernels have a twin by Triton's interpreter, which counts as emulated.
-"""
+"""What an adapter of a library is made of: a table, which are its attributes, and a function that calls its library."""
 
 import math
 import os

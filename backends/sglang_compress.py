@@ -1,8 +1,4 @@
-"""SGLANG_COMPRESS: SGLang's compressor of DeepSeek-V4's keys, in CUDA that is compiled when it is first called.
-
-Written for SGLang 0.5.23, ``sglang/kernels/ops/attention/dsv4/compress.py``, as its backend ``dsv4`` calls it: groups
-are pooled, then normalised, rotated and stored in one launch. Importing the module imports the package.
-"""
+"""SGLANG_COMPRESS: SGLang 0.5.23's compressor of DeepSeek-V4's keys, in CUDA, as its backend ``dsv4`` calls it."""
 
 from typing import Any
 

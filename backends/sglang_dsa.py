@@ -1,7 +1,4 @@
-"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged (SGLang 0.5.23).
-
-What is named by its path is driven as well, and what derives from it. A variant is what else a server can start with.
-"""
+"""SGLANG_DSA: SGLang 0.5.23's sparse MLA backend for Hopper, and what derives from it, as a whole layer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -183,6 +180,7 @@ _PLAIN = {
     "supported_kv_cache_dtypes": ["auto"],
     "supported_topk": [packaged.MultipleOf(1)],
 }
+# What else a server can start with.
 SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton", _TORCH, _OFF_ROCM, attends={"auto": ("triton", "triton")}, **_PLAIN)

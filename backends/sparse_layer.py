@@ -1,7 +1,4 @@
-"""The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states.
-
-A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left in the buffer.
-"""
+"""The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
