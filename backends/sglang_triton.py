@@ -5,15 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, starts_of, writable
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.library_roles import (
-    CacheKernel,
-    PagedDecodeBackend,
-    PagedTreeBackend,
-    RaggedPrefillBackend,
-)
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.tree import TreeBatch
 
@@ -26,7 +20,7 @@ def sglang_library(module: str) -> packaged.Library:
     return packaged.in_extra("sglang", f"sglang.kernels.ops.{module}")
 
 
-class SGLangTritonPrefillBackend(RaggedPrefillBackend):
+class SGLangTritonPrefillBackend(library_roles.RaggedPrefillBackend):
     """New tokens without a prefix, or a prefix without new tokens, as SGLang computes a prefill in chunks."""
 
     name = "SGLANG_TRITON"
@@ -57,7 +51,7 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
         return output, lse.mT
 
 
-class SGLangTritonDecodeBackend(PagedDecodeBackend):
+class SGLangTritonDecodeBackend(library_roles.PagedDecodeBackend):
     name = "SGLANG_TRITON"
     libraries = (sglang_library("attention.decode_attention"), sglang_library("attention.metadata"))
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -172,7 +166,7 @@ packaged.interpreted(
 )
 
 
-class SGLangTritonTreeBackend(PagedTreeBackend):
+class SGLangTritonTreeBackend(library_roles.PagedTreeBackend):
     name = "SGLANG_TRITON_TREE"
     libraries = (sglang_library("attention.extend_attention"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -213,7 +207,7 @@ def _gathers(config: Any) -> bool:
     return config.kv_cache_dtype == _TILED and config.call == "gather_latent"
 
 
-class SGLangTritonCacheBackend(CacheKernel):
+class SGLangTritonCacheBackend(library_roles.CacheKernel):
     name = "SGLANG_TRITON_CACHE"
     libraries = (
         sglang_library("kvcache.mla_buffer"),
