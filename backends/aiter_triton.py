@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.library_roles import PagedDecodeBackend
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]  # page sizes, which are the kernels' tiles of keys
@@ -54,7 +53,7 @@ def aiter_library(module: str) -> AiterLibrary:
     return AiterLibrary(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
 
 
-class AiterTritonDecodeBackend(PagedDecodeBackend):
+class AiterTritonDecodeBackend(library_roles.PagedDecodeBackend):
     name = "AITER_TRITON_MLA"
     libraries = (aiter_library("mla"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, writable
 from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.library_roles import RaggedPrefillBackend
 
 CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -50,7 +49,7 @@ _P_SCALE, _SHORTEST = 2.0**8, 2
 """Of the fp8 node: what P is scaled by, and what the longest request of a plan has at least."""
 
 
-class CudnnPrefillBackend(RaggedPrefillBackend):
+class CudnnPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "CUDNN"
     devices = packaged.FROM_HOPPER  # which ragged operands need
     by_device = {0: ("graph", "flashinfer")}

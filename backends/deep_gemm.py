@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.library_roles import IndexerKernel
 
 _PAGE, _NOTE = 64, "it compiles at the first call and needs nvcc"
 
@@ -24,7 +23,7 @@ def _declared(package: str, together: str) -> packaged.Declaration:
     )
 
 
-class DeepGemmIndexerBackend(IndexerKernel):
+class DeepGemmIndexerBackend(library_roles.IndexerKernel):
     name = "DEEPGEMM_INDEXER"
     libraries = (packaged.in_extra("deepgemm", "deep_gemm", "sgl-deep-gemm", _NOTE),)
     devices = packaged.HOPPER

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, pad_head_dim
-from mla_conformance.backends.library_roles import PagedDecodeBackend, RaggedPrefillBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
 _OF_FA2 = (
@@ -22,7 +21,7 @@ _COMMAND = "pip install --no-build-isolation flash-attn"
 _UPSTREAMS_FA3 = packaged.in_extra("fa3", "flash_attn_interface", "flash-attn-3")
 
 
-class FlashAttnPrefillBackend(RaggedPrefillBackend):
+class FlashAttnPrefillBackend(library_roles.RaggedPrefillBackend):
     """The family: on Hopper FA3, on Blackwell FA4, elsewhere FA2, and PyTorch's own where nothing is installed."""
 
     name = "FLASH_ATTN"
@@ -112,7 +111,7 @@ _NEEDED |= {"SPLIT": "split keys", "VARLEN": "lengths"}
 _DEVIATIONS = (packaged.PARTS_CACHE, packaged.COPIES)
 
 
-class FlashAttnMLADecodeBackend(PagedDecodeBackend):
+class FlashAttnMLADecodeBackend(library_roles.PagedDecodeBackend):
     """The family: whichever package is installed, upstream's build first. None has run under this suite yet.
 
     FlashAttention-3 with a second pair of query and key: the rope part is query and key, the latent second query and

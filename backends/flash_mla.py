@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.library_roles import PagedDecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _NOTE = "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
@@ -17,7 +16,7 @@ FORK = packaged.in_extra("flashmla", "flash_mla", "sgl-flash-mla", _NOTE)  # the
 _DEEPSEEK = packaged.Library("flash_mla", "flash-mla", FORK.command)
 
 
-class FlashMLADecodeBackend(PagedDecodeBackend):
+class FlashMLADecodeBackend(library_roles.PagedDecodeBackend):
     name = "FLASHMLA"
     libraries = (FORK,)
     devices = packaged.HOPPER

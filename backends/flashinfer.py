@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import (
     RaggedBatch,
     aligned,
@@ -16,7 +16,6 @@ from mla_conformance.backends.conversions import (
     writable,
 )
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.library_roles import PagedTreeBackend, RaggedPrefillBackend
 from mla_conformance.backends.tree import TreeBatch
 
 FLASHINFER = packaged.in_extra("flashinfer", "flashinfer", "flashinfer-python")
@@ -33,7 +32,7 @@ def _with_natural_lse(run: Any, *operands: Tensor, **options: Any) -> tuple[Tens
     return output, lse if natural else natural_heads_first(lse)
 
 
-class FlashInferPrefillBackend(RaggedPrefillBackend):
+class FlashInferPrefillBackend(library_roles.RaggedPrefillBackend):
     """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere."""
 
     name = "FLASHINFER"
@@ -92,7 +91,7 @@ FlashInferPrefillBackend.also("cutlass", devices=packaged.BLACKWELL, head_dims=(
 _WIDTHS = (64, 128, 256)
 
 
-class FlashInferTreeBackend(PagedTreeBackend):
+class FlashInferTreeBackend(library_roles.PagedTreeBackend):
     name = "FLASHINFER_TREE"
     libraries = (FLASHINFER, TVM_FFI)
     devices = packaged.FROM_AMPERE
@@ -135,7 +134,7 @@ class FlashInferTreeBackend(PagedTreeBackend):
 _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"
 
 
-class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
+class TrtllmRaggedPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "TRTLLM_RAGGED"
     libraries = (packaged.in_extra("flashinfer", "flashinfer.prefill", "flashinfer-python", _NOTE),)
     devices = packaged.BLACKWELL

@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
-from mla_conformance.backends.library_roles import PagedDecodeBackend
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
 _LAYOUTS = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}  # of a plan of 0.7.2
@@ -23,7 +22,7 @@ class _Form(NamedTuple):  # what a plan depends on besides the lengths
     cache_dtype: torch.dtype
 
 
-class FlashInferMLADecodeBackend(PagedDecodeBackend):
+class FlashInferMLADecodeBackend(library_roles.PagedDecodeBackend):
     """The family: fa3 on Hopper, fa2 elsewhere."""
 
     name = "FLASHINFER_MLA"

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.library_roles import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512
 _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_ATTENTION": True}
 
 
-class FlexAttentionPrefillBackend(RaggedPrefillBackend):
+class FlexAttentionPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     devices = packaged.Devices("", (8, 0), cpu=True)  # that Triton compiles for, and a CPU

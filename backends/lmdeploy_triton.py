@@ -6,11 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends import conversions, library_roles, packaged
 from mla_conformance.backends.declaration import Precision, SelectionForm, SelectionOrder
 from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.library_roles import IndexerKernel, PagedDecodeBackend, RaggedPrefillBackend, TopKKernel
 from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 
 DISTRIBUTIONS = "lmdeploy triton"
@@ -36,7 +34,7 @@ def lmdeploy_library(module: str) -> packaged.Library:
     return packaged.in_extra("lmdeploy", f"{_KERNELS}.{module}")
 
 
-class LmdeployPrefillBackend(RaggedPrefillBackend):
+class LmdeployPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("flashattention"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -54,12 +52,12 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
         ),
     )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None) -> Tensor:
         options = {"softmax_scale": self.scale, "causal": True, "kv_layout": "shd"}
         return self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
 
 
-class LmdeployDecodeBackend(PagedDecodeBackend):
+class LmdeployDecodeBackend(library_roles.PagedDecodeBackend):
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("pagedattention"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -95,7 +93,7 @@ _FEWER = ("leaves out logits of -1e6 and below", "as it is")
 _TOPK = lmdeploy_library("bitonic_topk")
 
 
-class LmdeployTopKBackend(TopKKernel):
+class LmdeployTopKBackend(library_roles.TopKKernel):
     name = "LMDEPLOY_TRITON"
     libraries = (_TOPK,)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -112,7 +110,7 @@ class LmdeployTopKBackend(TopKKernel):
         return self.library.bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
 
 
-class LmdeployIndexerBackend(IndexerKernel):
+class LmdeployIndexerBackend(library_roles.IndexerKernel):
     """Paged keys in codes; the best are selected as in :class:`LmdeployTopKBackend`."""
 
     name = "LMDEPLOY_TRITON"

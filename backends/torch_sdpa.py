@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, pad_head_dim
 from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands, positions_of
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.library_roles import RaggedPrefillBackend
 from mla_conformance.backends.packaged import DeviceCapability, LseClass, Precision, Rounding
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.backends.tree import MLATreeBackend, TreeBatch, check_tree_operands
@@ -231,7 +230,7 @@ class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
         return self.attend_in_parts(torch.cat((ql_nope, q_pe), dim=-1), shape[1], keys_of)
 
 
-class TorchSDPAPrefillBackend(RaggedPrefillBackend):
+class TorchSDPAPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     devices = packaged.CPU_ALONE
@@ -269,7 +268,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
 _NO_MASK, _BOTTOM_RIGHT = 0, 2
 
 
-class TorchEfficientPrefillBackend(RaggedPrefillBackend):
+class TorchEfficientPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "TORCH_SDPA"
     variant = "efficient"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.conversions import RaggedBatch, aligned, pad_head_dim
-from mla_conformance.backends.library_roles import PagedDecodeBackend, RaggedPrefillBackend
+from mla_conformance.backends import conversions, library_roles, packaged
 
 _COPIED_PAGE = 16  # of what TRITON_ATTN reads
 _OPERATOR, _HEADS, _PAGE, _AUTOMATIC = "sm100_cutlass_mla_decode", 128, 128, -1  # of CUTLASS_MLA
@@ -29,7 +27,7 @@ _KEPT = packaged.declared(
 )
 
 
-class TritonMLADecodeBackend(PagedDecodeBackend):
+class TritonMLADecodeBackend(library_roles.PagedDecodeBackend):
     """Uniform batches; the LSE is stored in the query's dtype, because vLLM's backend allocates it so."""
 
     name = "TRITON_MLA"
@@ -71,7 +69,7 @@ TritonMLADecodeBackend.also("lse-float32", declaration=_FLOAT32, lse_dtype=torch
 packaged.interpreted(TritonMLADecodeBackend)
 
 
-class TritonAttnPrefillBackend(RaggedPrefillBackend):
+class TritonAttnPrefillBackend(library_roles.RaggedPrefillBackend):
     """Paged attention on new tokens; without an LSE it serves no context chunk, nor new tokens behind a context."""
 
     name = "TRITON_ATTN"
@@ -88,13 +86,13 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
         ("e4m3 output: times the reciprocal of the scale, clamped at ±448, rounded to nearest even", "as it is"),
     )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None) -> Tensor:
         lengths, pages = batch.query_lens, -(-max(batch.query_lens) // _COPIED_PAGE)
         table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
         slots = [torch.arange(length) + request * pages * _COPIED_PAGE for request, length in enumerate(lengths)]
         place = torch.cat(slots).to(q.device)
         stored = []
-        for x in (k, pad_head_dim(v, q.shape[-1])):
+        for x in (k, conversions.pad_head_dim(v, q.shape[-1])):
             rows = x.new_zeros(table.numel() * _COPIED_PAGE, *x.shape[1:])
             rows[place] = x
             stored.append(rows.view(table.numel(), _COPIED_PAGE, *x.shape[1:]))
@@ -109,7 +107,7 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
         return wide[..., : self.v_head_dim]
 
 
-class CutlassMLADecodeBackend(PagedDecodeBackend):
+class CutlassMLADecodeBackend(library_roles.PagedDecodeBackend):
     """Compiled for Blackwell; its LSE is natural, [B, 128]."""
 
     name = "CUTLASS_MLA"
@@ -142,5 +140,5 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
         size = self.library.sm100_cutlass_mla_get_workspace_size(*room, num_kv_splits=_AUTOMATIC)
         workspace = torch.empty(max(1, size), dtype=torch.uint8, device=table.device)
         batch = (self._decode_metadata.seq_lens, table.contiguous(), workspace, self.scale, _AUTOMATIC)
-        self.library.sm100_cutlass_mla_decode(output, lse, *query, aligned(kv_cache), *batch)
+        self.library.sm100_cutlass_mla_decode(output, lse, *query, conversions.aligned(kv_cache), *batch)
         return output[:, : self.num_heads], lse[:, : self.num_heads].mT

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import conversions, library_roles, packaged
 from mla_conformance.backends.cache import CACHE_CALLS
-from mla_conformance.backends.conversions import ALIGNMENT, aligned
-from mla_conformance.backends.library_roles import CacheKernel, TopKKernel
 from mla_conformance.reference.selected import NO_KEY
 
 _NOTE = "its wheels for CUDA have these operators"
@@ -20,7 +18,7 @@ _ROWS = 64  # that the cooperative kernel takes at once
 _WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
 
 
-class VllmTopKBackend(TopKKernel):
+class VllmTopKBackend(library_roles.TopKKernel):
     """The family: first the kernel of a prefill, which alone takes every call."""
 
     name = "VLLM_TOPK"
@@ -62,8 +60,8 @@ def _persistent(self: Any, logits: Tensor, lengths: Tensor, output: Tensor, oper
 
 def _cooperative(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
     """A cluster of thread blocks for each row."""
-    (rows, columns), unit = logits.shape, ALIGNMENT // 4
-    if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
+    (rows, columns), unit = logits.shape, conversions.ALIGNMENT // 4
+    if logits.stride(0) % unit or logits.data_ptr() % conversions.ALIGNMENT:
         logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
     for few, own, written in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
         _persistent(self, few, own, written, operator="cooperative_topk")
@@ -86,7 +84,7 @@ _INDEX_PAGE = 64  # as vLLM's indexer has them on NVIDIA's GPUs
 _WIDTHS = (320, 512, 576)  # of the rows that are gathered and dequantised at once
 
 
-class VllmCacheBackend(CacheKernel):
+class VllmCacheBackend(library_roles.CacheKernel):
     name = "VLLM_CACHE"
     libraries = (VLLM_OPERATORS,)
     devices = packaged.FROM_TURING  # what the wheel has code for
@@ -125,12 +123,12 @@ class VllmCacheBackend(CacheKernel):
         return torch.ops._C_cache_ops
 
     def write_latent(self, x: Any) -> None:
-        parts = [aligned(part) if self.kv_cache_dtype == _MIXED else part for part in (x.kv_c, x.k_pe)]
+        parts = [conversions.aligned(part) if self.kv_cache_dtype == _MIXED else part for part in (x.kv_c, x.k_pe)]
         slots = x.slot_mapping.contiguous()
         self.library.concat_and_cache_mla(*parts, x.kv_cache, slots, self.kv_cache_dtype, x.k_scale)
 
     def write_index(self, x: Any) -> None:
-        keys, slots = aligned(x.k[: len(x.slot_mapping)].contiguous()), x.slot_mapping.contiguous()
+        keys, slots = conversions.aligned(x.k[: len(x.slot_mapping)].contiguous()), x.slot_mapping.contiguous()
         scales = {"pow2": "ue8m0", "float32": "fp32"}[self.tile_scales]
         self.library.indexer_k_quant_and_cache(keys, x.kv_cache, slots, keys.shape[1], scales)
 
