@@ -6,21 +6,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache
-from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend
-from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
-from mla_conformance.backends.interface import MLAPrefillBackend, check_operands, check_unquantised
+from mla_conformance.backends import cache, conversions, decode, indexer, interface, packaged, topk, tree
 from mla_conformance.backends.kernel import UnsupportedConfiguration, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import takes
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
-from mla_conformance.backends.tree import MLATreeBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 
-class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
+class RaggedPrefillBackend(packaged.LibraryKernel, interface.MLAPrefillBackend):
     """One ragged batch a call, trimmed to the rows that count; no call where no row counts."""
 
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()  # pairs (q and k, v) that there are kernels for; empty: any
@@ -39,36 +32,38 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         super().prepare_metadata(prefill_metadata)
         self._plans: dict[int | None, Any] = {}
 
-    @takes(MLAPrefillBackend.run_prefill_new_tokens)
+    @takes(interface.MLAPrefillBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        check_unquantised(self, x.output_scale)
+        interface.check_unquantised(self, x.output_scale)
         if x.return_softmax_lse and not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
         self._output_scale = x.output_scale
-        batch = self.taken(RaggedBatch.of(self._prefill_metadata), x.out)
+        batch = self.taken(conversions.RaggedBatch.of(self._prefill_metadata), x.out)
         output, lse = self._run(x.q, x.k, x.v, batch, x.out)
         return (output, lse) if x.return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
-        return self._run(q, k, v, RaggedBatch.of(self._prefill_metadata, chunk_idx), None)
+        return self._run(q, k, v, conversions.RaggedBatch.of(self._prefill_metadata, chunk_idx), None)
 
-    def taken(self, batch: RaggedBatch, out: Tensor | None) -> RaggedBatch:
+    def taken(self, batch: conversions.RaggedBatch, out: Tensor | None) -> conversions.RaggedBatch:
         """New tokens as the library takes them; refuses what only their output tells."""
         return batch
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Any:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None) -> Any:
         """Call the library with the rows of q [T, N, P + R], k and v [S, N, V] that count, at least one of each.
 
         ``out`` is to be written if the library can: what is returned elsewhere is copied. Returns (output [T, N, V],
         lse [N, T] float32, natural logarithm), or of a library without an LSE the output alone.
         """
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         rows, keys = batch.query_tokens, batch.key_tokens
-        check_operands(self, q, k, v, rows, keys)
+        interface.check_operands(self, q, k, v, rows, keys)
         whole, lse = out, q.new_zeros(0)
         if not (rows and keys and len(q) == rows):  # some rows are not the library's to write
             shape, dtype = (len(q), self.num_heads, self.v_head_dim), output_dtype(q.dtype)
@@ -92,7 +87,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return whole, lse
 
 
-class PagedLatentDecode(LibraryKernel, LatentDecode):
+class PagedLatentDecode(packaged.LibraryKernel, decode.LatentDecode):
     """Operands are trimmed to the rows that count; a row without keys is set to 0 and -inf.
 
     Nothing here decides by the lengths what to launch, so that a captured CUDA graph serves other lengths.
@@ -134,23 +129,23 @@ class PagedLatentDecode(LibraryKernel, LatentDecode):
         return {"kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
 
 
-class PagedDecodeBackend(PagedLatentDecode, MLADecodeBackend):
+class PagedDecodeBackend(PagedLatentDecode, decode.MLADecodeBackend):
     run_decode = PagedLatentDecode._run
 
 
-class PagedTreeBackend(PagedLatentDecode, MLATreeBackend):
+class PagedTreeBackend(PagedLatentDecode, tree.MLATreeBackend):
     run_tree_decode = PagedLatentDecode._run
 
 
-class IndexerKernel(LibraryKernel, MLAIndexerBackend):
+class IndexerKernel(packaged.LibraryKernel, indexer.MLAIndexerBackend):
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, (q, weights, k, k_scale), "logits")
+        indexer.check_index_call(self, (q, weights, k, k_scale), "logits")
         return self.score(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
+        indexer.check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         return self.choose(self.score(q, weights, k, k_scale), topk_tokens)
 
     @abstractmethod
@@ -161,9 +156,9 @@ class IndexerKernel(LibraryKernel, MLAIndexerBackend):
         raise AssertionError("not declared, so refused before")
 
 
-class TopKKernel(LibraryKernel, MLATopKBackend):
+class TopKKernel(packaged.LibraryKernel, topk.MLATopKBackend):
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        check_topk_call(self, self._topk_metadata, logits, topk_tokens)
+        topk.check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         return self.select(logits, self._topk_metadata.lengths, topk_tokens)
 
     @abstractmethod
@@ -171,7 +166,7 @@ class TopKKernel(LibraryKernel, MLATopKBackend):
         """What ``run_top_k_per_row`` returns, for rows of lengths [T]."""
 
 
-class CacheKernel(LibraryKernel, cache.MLACacheBackend):
+class CacheKernel(packaged.LibraryKernel, cache.MLACacheBackend):
     """What is written and gathered: ``write_latent(x)`` and so on find in ``x`` what the call was given, by its name.
 
     A call without slots writes nothing. A gather finds besides ``starts``, the first entry of each request, ``lengths``

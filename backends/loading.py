@@ -13,19 +13,11 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import foreign, hub
-from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
-from mla_conformance.backends.generations.earlier import EarlierAdapter
-from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
-from mla_conformance.backends.generations.present import PresentAdapter
-from mla_conformance.backends.generations.sparse_layer_adapter import AdaptedSparseLayer
-from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
+from mla_conformance.backends import cache, declaration, foreign, hub, indexer, sglang_dsa
+from mla_conformance.backends.generations import adapted, earlier, layer_adapter, present, sparse_layer_adapter
 from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import ROLES, IndexSpace, Role, role_of
-from mla_conformance.backends.sglang_dsa import SGLangDSABackend
 from mla_conformance.reference.dimensions import MLADimensions
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
@@ -108,7 +100,7 @@ def _checked(loaded: Any, reference: str) -> type:
         if missing := sorted(lacking.union(getattr(loaded, "__abstractmethods__", ()))):
             yield f"class {loaded.__name__} lacks {', '.join(missing)}"
         try:
-            declaration_of(loaded)
+            declaration.declaration_of(loaded)
         except TypeError as error:
             yield str(error)
         yield from (f"{loaded.__name__}.{error}" for error in declared_errors(loaded))
@@ -133,15 +125,16 @@ def as_backend(loaded: Any) -> Any:
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and foreign.is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        adapter = AdaptedSparseLayer if getattr(cls, "is_sparse", bool)() else AdaptedLayerBackend
+        is_sparse = getattr(cls, "is_sparse", bool)()
+        adapter = sparse_layer_adapter.AdaptedSparseLayer if is_sparse else layer_adapter.AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
-        adapter = EarlierAdapter
+        adapter = earlier.EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
-        adapter = PresentAdapter
+        adapter = present.PresentAdapter
     elif callable(chunk) and foreign.is_from_vllm(cls):
-        adapter = AdaptedPrefillBackend
+        adapter = adapted.AdaptedPrefillBackend
     elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
-        adapter = SGLangDSABackend
+        adapter = sglang_dsa.SGLangDSABackend
     return _ADAPTED.setdefault(loaded, adapter.adapt(cls) if adapter else cls)
 
 
@@ -199,7 +192,7 @@ def _import_reason(error: foreign.ForeignError) -> str:
     return str(cause) if isinstance(cause, BackendReferenceError) else str(error)
 
 
-_CALLS = {MLAIndexerBackend: ("logits", "topk"), MLACacheBackend: CACHE_CALLS, KernelBackend: ("decode", "prefill")}
+_CALLS = {indexer.MLAIndexerBackend: ("logits", "topk"), cache.MLACacheBackend: cache.CACHE_CALLS}
 _CACHES = ("auto", "fp8", *TILED_FORMATS)
 _MAY_BE_EMPTY = ["mla_dimensions", "latent_dims", "heads", "head_dims", "topk", "extra_kv_cache_dtypes"]
 """What lists ``supported_...`` mean anything, or nothing further, where they are empty."""
@@ -209,8 +202,8 @@ def declared_errors(backend: type) -> Iterator[str]:
     """What is wrong with a kernel's lists, one sentence each; nothing of a class that is not built on our interface."""
     if not issubclass(backend, KernelBackend):
         return
-    caches = INDEX_LAYOUTS if issubclass(backend, MLAIndexerBackend) else _CACHES
-    calls = next(names for kind, names in _CALLS.items() if issubclass(backend, kind))
+    caches = indexer.INDEX_LAYOUTS if issubclass(backend, indexer.MLAIndexerBackend) else _CACHES
+    calls = next((names for kind, names in _CALLS.items() if issubclass(backend, kind)), ("decode", "prefill"))
     numbers = (_is_positive, "positive numbers")
     dtypes = (lambda each: isinstance(each, torch.dtype), "torch dtypes")
     # Of each list, what an element is, and how that is said.
