@@ -6,10 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import conversions, library_roles, packaged
+from mla_conformance.backends import conversions, indexer, library_roles, packaged, prepare
 from mla_conformance.backends.declaration import Precision, SelectionForm, SelectionOrder
-from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 
 DISTRIBUTIONS = "lmdeploy triton"
 _KERNELS = "lmdeploy.pytorch.kernels.cuda"
@@ -143,11 +141,11 @@ class LmdeployIndexerBackend(library_roles.IndexerKernel):
         return self.library.fp8_index(*operands, *batch, **options, causal=True)
 
     def choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        lengths = bounds_of(self._sparse_metadata)
+        lengths = indexer.bounds_of(self._sparse_metadata)
         return self.libraries[1].load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
 
 
-class LmdeployPrepareBackend(packaged.LibraryKernel, MLAPrepareBackend):
+class LmdeployPrepareBackend(packaged.LibraryKernel, prepare.MLAPrepareBackend):
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("dsa_indexer_preprocess"),)
     devices = packaged.FROM_HOPPER  # where its tests run, as e4m3 is
@@ -170,7 +168,7 @@ class LmdeployPrepareBackend(packaged.LibraryKernel, MLAPrepareBackend):
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, norm = self._prepare_metadata, (k_norm_weight, k_norm_bias)
-        check_prepare_call(self, x, (q, k, weights, *norm))
+        prepare.check_prepare_call(self, x, (q, k, weights, *norm))
         twice = [torch.cat((half, half), dim=-1) for half in x.cos_sin_cache[x.positions].chunk(2, dim=-1)]
         folded, neighbours = self.scale * self.num_heads**-0.5, not self.preparation.is_neox_style
         queries = (q.contiguous(), weights.contiguous(), *twice, folded, _E4M3, neighbours)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import conversions, library_roles, packaged
-from mla_conformance.backends.cache import CACHE_CALLS
+from mla_conformance.backends import cache, conversions, library_roles, packaged
 from mla_conformance.reference.selected import NO_KEY
 
 _NOTE = "its wheels for CUDA have these operators"
@@ -89,7 +88,7 @@ class VllmCacheBackend(library_roles.CacheKernel):
     libraries = (VLLM_OPERATORS,)
     devices = packaged.FROM_TURING  # what the wheel has code for
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_calls = list(CACHE_CALLS[:4])
+    supported_calls = list(cache.CACHE_CALLS[:4])
     supported_kv_cache_dtypes = ["auto", "fp8", _MIXED, _INDEX]
     supported_tile_scales = ["float32", "pow2"]
     declaration = packaged.declared(
@@ -108,7 +107,7 @@ class VllmCacheBackend(library_roles.CacheKernel):
         layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
-        if config.call in CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
+        if config.call in cache.CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
             yield f"{layout} of models in torch.float32 not supported"
         if config.call == "write_latent" and layout == _MIXED and config.tile_scales != "pow2":
             yield f"{_MIXED} with {config.tile_scales} scales not supported (writes pow2)"

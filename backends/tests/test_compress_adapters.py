@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.compress import Compression, MLACompressSelectorConfig
+from mla_conformance.backends import compress, sglang_compress
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.sglang_compress import SGLangCompressBackend
 
 _FILE = "sglang/kernels/ops/attention/dsv4/compress.py"
 _D, _R = 512, 64
@@ -105,7 +104,7 @@ def test_entries_are_those_of_the_states(recorded: Any, installed: Any, passes: 
 )
 def test_what_its_engine_has_no_kernel_for_is_refused(changed: dict[str, Any], page: int, reason: str) -> None:
     how = {"head_dim": _D, "rope_dim": _R, "ratio": 4, "overlap": True, "norm": True, "eps": 1e-6} | changed
-    config = MLACompressSelectorConfig(torch.bfloat16, torch.float32, Compression(**how), 64, page)
-    reasons = SGLangCompressBackend.validate_configuration(DeviceCapability(9, 0), config)
+    config = compress.MLACompressSelectorConfig(torch.bfloat16, torch.float32, compress.Compression(**how), 64, page)
+    reasons = sglang_compress.SGLangCompressBackend.validate_configuration(DeviceCapability(9, 0), config)
     found = [each for each in reasons if "dependencies" not in each]
     assert reason in "; ".join(found) and bool(found) == bool(reason)

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import dependencies
-from mla_conformance.backends.aiter_triton import aiter_library
+from mla_conformance.backends import aiter_triton, dependencies, packaged
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
-from mla_conformance.backends.packaged import InterpretedLibrary
 from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.roles import Role
 
@@ -167,7 +165,7 @@ def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(pac
     """And a Triton that compiles already is told."""
     package("triton.experimental.gluon", "")
     package("triton_engine", "import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
-    library = InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
+    library = packaged.InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert library.load().found == "1"
@@ -188,7 +186,7 @@ def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) 
         assert variant.supports_compute_capability(None) and variant.declaration.emulated
         assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated
         assert [library.module for library in variant.libraries] == [library.module for library in compiled.libraries]
-        assert all(isinstance(library, InterpretedLibrary) for library in variant.libraries)
+        assert all(isinstance(library, packaged.InterpretedLibrary) for library in variant.libraries)
 
 
 _LAUNCHER = """
@@ -206,7 +204,7 @@ triton_mla_decode_fwd_kernel = Kernel()
 def test_aiter_is_imported_without_building_and_launches_without_amds_option(package: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("AITER_TRITON_ONLY", raising=False)
     package("aiter.ops.triton.attention.mla", _LAUNCHER)
-    module = [aiter_library("mla").load() for _ in range(2)][1]
+    module = [aiter_triton.aiter_library("mla").load() for _ in range(2)][1]
     assert not module.built and "AITER_TRITON_ONLY" not in os.environ
     for name in ("decode_fwd", "prefill_fwd", "decode_fwd_reduce"):
         getattr(module, f"triton_mla_{name}_kernel")[1, 2](output_ptr=3, waves_per_eu=1)

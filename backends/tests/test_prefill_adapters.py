@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned
-from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
+from mla_conformance.backends import conversions, flash_attn
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
 from mla_conformance.backends.loading import load_backend, load_role
 from mla_conformance.backends.metadata import prefill_metadata
@@ -260,15 +259,15 @@ def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
     ]
     for view, kept in views:
         x = view(torch.randn(3, 2, 32).bfloat16())
-        copy = aligned(x)
-        assert (copy is x) == kept and torch.equal(copy, x) and aligned(copy) is copy
+        copy = conversions.aligned(x)
+        assert (copy is x) == kept and torch.equal(copy, x) and conversions.aligned(copy) is copy
 
 
 def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
     metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=BF16, device=cpu)
     metadata.query_lens_cpu = None
-    assert RaggedBatch.of(metadata).query_lens == (3, 0, 5)
+    assert conversions.RaggedBatch.of(metadata).query_lens == (3, 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatc
 
 def test_a_family_has_no_kernel_itself(prepared: Any) -> None:
     subject = Subject.of("FLASH_ATTN", torch.device("cpu"))
-    subject._classes[Role.PREFILL] = FlashAttnPrefillBackend
+    subject._classes[Role.PREFILL] = flash_attn.FlashAttnPrefillBackend
     kernel, call = prepared(subject, "new_tokens:heads=2;q=[3]")
     with pytest.raises(NotImplementedError, match="choose one of fa2, torch, fa3, fa4"):
         call.invoke(kernel, None)
