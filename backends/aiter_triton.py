@@ -1,15 +1,13 @@
-"""AITER_TRITON_MLA: ROCm/aiter's ``aiter/ops/triton/attention/mla.py`` at e4048607."""
+"""ROCm/aiter's Triton kernels at e4048607, ``aiter/ops/triton/attention``: AITER_TRITON_MLA and AITER_TRITON_SPARSE."""
 
-import os
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]  # page sizes, which are the kernels' tiles of keys
 _COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
@@ -20,7 +18,7 @@ class AiterLibrary(packaged.Library):
     """A module of AITER's Triton kernels, without its operators in C++, and launchers without AMD's option."""
 
     def load(self) -> ModuleType:
-        with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
+        with packaged.environment({"AITER_TRITON_ONLY": "1"}):
             module = super().load()
         for name in ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel"):
             kernel = vars(module).get(name)
@@ -37,21 +35,17 @@ class _WithoutWaves:
         return lambda waves_per_eu, **arguments: self._kernel[grid](**arguments)
 
 
-class _WithoutDevice(AiterLibrary):
-    """The same on a machine without a GPU, whose kind and size AITER asks for."""
+class InterpretedAiter(packaged.InterpretedLibrary, AiterLibrary):
+    """The same with interpreted kernels, on a machine without a GPU, whose kind and size AITER asks for."""
 
-    def load(self) -> ModuleType:
+    def interpreted(self) -> ModuleType:
         from triton.runtime import driver
 
         driver.set_active(SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch="")))
-        module = super().load()
+        module = super().interpreted()
         driver.set_active(None)
         vars(module).update(get_num_sms=lambda: 1)
         return module
-
-
-class InterpretedAiter(packaged.InterpretedLibrary, _WithoutDevice):
-    """The same with interpreted kernels."""
 
 
 def aiter_library(module: str) -> AiterLibrary:
@@ -59,7 +53,7 @@ def aiter_library(module: str) -> AiterLibrary:
     return AiterLibrary(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
 
 
-class AiterTritonDecodeBackend(PagedDecodeBackend):
+class AiterTritonDecodeBackend(library_roles.PagedDecodeBackend):
     name = "AITER_TRITON_MLA"
     libraries = (aiter_library("mla"),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
@@ -97,3 +91,36 @@ _PREFILL = AiterTritonDecodeBackend.also(
 )
 packaged.interpreted(AiterTritonDecodeBackend, InterpretedAiter)
 packaged.interpreted(_PREFILL, InterpretedAiter, "prefill-interpreted")
+
+
+class AiterTritonSparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
+    name = "AITER_TRITON_SPARSE"
+    libraries = (aiter_library("unified_attention_sparse_mla"),)
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
+    supported_block_sizes = PAGES
+    supported_calls = ["decode"]
+    supported_dtypes = [torch.bfloat16]
+    supported_latent_dims = [(512, 64), (256, 64)]
+    supported_heads = [16 * tiles for tiles in range(1, 9)]
+    returns_lse = False
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.declared(
+        "amd-aiter triton",
+        packaged.COMPUTES_NO_LSE,
+        ("computes whole tiles of 16 heads", "other numbers are declared unsupported"),
+        ("wants columns of queries and lists without gaps", "copies others"),
+        ("a list that names no key makes its row NaN, as its source says", "0 in such rows"),
+    )
+
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+        (listed,), x = sources, self._sparse_metadata
+        indices, output = listed.indices.contiguous(), q.new_empty(*q.shape[:2], self.kv_lora_rank)
+        operands = {"q": q.contiguous(), "kv": listed.cache.unsqueeze(2), "out": output, "topk_indices": indices}
+        queries = {"cu_seqlens_q": x.query_start_loc, "max_seqlen_q": x.max_query_len}
+        keys = {"seqused_k": x.seq_lens, "max_seqlen_k": x.max_seq_len, "block_table": x.block_table}
+        sizes = {"softmax_scale": self.scale, "kv_lora_rank": self.kv_lora_rank}
+        self.library.unified_attention_sparse_mla(**operands, **queries, **keys, **sizes)
+        return output.masked_fill_((indices < 0).all(dim=1)[:, None, None], 0.0), None
+
+
+packaged.interpreted(AiterTritonSparseBackend, InterpretedAiter)

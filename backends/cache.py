@@ -1,7 +1,4 @@
-"""The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
-
-Every call writes into memory of its caller. A class declares which calls it has; the others raise.
-"""
+"""The abstract cache operations of an MLA model: entries written, entries gathered and slots, in memory of callers."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -9,14 +6,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import (
-    PagedKernel,
-    UnsupportedConfiguration,
-    accepts_block_size,
-    expect_one,
-    require_declared,
-    unless,
-)
+from mla_conformance.backends import kernel
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
@@ -58,7 +48,7 @@ class MLACacheSelectorConfig(NamedTuple):
     outside: bool = False  # whether lists name positions that the block table has no column for
 
 
-class MLACacheBackend(PagedKernel):
+class MLACacheBackend(kernel.PagedKernel):
     """Operations over a paged cache: T tokens, B requests, S gathered entries; latents, ropes, index keys."""
 
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)  # those of :data:`CACHE_CALLS` that the class has
@@ -76,9 +66,9 @@ class MLACacheBackend(PagedKernel):
         layout, scales, writes = config.kv_cache_dtype, config.tile_scales, cls.supported_tile_scales
         pages, page = cls.get_supported_kernel_block_sizes(), config.block_size
         reads = config.call not in CACHE_CALLS[:4] or layout in cls.supported_kv_cache_dtypes
-        return unless(
+        return kernel.unless(
             (config.call in cls.supported_calls, f"{config.call} not supported"),
-            (accepts_block_size(pages, page), f"block_size {page} not supported"),
+            (kernel.accepts_block_size(pages, page), f"block_size {page} not supported"),
             (reads, f"kv_cache_dtype {layout} not supported"),
             (
                 layout not in TILED_FORMATS or TILED_FORMATS[layout].scales != "float32" or scales in writes,
@@ -94,8 +84,8 @@ class MLACacheBackend(PagedKernel):
     def __init__(
         self, kv_lora_rank: int, qk_rope_head_dim: int, kv_cache_dtype: str, tile_scales: str, vllm_config: Any
     ) -> None:
-        expect_one("kv_cache_dtype", kv_cache_dtype, CACHE_LAYOUTS)
-        expect_one("tile_scales", tile_scales, TILE_SCALES)
+        kernel.expect_one("kv_cache_dtype", kv_cache_dtype, CACHE_LAYOUTS)
+        kernel.expect_one("tile_scales", tile_scales, TILE_SCALES)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dtype, self.tile_scales, self.vllm_config = kv_cache_dtype, tile_scales, vllm_config
 
@@ -177,7 +167,7 @@ class MLACacheBackend(PagedKernel):
         self._lacks("global_slots")
 
     def _lacks(self, call: str) -> None:
-        raise UnsupportedConfiguration(f"{self.get_name()}: {call} not supported")
+        raise kernel.UnsupportedConfiguration(f"{self.get_name()}: {call} not supported")
 
 
 _SLOTS = (torch.int64, torch.int32)
@@ -186,7 +176,7 @@ _SLOTS = (torch.int64, torch.int32)
 def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dtype: torch.dtype, **asked: Any) -> None:
     """Refuse a call of this name that is not declared, with further fields of :class:`MLACacheSelectorConfig`."""
     own = {"call": call, "dtype": model_dtype, "block_size": kv_cache.shape[1]}
-    require_declared(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
+    kernel.require_declared(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
 
 
 def check_forms(backend: MLACacheBackend, call: str, model: torch.dtype, **given: Tensor) -> None:

@@ -24,17 +24,15 @@ class RaggedBatch:
     key_lens: tuple[int, ...]  # on the host
 
     @staticmethod
-    def new_tokens(metadata: MLACommonPrefillMetadata) -> "RaggedBatch":
-        lengths = _query_lens(metadata)
-        return RaggedBatch(None, metadata.query_start_loc, metadata.query_start_loc, lengths, lengths)
-
-    @staticmethod
-    def context_chunk(metadata: MLACommonPrefillMetadata, chunk_idx: int) -> "RaggedBatch":
-        context = metadata.chunked_context
+    def of(metadata: MLACommonPrefillMetadata, chunk_idx: int | None = None) -> "RaggedBatch":
+        starts, context, on_host = metadata.query_start_loc, metadata.chunked_context, metadata.query_lens_cpu
+        query_lens = tuple((starts.diff() if on_host is None else on_host).tolist())
+        if chunk_idx is None:
+            return RaggedBatch(None, starts, starts, query_lens, query_lens)
         if context is None:
             raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
-        starts, key_lens = context.cu_seq_lens[chunk_idx], tuple(context.seq_lens[chunk_idx].tolist())
-        return RaggedBatch(chunk_idx, metadata.query_start_loc, starts, _query_lens(metadata), key_lens)
+        key_lens = tuple(context.seq_lens[chunk_idx].tolist())
+        return RaggedBatch(chunk_idx, starts, context.cu_seq_lens[chunk_idx], query_lens, key_lens)
 
     @property
     def causal(self) -> bool:
@@ -88,11 +86,6 @@ class RaggedBatch:
 def starts_of(lengths: Tensor) -> Tensor:
     """[B + 1] int32: where each of B requests starts, and the end."""
     return pad(lengths.cumsum(0), (1, 0)).int()
-
-
-def _query_lens(metadata: MLACommonPrefillMetadata) -> tuple[int, ...]:
-    lengths = metadata.query_lens_cpu
-    return tuple((metadata.query_start_loc.diff() if lengths is None else lengths).tolist())
 
 
 def pad_head_dim(x: Tensor, width: int) -> Tensor:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, writable
 from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -50,7 +49,7 @@ _P_SCALE, _SHORTEST = 2.0**8, 2
 """Of the fp8 node: what P is scaled by, and what the longest request of a plan has at least."""
 
 
-class CudnnPrefillBackend(RaggedPrefillBackend):
+class CudnnPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "CUDNN"
     devices = packaged.FROM_HOPPER  # which ragged operands need
     by_device = {0: ("graph", "flashinfer")}
@@ -67,8 +66,6 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
 
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         """Write ``output`` [T, N, V], packed; return the LSE [N, T]. By a graph, of e4m3 operands with scales."""
-        if not self.variant:
-            raise self.not_a_family()
         lse = q.new_empty(len(q), self.num_heads, dtype=torch.float32)
         key, tensors = Key.of(q, k, v, batch, self.scale), {"q": q, "k": k, "v": v, "o": output, "stats": lse}
         if self.writes_e4m3 and self._output_scale is not None:
@@ -158,6 +155,8 @@ def offsets(start_loc: Tensor, token_stride: int) -> Tensor:
 
 def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
     """Run the graph of ``key`` on q, k, v, o and stats, and for e4m3 :data:`SCALES`; the name of its plan."""
+    handle, stream = _handle(key.device), torch.cuda.current_stream(key.device).cuda_stream
+    CUDNN.load().set_stream(handle=handle, stream=stream)
     graph, operands, size, name = _plan(key)
     start_loc = {name: batch.key_start_loc if name in "kv" else batch.query_start_loc for name in _RAGGED}
     bound = {f"{name}_at": offsets(start_loc[name], tensors[name].stride(0)) for name in _RAGGED}
@@ -165,20 +164,14 @@ def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
     bound |= {name: tensors["stats"].new_empty(1) for name in _MAXIMA if name in operands}
     workspace = torch.empty(max(1, size), dtype=torch.uint8, device=key.device)
     named = {operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
-    graph.execute(named, workspace, handle=_handle(key.device))
+    graph.execute(named, workspace, handle=handle)
     return name
 
 
 @cache
-def _create_handle(device: torch.device) -> Any:
+def _handle(device: torch.device) -> Any:
     with torch.cuda.device(device):
         return CUDNN.load().create_handle()
-
-
-def _handle(device: torch.device) -> Any:
-    handle = _create_handle(device)
-    CUDNN.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    return handle
 
 
 @cache

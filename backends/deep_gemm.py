@@ -1,7 +1,4 @@
-"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA_HOME's nvcc.
-
-Variant ``vllm`` is DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
-"""
+"""DEEPGEMM_INDEXER: DeepGEMM's scores of an indexer in e4m3 on Hopper, compiled at the first call by CUDA's nvcc."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -9,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.steps import IndexerKernel
 
 _PAGE, _NOTE = 64, "it compiles at the first call and needs nvcc"
 
@@ -27,7 +23,7 @@ def _declared(package: str, together: str) -> packaged.Declaration:
     )
 
 
-class DeepGemmIndexerBackend(IndexerKernel):
+class DeepGemmIndexerBackend(library_roles.IndexerKernel):
     name = "DEEPGEMM_INDEXER"
     libraries = (packaged.in_extra("deepgemm", "deep_gemm", "sgl-deep-gemm", _NOTE),)
     devices = packaged.HOPPER
@@ -58,6 +54,7 @@ class DeepGemmIndexerBackend(IndexerKernel):
         return library.fp8_fp4_paged_mqa_logits((q, None) if self.with_scales else q, *batch)
 
 
+# DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
 DeepGemmIndexerVllm = DeepGemmIndexerBackend.also(
     "vllm",
     libraries=(packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),),

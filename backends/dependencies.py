@@ -7,14 +7,11 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-
-_UNTRIED = "never tried"
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,10 @@ class Library:
             if _installed(self.module):
                 self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
-            reason = f"{self.module} does not import: {type(error).__name__}: {error}"
-            found = self.version()
-            behind = f"; the installed version is {found}" if _UNTRIED in found else ""
-            return [f"package {self.distribution} is installed, but {reason}{behind}"]
+            said = f"{self.module} does not import: {type(error).__name__}: {error}"
+            if "never tried" in (found := self.version()):
+                said += f"; the installed version is {found}"
+            return [f"package {self.distribution} is installed, but {said}"]
         return []
 
     def load(self) -> ModuleType:
@@ -53,11 +50,6 @@ class Library:
     def version(self) -> str:
         """Version of the distribution, and that it was never tried if it was not; or that it has none."""
         return _version(self.distribution)
-
-
-def extra(name: str) -> str:
-    """The command that installs an extra of this project."""
-    return f"pip install 'mla-conformance[{name}]'"
 
 
 @cache
@@ -73,7 +65,7 @@ def _version(distribution: str) -> str:
     # The range of versions in this project's extras, empty if the distribution is in none.
     name = canonicalize_name(distribution)
     tried = next((each.specifier for each in extras if canonicalize_name(each.name) == name), SpecifierSet())
-    return found if tried.contains(found, prereleases=True) else f"{found}, {_UNTRIED} ({distribution}{tried} was)"
+    return found if tried.contains(found, prereleases=True) else f"{found}, never tried ({distribution}{tried} was)"
 
 
 def _installed(module: str) -> bool:
@@ -85,19 +77,9 @@ def _installed(module: str) -> bool:
         spec = find_spec(top)
     except ValueError:  # a module in sys.modules without a spec
         return True
-    if spec is None:
-        return False
-    name, folders = top, spec.submodule_search_locations
     for part in rest:
-        if folders is None:
+        if spec is None or spec.submodule_search_locations is None:
             return False
-        name, inside = f"{name}.{part}", list(folders)
-        try:
-            spec = PathFinder.find_spec(name, inside)
-        except KeyError:  # of a folder without ``__init__.py`` it asks the parent, which is not imported
-            folders = [str(Path(each, part)) for each in inside if Path(each, part).is_dir()]
-            continue
-        if spec is None:
-            return False
-        folders = spec.submodule_search_locations
-    return True
+        # By its last name alone: of a folder without ``__init__.py`` its parent would be asked, which is not imported.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return spec is not None

@@ -9,14 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import interface
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.generations import earlier, present
-from mla_conformance.backends.interface import (
-    MLAPrefillBackend,
-    PrefillKernelBackend,
-    UnsupportedConfiguration,
-    check_operands,
-)
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import takes
@@ -93,12 +88,12 @@ class Eager(NamedKernel):
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
 
-class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
+class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [*Eager.supported_dtypes, torch.float8_e4m3fn]
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    @takes(PrefillKernelBackend.run_prefill_new_tokens)
+    @takes(interface.PrefillKernelBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         start_loc = self._prefill_metadata.query_start_loc.tolist()
         accumulated, lse = self._batch(x.q, x.k, x.v, start_loc, start_loc, causal=True)
@@ -129,7 +124,7 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
     def _batch(
         self, q: Tensor, k: Tensor, v: Tensor, query_start_loc: list[int], key_start_loc: list[int], causal: bool
     ) -> tuple[Tensor, Tensor]:
-        check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
+        interface.check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
         q, k, v = map(self._widened, (q, k, v))
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=torch.float32)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -163,7 +158,7 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
             result = accumulated.to(output_dtype(dtype))
         elif out is None or out.dtype != torch.float8_e4m3fn:
             got = "none" if out is None else str(out.dtype)
-            raise UnsupportedConfiguration(f"output_scale expects a float8_e4m3fn out tensor, got {got}")
+            raise interface.UnsupportedConfiguration(f"output_scale expects a float8_e4m3fn out tensor, got {got}")
         else:
             result = self._quantise(accumulated, output_scale)
         return result if out is None else out.copy_(result)
@@ -172,8 +167,8 @@ class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
         return (accumulated / output_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
-    """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
+class EagerPrefillBackend(EagerKernel, interface.MLAPrefillBackend):
+    """EAGER behind the interface of this project; below it stands behind the others."""
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         context = self._prefill_metadata.chunked_context

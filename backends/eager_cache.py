@@ -5,10 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache
-from mla_conformance.backends.cache_dtypes import dequantise
-from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.graph_support import may_look_at
+from mla_conformance.backends import cache, cache_dtypes, eager, graph_support
 from mla_conformance.backends.operands import takes
 from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -21,20 +18,20 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(Eager, cache.MLACacheBackend):
+class EagerCacheBackend(eager.Eager, cache.MLACacheBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
 
     @takes(cache.MLACacheBackend.run_write_latent)
     def run_write_latent(self, x: Any) -> None:
-        if may_look_at(x.slot_mapping):
+        if graph_support.may_look_at(x.slot_mapping):
             cache.check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
         self._store(x.kv_cache, self._latent_entries(x.kv_c, x.k_pe, x.k_scale), x.slot_mapping)
 
     @takes(cache.MLACacheBackend.run_write_index)
     def run_write_index(self, x: Any) -> None:
-        if may_look_at(x.slot_mapping):
+        if graph_support.may_look_at(x.slot_mapping):
             cache.check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
         self._store(x.kv_cache, self._tiled(x.k, TILED_FORMATS[self.kv_cache_dtype]), x.slot_mapping)
 
@@ -151,7 +148,7 @@ class EagerCacheBackend(Eager, cache.MLACacheBackend):
         return tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
 
     def _meaning(self, entries: Tensor, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)
+        return cache_dtypes.dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)
 
     def _scales(self, data: Tensor) -> Tensor:
         return data.view(torch.float32)[:, 0]

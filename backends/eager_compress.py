@@ -5,21 +5,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.compress import MLACompressBackend, check_compress_call
-from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.eager_prepare import rotated_pairs
+from mla_conformance.backends import compress, eager, eager_prepare
 from mla_conformance.backends.operands import takes
 
 
-class EagerCompressBackend(Eager, MLACompressBackend):
+class EagerCompressBackend(eager.Eager, compress.MLACompressBackend):
     """Every convention; the state of a token is its key state, and its scores with what belongs to its place."""
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
-    @takes(MLACompressBackend.run_compress)
+    @takes(compress.MLACompressBackend.run_compress)
     def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
-        check_compress_call(self, metadata, x)
+        compress.check_compress_call(self, metadata, x)
         logits = x.score.float() + x.ape[self._places(metadata.positions)]
         self._store(x.state_cache, torch.cat((x.kv.float(), logits), dim=1), self._state_slots())
         ends = self._ends().nonzero()[:, 0]
@@ -86,4 +84,4 @@ class EagerCompressBackend(Eager, MLACompressBackend):
     def _rotated(self, entries: Tensor, turns: Tensor) -> Tensor:
         plain, x = entries.tensor_split([entries.shape[-1] - turns.shape[-1]], dim=-1)
         cos, sin = turns.chunk(2, dim=-1)
-        return torch.cat((plain, rotated_pairs(x, cos, sin, is_neox_style=False)), dim=-1)
+        return torch.cat((plain, eager_prepare.rotated_pairs(x, cos, sin, is_neox_style=False)), dim=-1)

@@ -6,14 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import dequantise
+from mla_conformance.backends import cache_dtypes, decode, eager, tree
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import LatentDecode, MLACommonDecodeMetadata, MLADecodeBackend, positions_of
-from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
-from mla_conformance.backends.tree import MLATreeBackend
 
 
-class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
+class EagerLatentDecode(eager.LatentSoftmax, eager.Eager, decode.LatentDecode):
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
@@ -34,12 +31,12 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
             output[rows], lse[:, rows] = self._finish(state)
         return output.to(ql_nope.dtype), lse
 
-    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
+    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> eager.SoftmaxState:
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
         self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
-    ) -> SoftmaxState:
+    ) -> eager.SoftmaxState:
         state = self._initial(q, q[..., : self.kv_lora_rank])
         for tile in tiles:
             keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
@@ -59,7 +56,7 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         return self._decode_metadata.block_table[request][pages].long()
 
     def _dequantise(self, rows: Tensor, k_scale: Tensor) -> Tensor:
-        keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
+        keys = cache_dtypes.dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
@@ -70,15 +67,15 @@ class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
         last = torch.arange(-queries, 0, device=metadata.seq_lens.device).unsqueeze(1) + total
         return self._positions(metadata, tile) <= last
 
-    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
-        return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))
+    def _positions(self, metadata: decode.MLACommonDecodeMetadata, tile: slice) -> Tensor:
+        return decode.positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))
 
 
-class EagerDecodeBackend(EagerLatentDecode, MLADecodeBackend):
+class EagerDecodeBackend(EagerLatentDecode, decode.MLADecodeBackend):
     run_decode = EagerLatentDecode._run
 
 
-class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
+class EagerTreeBackend(EagerLatentDecode, tree.MLATreeBackend):
     run_tree_decode = EagerLatentDecode._run
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:

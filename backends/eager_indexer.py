@@ -6,9 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import gather
-from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
+from mla_conformance.backends import cache_dtypes, eager, indexer
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.selected import NO_KEY
@@ -16,19 +14,19 @@ from mla_conformance.reference.selected import NO_KEY
 _ROWS = 256  # rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB
 
 
-class EagerIndexerBackend(Eager, MLAIndexerBackend):
+class EagerIndexerBackend(eager.Eager, indexer.MLAIndexerBackend):
     token_tile: ClassVar[int] = 512
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(indexer.INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        check_index_call(self, (q, weights, k, k_scale), "logits")
+        indexer.check_index_call(self, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
+        indexer.check_index_call(self, (q, weights, k, k_scale), "topk", topk_tokens)
         chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
 
@@ -46,7 +44,7 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
         return logits.masked_fill(positions >= bounds.unsqueeze(1), -torch.inf)
 
     def _bounds(self) -> Tensor:
-        return bounds_of(self._sparse_metadata)
+        return indexer.bounds_of(self._sparse_metadata)
 
     def _tokens(self, k: Tensor, request: int) -> int:
         return int(self._sparse_metadata.seq_lens_cpu[request])
@@ -64,7 +62,7 @@ class EagerIndexerBackend(Eager, MLAIndexerBackend):
             # As bytes, since float8 cannot be indexed everywhere.
             values = k.view(torch.uint8)[slots].view(k.dtype).float()
             return values, None if k_scale is None else k_scale[slots].unsqueeze(1)
-        entries = gather(k, slots, self.kv_cache_dtype)
+        entries = cache_dtypes.gather(k, slots, self.kv_cache_dtype)
         if self.kv_cache_dtype == "auto":
             return entries.float(), None
         codes, scales = (part.contiguous() for part in entries.tensor_split([self.head_dim], dim=1))

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.prepare import BLOCK, MLAPrepareBackend, check_prepare_call
+from mla_conformance.backends import eager, prepare
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -18,11 +17,11 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> T
     return torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
 
 
-class EagerPrepareBackend(Eager, MLAPrepareBackend):
+class EagerPrepareBackend(eager.Eager, prepare.MLAPrepareBackend):
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        check_prepare_call(self, self._prepare_metadata, (q, k, weights, k_norm_weight, k_norm_bias))
+        prepare.check_prepare_call(self, self._prepare_metadata, (q, k, weights, k_norm_weight, k_norm_bias))
         query = self._turned(self._query(q))
         key = self._turned(self._normed(k.float(), k_norm_weight, k_norm_bias).unsqueeze(1))
         q_codes, q_scale = self._quantised(query)
@@ -62,7 +61,7 @@ class EagerPrepareBackend(Eager, MLAPrepareBackend):
         return (x @ signs) * width**-0.5
 
     def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
+        blocks = x.unflatten(-1, (-1, min(prepare.BLOCK, x.shape[-1])))
         scale = self._scales(self._largest(blocks))
         codes = (blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.flatten(-2), scale

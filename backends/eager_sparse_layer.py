@@ -5,11 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.eager_cache import EagerCacheBackend
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.eager_prepare import rotated_pairs
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import NamedKernel
@@ -20,7 +17,7 @@ from mla_conformance.reference.quantization import E4M3_MAX
 _NORM_EPS_OF_ZEROS = 1e-10
 
 
-class _OfAnyLength(EagerIndexerBackend):
+class _OfAnyLength(eager_indexer.EagerIndexerBackend):
     """Scores as many tokens as the block table has room for, so that a captured call serves other lengths."""
 
     def _tokens(self, k: Tensor, request: int) -> int:
@@ -47,11 +44,11 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         head = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
         width, index, scales = config.preparation.head_dim, config.index_kv_cache_dtype, config.preparation.scale_format
         entries: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype, "vllm_config": None, **head}
-        self._latents = EagerCacheBackend(tile_scales=config.tile_scales, **entries)
-        self._index_keys = EagerCacheBackend(width, 0, index, scales, None)
+        self._latents = eager_cache.EagerCacheBackend(tile_scales=config.tile_scales, **entries)
+        self._index_keys = eager_cache.EagerCacheBackend(width, 0, index, scales, None)
         self._indexer = _OfAnyLength(config.index_n_heads, width, index, None)
         sizes = {name: getattr(config, name) for name in ("num_heads", "scale", "qk_nope_head_dim", "v_head_dim")}
-        self._attention = EagerSparseBackend(**sizes, **entries)
+        self._attention = eager_sparse.EagerSparseBackend(**sizes, **entries)
 
     @takes(MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
@@ -136,7 +133,7 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
 
     def _rope(self, x: Tensor, turns: Tensor, is_neox_style: bool) -> Tensor:
         cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
-        return rotated_pairs(x.float(), cos, sin, is_neox_style).to(x.dtype)
+        return eager_prepare.rotated_pairs(x.float(), cos, sin, is_neox_style).to(x.dtype)
 
     def _attend(self, q: Tensor, kv_cache: Tensor, lists: Tensor) -> Tensor:
         config = self.config

@@ -1,24 +1,20 @@
-"""FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
+"""FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU."""
 
-The eager form materialises the scores in float32, so there every request has a call of its own.
-"""
-
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512
 _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_ATTENTION": True}
 
 
-class FlexAttentionPrefillBackend(RaggedPrefillBackend):
+class FlexAttentionPrefillBackend(library_roles.RaggedPrefillBackend):
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     devices = packaged.Devices("", (8, 0), cpu=True)  # that Triton compiles for, and a CPU
@@ -37,7 +33,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
             return self._call(q, k, v, _mask(batch))
         output = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-        for rows, keys in batch.requests():
+        for rows, keys in batch.requests():  # apart, since the eager form materialises the scores
             mask = _causal_mask(rows.stop - rows.start) if batch.causal else None
             output[rows], lse[:, rows] = self._call(q[rows], k[keys], v[keys], mask)
         return output, lse
@@ -45,21 +41,23 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
     def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
         operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         tiles = _SMALL_TILES if q.is_cuda and q.dtype is torch.float32 else None
-        output, lse = _flex(q.is_cuda)(*operands, block_mask=mask, scale=self.scale, kernel_options=tiles)
+        options = {"block_mask": mask, "scale": self.scale, "kernel_options": tiles}
+        if not q.is_cuda:
+            output, lse = _with_lse(*operands, **options)
+        else:
+            with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
+                output, lse = _compiled()(*operands, **options)
         return output[0].transpose(0, 1), lse[0]
 
 
 @lru_cache(maxsize=256)
 def _causal_mask(tokens: int) -> Any:
     """The mask of one request's new tokens on a CPU; making one takes longer than a short request's attention."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return create_block_mask(lambda _batch, _head, query, key: key <= query, None, None, tokens, tokens, device="cpu")
 
 
 def _mask(batch: RaggedBatch) -> Any:
     """A key is visible if it belongs to the query's request and, causally, is not behind its last one."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         token = torch.arange(tokens, device=start_loc.device)
@@ -78,21 +76,9 @@ def _mask(batch: RaggedBatch) -> Any:
     return create_block_mask(visible, None, None, *sizes, device=reach.device.type)
 
 
-@cache
-def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The attention function with its LSE; compiled without a fallback, for many shapes."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+def _with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    output, auxiliary = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    return output, auxiliary.lse
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        output, auxiliary = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
-        return output, auxiliary.lse
 
-    if not compiled:
-        return attend
-    compile_once = torch.compile(attend, dynamic=True, fullgraph=True)
-
-    def run(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
-            return compile_once(*operands, **options)
-
-    return run
+_compiled = cache(lambda: torch.compile(_with_lse, dynamic=True, fullgraph=True))  # without a fallback

@@ -1,7 +1,4 @@
-"""From a backend's reference to its class, and why one cannot run on this machine.
-
-A class of another generation is known by what it has, since one that was written for a vLLM derives from none of ours.
-"""
+"""From a backend's reference to its class, and why one cannot run on this machine."""
 
 import hashlib
 import importlib.util
@@ -16,19 +13,11 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import foreign, hub
-from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
-from mla_conformance.backends.generations.earlier import EarlierAdapter
-from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
-from mla_conformance.backends.generations.present import PresentAdapter
-from mla_conformance.backends.generations.sparse_layer_adapter import AdaptedSparseLayer
-from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
+from mla_conformance.backends import cache, declaration, foreign, hub, indexer, sglang_dsa
+from mla_conformance.backends.generations import adapted, earlier, layer_adapter, present, sparse_layer_adapter
 from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import ROLES, IndexSpace, Role, role_of
-from mla_conformance.backends.sglang_dsa import SGLangDSABackend
 from mla_conformance.reference.dimensions import MLADimensions
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
@@ -37,8 +26,7 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     """The roles that a backend has; one that is no member of an enumeration is imported: see :func:`load_role`."""
     if members := backend.members():
         return tuple(member.role for member in members)
-    named = _load_named(backend)
-    return tuple(role for role in ROLES.values() if _in_role(named, role) is not None)
+    return tuple(_named_by_role(backend))
 
 
 def load_role(backend: BackendReference, role: Role) -> Any:
@@ -49,8 +37,15 @@ def load_role(backend: BackendReference, role: Role) -> Any:
     """
     if members := backend.members():
         return next((as_backend(each.get_class(backend.variant)) for each in members if each.role is role), None)
-    loaded = _in_role(_load_named(backend), role)
+    loaded = _named_by_role(backend).get(role)
     return None if loaded is None else _checked(loaded, backend.reference)
+
+
+def _named_by_role(backend: BackendReference) -> dict[Role, Any]:
+    """A class itself, and those that it names for other roles by an attribute such as ``decode_backend``."""
+    named = _load_named(backend)
+    others = {role: getattr(named, f"{role}_backend", None) for role in ROLES.values()}
+    return {role: it for role, it in (others | {role_of(named): named}).items() if it is not None}
 
 
 def load_backend(backend: BackendReference) -> Any:
@@ -80,11 +75,6 @@ def _load_named(backend: BackendReference) -> Any:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
 
 
-def _in_role(named: Any, role: Role) -> Any:
-    """A class itself, or the one that it names for another role, by an attribute such as ``decode_backend``."""
-    return named if role_of(named) is role else getattr(named, f"{role}_backend", None)
-
-
 def import_file(path: Path) -> Any:
     """The module of a file, imported once, whoever names it: a role's kernels are of the classes that the role has."""
     name = f"mla_conformance_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -110,7 +100,7 @@ def _checked(loaded: Any, reference: str) -> type:
         if missing := sorted(lacking.union(getattr(loaded, "__abstractmethods__", ()))):
             yield f"class {loaded.__name__} lacks {', '.join(missing)}"
         try:
-            declaration_of(loaded)
+            declaration.declaration_of(loaded)
         except TypeError as error:
             yield str(error)
         yield from (f"{loaded.__name__}.{error}" for error in declared_errors(loaded))
@@ -130,19 +120,21 @@ def as_backend(loaded: Any) -> Any:
     if loaded in _ADAPTED:
         return _ADAPTED[loaded]
     cls: Any = loaded
+    # Known by what it has, since a class that was written for a vLLM derives from none of ours.
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
     adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and foreign.is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        adapter = AdaptedSparseLayer if getattr(cls, "is_sparse", bool)() else AdaptedLayerBackend
+        is_sparse = getattr(cls, "is_sparse", bool)()
+        adapter = sparse_layer_adapter.AdaptedSparseLayer if is_sparse else layer_adapter.AdaptedLayerBackend
     elif callable(getattr(cls, "get_prefill_impl_cls", None)):
-        adapter = EarlierAdapter
+        adapter = earlier.EarlierAdapter
     elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
-        adapter = PresentAdapter
+        adapter = present.PresentAdapter
     elif callable(chunk) and foreign.is_from_vllm(cls):
-        adapter = AdaptedPrefillBackend
+        adapter = adapted.AdaptedPrefillBackend
     elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
-        adapter = SGLangDSABackend
+        adapter = sglang_dsa.SGLangDSABackend
     return _ADAPTED.setdefault(loaded, adapter.adapt(cls) if adapter else cls)
 
 
@@ -200,7 +192,7 @@ def _import_reason(error: foreign.ForeignError) -> str:
     return str(cause) if isinstance(cause, BackendReferenceError) else str(error)
 
 
-_CALLS = {MLAIndexerBackend: ("logits", "topk"), MLACacheBackend: CACHE_CALLS, KernelBackend: ("decode", "prefill")}
+_CALLS = {indexer.MLAIndexerBackend: ("logits", "topk"), cache.MLACacheBackend: cache.CACHE_CALLS}
 _CACHES = ("auto", "fp8", *TILED_FORMATS)
 _MAY_BE_EMPTY = ["mla_dimensions", "latent_dims", "heads", "head_dims", "topk", "extra_kv_cache_dtypes"]
 """What lists ``supported_...`` mean anything, or nothing further, where they are empty."""
@@ -210,8 +202,8 @@ def declared_errors(backend: type) -> Iterator[str]:
     """What is wrong with a kernel's lists, one sentence each; nothing of a class that is not built on our interface."""
     if not issubclass(backend, KernelBackend):
         return
-    caches = INDEX_LAYOUTS if issubclass(backend, MLAIndexerBackend) else _CACHES
-    calls = next(names for kind, names in _CALLS.items() if issubclass(backend, kind))
+    caches = indexer.INDEX_LAYOUTS if issubclass(backend, indexer.MLAIndexerBackend) else _CACHES
+    calls = next((names for kind, names in _CALLS.items() if issubclass(backend, kind)), ("decode", "prefill"))
     numbers = (_is_positive, "positive numbers")
     dtypes = (lambda each: isinstance(each, torch.dtype), "torch dtypes")
     # Of each list, what an element is, and how that is said.

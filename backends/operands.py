@@ -1,7 +1,4 @@
-"""Operands as a table: ``Annotated[Tensor, Form("T, H, D", "model")]`` in the signature of an entry or in its metadata.
-
-A check before a launch is made of it, and what a suite must know of it.
-"""
+"""Operands as a table: ``Annotated[Tensor, Form("T, H, D", "model")]`` in the signature of an entry or its metadata."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

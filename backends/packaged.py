@@ -1,7 +1,4 @@
-"""What an adapter of a library is made of: a table, the attributes of its class, and a function that calls its library.
-
-A variant is a subclass of what differs. Triton kernels have a twin by Triton's interpreter, which counts as emulated.
-"""
+"""What an adapter of a library is made of: a table, which are its attributes, and a function that calls its library."""
 
 import math
 import os
@@ -18,7 +15,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import DeviceCapability, NamedKernel
 
@@ -30,12 +27,8 @@ class Devices(NamedTuple):
     cpu: bool = False  # whether a CPU is one of them
     but: int = 0  # the major number of others between
 
-    def include(self, capability: DeviceCapability | None) -> bool:
-        if capability is None:
-            return self.cpu
-        return self.first <= capability < (self.end or (math.inf, 0)) and capability[0] != self.but
 
-
+_ANY = Devices("", (0, 0), cpu=True, but=-1)
 CPU_ALONE = Devices("", (0, 0), (0, 0), cpu=True)
 FROM_TURING = Devices("7.5 or newer", (7, 5))
 FROM_AMPERE = Devices("8.0 or newer", (8, 0))
@@ -107,7 +100,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def in_extra(name: str, module: str, distribution: str = "", note: str = "", **other: Any) -> Library:
     """A library that an extra of this project installs, by default that of the same name."""
-    return Library(module, distribution or name, extra(name), note, **other)
+    return Library(module, distribution or name, f"pip install 'mla-conformance[{name}]'", note, **other)
 
 
 def has_parameter(function: Any, parameter: str) -> bool:
@@ -126,24 +119,18 @@ class LibraryKernel(NamedKernel):
     # compute capability; under 0 those of all other devices
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
     of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})  # evidence of what comes with torch, its version first
-    # when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons, and why
-    refused: ClassVar[Sequence[tuple[Callable[[Any, Any], object], str]]] = ()
+    # why and when a configuration ``c`` on a device of this compute capability is refused beside its role's reasons
+    refused: ClassVar[Mapping[str, Callable[[Any, Any], object]]] = MappingProxyType({})
     _served: Mapping[str, str] = MappingProxyType({})  # what the last call was served by
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.__dict__.get("devices"):
-            cls.needed_capability = cls.__dict__["devices"].needed
+        if devices := cls.__dict__.get("devices"):
+            cls.needed_capability = devices.needed
         if variant:
-            cls.variant = variant
-            cls.variant_of(cls.__mro__[1])
-
-    @classmethod
-    def variant_of(cls, kernel: type[Any]) -> None:
-        """Stand among the variants of a kernel, or of the one that this is a variant of."""
-        bases: Any = kernel.__mro__
-        shared = next(base for base in bases if not base.variant)
-        shared.variants = MappingProxyType({**shared.variants, cls.variant: cls})
+            bases: Any = cls.__mro__[1:]
+            whole = next(base for base in bases if getattr(base, "name", "") and not base.variant)
+            cls.variant, whole.variants = variant, MappingProxyType({**whole.variants, variant: cls})
 
     @classmethod
     def also(cls, variant: str, *deviations: Deviation | tuple[str, str], **changes: Any) -> type[Self]:
@@ -156,11 +143,17 @@ class LibraryKernel(NamedKernel):
 
     @property
     def library(self) -> Any:
+        if self.by_device and not self.variant:
+            said = f"{self.name} is a family of kernels: choose one of {', '.join(self.variants)}"
+            raise NotImplementedError(said)
         return self.libraries[0].found().load()
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        return cls.devices is None or cls.devices.include(device_capability)
+        _, first, end, cpu, but = cls.devices or _ANY
+        if device_capability is None:
+            return cpu
+        return first <= device_capability < (end or (math.inf, 0)) and device_capability[0] != but
 
     @classmethod
     def resolve(cls, device_capability: DeviceCapability | None) -> type[Self]:
@@ -171,10 +164,6 @@ class LibraryKernel(NamedKernel):
         candidates = [cls.variants[name] for name in names]
         able = [c for c in candidates if c.supports_compute_capability(device_capability)]
         return next((c for c in able if c.is_available()), (able or candidates)[0])
-
-    @classmethod
-    def not_a_family(cls) -> NotImplementedError:
-        return NotImplementedError(f"{cls.name} is a family of kernels: choose one of {', '.join(cls.variants)}")
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
@@ -194,7 +183,7 @@ class LibraryKernel(NamedKernel):
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
         asked = {"c": selector_config, "device": device_capability}
-        return [*reasons, *(said.format(**asked) for when, said in cls.refused if when(*asked.values()))]
+        return [*reasons, *(said.format(**asked) for said, when in cls.refused.items() if when(*asked.values()))]
 
     def kernel_evidence(self) -> dict[str, str]:
         found = dict(self.of_torch)
@@ -215,7 +204,10 @@ class InterpretedLibrary(Library):
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
         with environment(ENVIRONMENT):
             import_module("triton.experimental.gluon")  # else imported at the first call
-            return super().load()
+            return self.interpreted()
+
+    def interpreted(self) -> ModuleType:
+        return super().load()
 
 
 class InterpretedKernel(LibraryKernel):
@@ -239,11 +231,10 @@ def interpreted(
     given = {
         "__module__": kernel.__module__,
         "__doc__": "The same source by Triton's interpreter.",
-        "variant": variant,
         "libraries": tuple(library(**vars(each)) for each in kernel.libraries),
         "declaration": replace(said, deviations=(_INTERPRETED, *said.deviations), emulated=True),
     }
     make: Any = type(kernel)
-    made: _Kernel = make(f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel), given | changes)
-    made.variant_of(kernel)
+    name, bases = f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel)
+    made: _Kernel = make(name, bases, given | changes, variant=variant)
     return made

@@ -1,7 +1,4 @@
-"""What a user writes for a backend, checked without importing it or torch: NAME, or a class of a module or a file.
-
-NAME is of an enumeration or an entry point; ``NAME[variant]`` is one of the kernels that share a name.
-"""
+"""What a user writes for a backend, without importing it or torch: NAME, NAME[variant], MODULE:Class or FILE:Class."""
 
 import ast
 import os

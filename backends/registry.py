@@ -75,10 +75,10 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     FLASH_ATTN = "flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
     FLASHINFER = "flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
     CUDNN = "cudnn.CudnnPrefillBackend", "graph", "flashinfer", "fp8"
-    TRTLLM_RAGGED = "trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TRTLLM_RAGGED = "flashinfer.TrtllmRaggedPrefillBackend"
     TRTLLM = "trtllm.TrtllmPrefillBackend", "sm90", "sm100"
     TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLAPrefillBackend"
-    TRITON_ATTN = "triton_attn.TritonAttnPrefillBackend"
+    TRITON_ATTN = "vllm_attention.TritonAttnPrefillBackend"
     SGLANG_TRITON = "sglang_triton.SGLangTritonPrefillBackend", "interpreted"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployPrefillBackend", "interpreted"
     CUSTOM = None
@@ -86,78 +86,71 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
 
 class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     EAGER = "eager_decode.EagerDecodeBackend"
-    TORCH_SDPA = "torch_rows.TorchSDPADecodeBackend", "efficient=torch_rows.TorchEfficientDecodeBackend"
+    TORCH_SDPA = "torch_sdpa.TorchSDPADecodeBackend", "efficient=torch_sdpa.TorchEfficientDecodeBackend"
     FLASHINFER_MLA = "flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
-    TRITON_MLA = "triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
+    TRITON_MLA = "vllm_attention.TritonMLADecodeBackend", "lse-float32", "interpreted"
     SGLANG_TRITON = "sglang_triton.SGLangTritonDecodeBackend", "interpreted"
     AITER_TRITON_MLA = "aiter_triton.AiterTritonDecodeBackend", "prefill", "interpreted", "prefill-interpreted"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
     FLASHMLA = "flash_mla.FlashMLADecodeBackend"
-    FLASH_ATTN_MLA = "flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
+    FLASH_ATTN_MLA = "flash_attn.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
     TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLADecodeBackend"
-    CUTLASS_MLA = "cutlass_mla.CutlassMLADecodeBackend"
+    CUTLASS_MLA = "vllm_attention.CutlassMLADecodeBackend"
     TRTLLM = "trtllm.TrtllmDecodeBackend", "sm90", "sm100"
     CUSTOM = None
 
 
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
     EAGER = "eager_sparse.EagerSparseBackend"
-    TORCH_SDPA = "torch_rows.TorchSDPASparseBackend", "efficient=torch_rows.TorchEfficientSparseBackend"
-    FLASH_ATTN_MLA_SPARSE = "flash_attn_mla_sparse.FlashAttnMLASparseBackend"
-    FLASHMLA_SPARSE = "flash_mla_sparse.FlashMLASparseBackend", "float32"
-    FLASHINFER_MLA_SPARSE_SM90 = "flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
-    FLASHINFER_MLA_SPARSE = "flashinfer_mla_sparse.FlashInferMLASparseBackend"
-    SGLANG_TRITON_SPARSE = "sglang_triton_sparse.SGLangTritonSparseBackend", "union2", "union4", "interpreted"
-    AITER_TRITON_SPARSE = "aiter_triton_sparse.AiterTritonSparseBackend", "interpreted"
+    TORCH_SDPA = "torch_sdpa.TorchSDPASparseBackend", "efficient=torch_sdpa.TorchEfficientSparseBackend"
+    FLASH_ATTN_MLA_SPARSE = "flash_attn.FlashAttnMLASparseBackend"
+    FLASHMLA_SPARSE = "flash_mla.FlashMLASparseBackend", "float32"
+    FLASHINFER_MLA_SPARSE_SM90 = "flashinfer_mla.FlashInferMLASparseSM90Backend"
+    FLASHINFER_MLA_SPARSE = "flashinfer_mla.FlashInferMLASparseBackend"
+    SGLANG_TRITON_SPARSE = "sglang_triton.SGLangTritonSparseBackend", "union2", "union4", "interpreted"
+    AITER_TRITON_SPARSE = "aiter_triton.AiterTritonSparseBackend", "interpreted"
     CUSTOM = None
 
 
 class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     EAGER = "eager_indexer.EagerIndexerBackend"
     DEEPGEMM_INDEXER = "deep_gemm.DeepGemmIndexerBackend", "vllm"
-    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployIndexerBackend", "interpreted"
-    CUSTOM = None
+    LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployIndexerBackend", "interpreted"
 
 
 class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
     EAGER = "eager_topk.EagerTopKBackend"
-    VLLM_TOPK = "vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
-    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployTopKBackend", "interpreted"
-    CUSTOM = None
+    VLLM_TOPK = "vllm_ops.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
+    LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployTopKBackend", "interpreted"
 
 
 class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
     EAGER = "eager_prepare.EagerPrepareBackend"
-    LMDEPLOY_TRITON = "lmdeploy_index.LmdeployPrepareBackend"
-    CUSTOM = None
+    LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployPrepareBackend"
 
 
 class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
     EAGER = "eager_compress.EagerCompressBackend"
     SGLANG_COMPRESS = "sglang_compress.SGLangCompressBackend"
-    CUSTOM = None
 
 
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     EAGER = "eager_cache.EagerCacheBackend"
-    VLLM_CACHE = "vllm_cache.VllmCacheBackend"
-    SGLANG_TRITON_CACHE = "sglang_triton_cache.SGLangTritonCacheBackend", "interpreted"
-    CUSTOM = None
+    VLLM_CACHE = "vllm_ops.VllmCacheBackend"
+    SGLANG_TRITON_CACHE = "sglang_triton.SGLangTritonCacheBackend", "interpreted"
 
 
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
     EAGER = "eager_sparse_layer.EagerSparseLayerBackend"
     VLLM_SPARSE_LAYER = "vllm_sparse_layer.VllmSparseLayerBackend", "flash-attn"
     SGLANG_DSA = "sglang_dsa.SGLangDSABackend", "fa3", "triton_sparse_mla", "triton", "flashmla_sparse"
-    CUSTOM = None
 
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     EAGER = "eager_decode.EagerTreeBackend"
-    TORCH_SDPA_TREE = "torch_rows.TorchSDPATreeBackend"
-    SGLANG_TRITON_TREE = "sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
-    FLASHINFER_TREE = "flashinfer_tree.FlashInferTreeBackend"
-    CUSTOM = None
+    TORCH_SDPA_TREE = "torch_sdpa.TorchSDPATreeBackend"
+    SGLANG_TRITON_TREE = "sglang_triton.SGLangTritonTreeBackend", "interpreted"
+    FLASHINFER_TREE = "flashinfer.FlashInferTreeBackend"
 
 
 ENUMS = tuple(BackendEnum.__subclasses__())  # the enumerations of all roles
@@ -185,7 +178,4 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
     return lambda cls: cls
 
 
-register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
-register_mla_topk_backend = register_mla_prepare_backend = register_mla_compress_backend = register_mla_prefill_backend
-register_mla_cache_backend = register_mla_sparse_layer_backend = register_mla_prefill_backend
-register_mla_tree_backend = register_mla_prefill_backend
+register_mla_decode_backend = register_mla_sparse_backend = register_mla_prefill_backend

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import check_cache
+from mla_conformance.backends import cache_dtypes, sparse
 from mla_conformance.backends.kernel import expect, require_declared
 from mla_conformance.backends.operands import require_forms, takes
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -31,10 +30,10 @@ class Selected:
         return replace(self, indices=self.indices[rows], length=length)
 
 
-class SelectedKeysBackend(MLASparseBackend):
+class SelectedKeysBackend(sparse.MLASparseBackend):
     """Operands are checked; the lists of a second cache stand behind those of the first."""
 
-    @takes(MLASparseBackend.run_sparse_decode)
+    @takes(sparse.MLASparseBackend.run_sparse_decode)
     def run_sparse_decode(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         space = self._sparse_metadata.index_space
         sources = [Selected(x.kv_cache, True, self.kv_cache_dtype, x.topk_indices, x.topk_length, space)]
@@ -46,7 +45,7 @@ class SelectedKeysBackend(MLASparseBackend):
             sources.append(Selected(x.extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
         return self._run(x.q, sources, x.k_scale, x.attn_sink, x.return_softmax_lse)
 
-    @takes(MLASparseBackend.run_sparse_prefill)
+    @takes(sparse.MLASparseBackend.run_sparse_prefill)
     def run_sparse_prefill(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         gathered = Selected(x.kv, False, "auto", x.topk_indices, x.topk_length, self._sparse_metadata.index_space)
         return self._run(x.q, [gathered], x.q.new_ones((), dtype=torch.float32), x.attn_sink, x.return_softmax_lse)
@@ -85,14 +84,14 @@ class SelectedKeysBackend(MLASparseBackend):
         # An instance cannot see what the tile scales are; its caller asked what the class reads.
         asked |= {"tile_scales": self.supported_tile_scales[0], "dcp_world_size": metadata.dcp_world_size}
         asked |= {"call": "decode" if main.paged else "prefill", "lse": return_softmax_lse, "duplicates": twice}
-        require_declared(self, q.device, MLASparseSelectorConfig, dtype=q.dtype, **asked)
+        require_declared(self, q.device, sparse.MLASparseSelectorConfig, dtype=q.dtype, **asked)
         heads, width = self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
         tokens = int(metadata.query_lens_cpu.sum())
         if q.shape != (tokens, heads, width):
             raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
-        require_forms(MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
+        require_forms(sparse.MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
         for source, (cache, lists) in named:
-            check_cache(cache, source.cache, source.layout, self, q.dtype)
+            cache_dtypes.check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
                 self._check_selection(lists, source)
         output, lse = self.attend(q, sources, k_scale, sink)

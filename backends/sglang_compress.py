@@ -1,29 +1,23 @@
-"""SGLANG_COMPRESS: SGLang's compressor of DeepSeek-V4's keys, in CUDA that is compiled when it is first called.
-
-Written for SGLang 0.5.23, ``sglang/kernels/ops/attention/dsv4/compress.py``, as its backend ``dsv4`` calls it: groups
-are pooled, then normalised, rotated and stored in one launch. Importing the module imports the package.
-"""
+"""SGLANG_COMPRESS: SGLang 0.5.23's compressor of DeepSeek-V4's keys, in CUDA, as its backend ``dsv4`` calls it."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.compress import Compression, MLACompressBackend, check_compress_call
+from mla_conformance.backends import compress, packaged, sglang_triton
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.operands import takes
-from mla_conformance.backends.sglang_triton import sglang_library
-from mla_conformance.backends.sglang_triton_cache import addressed
 
 _MOST_TOKENS = 1 << 16
+_OTHER_PAGES = "pages of {c.state_block_size} states not supported (supported: multiples of 4)"
 
 
-class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
+class SGLangCompressBackend(packaged.LibraryKernel, compress.MLACompressBackend):
     """Groups of 4 tokens that overlap, and of 128 that do not."""
 
     name = "SGLANG_COMPRESS"
-    libraries = (sglang_library("attention.dsv4.compress"),)
+    libraries = (sglang_triton.sglang_library("attention.dsv4.compress"),)
     devices = packaged.FROM_HOPPER  # where its engine serves such models
     supported_dtypes = [torch.bfloat16]
     declaration = packaged.declared(
@@ -37,21 +31,16 @@ class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
     )
 
     @classmethod
-    def supports_compression(cls, compression: Compression) -> bool:
+    def supports_compression(cls, compression: compress.Compression) -> bool:
         x = compression
         return (x.head_dim, x.rope_dim, x.norm) == (512, 64, True) and (x.ratio, x.overlap) in ((4, True), (128, False))
 
-    refused = (
-        (
-            lambda c, _: c.compression.overlap and c.state_block_size % 4,
-            "pages of {c.state_block_size} states not supported (supported: multiples of 4)",
-        ),
-    )
+    refused = {_OTHER_PAGES: lambda c, _: c.compression.overlap and c.state_block_size % 4}
 
-    @takes(MLACompressBackend.run_compress)
+    @takes(compress.MLACompressBackend.run_compress)
     def run_compress(self, call: Any) -> None:
         x, how = self._compress_metadata, self.compression
-        check_compress_call(self, x, call)
+        compress.check_compress_call(self, x, call)
         lengths = x.query_start_loc.diff()
         asking = lengths.nonzero()[:, 0]  # plans want a token of every request
         new, totals = lengths[asking].long(), x.seq_lens[asking].long()
@@ -78,7 +67,7 @@ class SGLangCompressBackend(packaged.LibraryKernel, MLACompressBackend):
             call.state_cache[slots[kept] // page, slots[kept] % page] = rows
         elif not call.state_cache.is_contiguous():
             call.state_cache.copy_(states.view(call.state_cache.shape))
-        rows, slots = addressed(call.kv_cache, x.slot_mapping[:tokens])
+        rows, slots = sglang_triton.addressed(call.kv_cache, x.slot_mapping[:tokens])
         norm = {"norm_weight": call.norm_weight, "norm_eps": how.eps}
         turns = torch.complex(*(half.contiguous() for half in call.cos_sin_cache.chunk(2, dim=1)))
         store = {"out_loc": slots, "kvcache": rows.view(torch.uint8), "page_size": 1, "bf16_store": True}

@@ -1,7 +1,4 @@
-"""SGLANG_DSA: SGLang's sparse MLA backend for Hopper as a whole layer, its classes unchanged (SGLang 0.5.23).
-
-What is named by its path is driven as well, and what derives from it. A variant is what else a server can start with.
-"""
+"""SGLANG_DSA: SGLang 0.5.23's sparse MLA backend for Hopper, and what derives from it, as a whole layer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -9,11 +6,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import packaged, sparse_layer
 from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
 from mla_conformance.backends.kernel import unless
 from mla_conformance.backends.operands import takes
-from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, SparseLayerWeights, check_sparse_layer_call
 
 _MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
 _TILED, _NONE, _STRANGE = "fp8_ds_mla", -1, -2
@@ -39,7 +35,7 @@ _DEVIATIONS = (
 )
 
 
-class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
+class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBackend):
     name = "SGLANG_DSA"
     libraries = (packaged.in_extra("sglang", _MODULE),)
     devices = packaged.HOPPER
@@ -87,7 +83,7 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
             supported = "multiples of 4" if cls.by_torch else "32, 64"
             yield f"{config.index_n_heads} index heads not supported (supported: {supported})"
 
-    def load_weights(self, weights: SparseLayerWeights) -> None:
+    def load_weights(self, weights: sparse_layer.SparseLayerWeights) -> None:
         super().load_weights(weights)
         made_for = (weights.q_a_proj.shape, weights.o_proj.device)
         if self._layer is not None and made_for == self._made_for:
@@ -101,9 +97,9 @@ class SGLangDSABackend(packaged.LibraryKernel, MLASparseLayerBackend):
         variables = {_DENSE: str(dense)} | (dict(_BY_TORCH) if self.by_torch else {})
         self._layer, self._made_for = AttentionLayer(wrapped, config, weights, arguments, variables), made_for
 
-    @takes(MLASparseLayerBackend.run_sparse_layer)
+    @takes(sparse_layer.MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
-        check_sparse_layer_call(self, self._metadata, x)
+        sparse_layer.check_sparse_layer_call(self, self._metadata, x)
         attention, given = self._metadata.attention, self._metadata
         lengths, new = attention.seq_lens_cpu.tolist(), attention.query_lens_cpu.tolist()
         caches = _Caches(given, x.kv_cache, x.index_kv_cache)
@@ -183,6 +179,7 @@ _PLAIN = {
     "supported_kv_cache_dtypes": ["auto"],
     "supported_topk": [packaged.MultipleOf(1)],
 }
+# What else a server can start with.
 SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton", _TORCH, _OFF_ROCM, attends={"auto": ("triton", "triton")}, **_PLAIN)

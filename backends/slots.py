@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends import decode, sparse
 
 
 def slots_at(block_table: Tensor, request: Tensor | slice, token: Tensor, page: int) -> Tensor:
@@ -13,14 +12,14 @@ def slots_at(block_table: Tensor, request: Tensor | slice, token: Tensor, page: 
     return block_table[request, column].long() * page + token % page
 
 
-def slots_of(metadata: MLACommonDecodeMetadata | MLASparseMetadata, page: int) -> Tensor:
+def slots_of(metadata: decode.MLACommonDecodeMetadata | sparse.MLASparseMetadata, page: int) -> Tensor:
     """[B, max_seq_len] int64, the slot of each token that a request has on this rank; -1 behind its last one.
 
     Gathered keys' rows are their slots. Nothing waits for the device.
     """
     token = torch.arange(metadata.max_seq_len, device=metadata.seq_lens.device)
     if metadata.block_table is None:
-        assert isinstance(metadata, MLASparseMetadata) and metadata.workspace_starts is not None
+        assert isinstance(metadata, sparse.MLASparseMetadata) and metadata.workspace_starts is not None
         slots = metadata.workspace_starts.long().unsqueeze(1) + token
     else:
         slots = slots_at(metadata.block_table, slice(None), token, page)

@@ -1,7 +1,4 @@
-"""The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states.
-
-A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left in the buffer.
-"""
+"""The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -11,14 +8,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import cache_dtypes, graph_support, prepare, sparse
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.cache_dtypes import contradiction
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared
 from mla_conformance.backends.operands import Form, require_forms, table
-from mla_conformance.backends.prepare import IndexPreparation
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 
@@ -52,8 +46,8 @@ class SparseLayerWeights:
 class MLASparseLayerMetadata:
     """What a layer may know of the batch: requests that decode stand before those that prefill, padding behind both."""
 
-    attention: MLASparseMetadata  # of the latent cache; lists count positions
-    index: MLASparseMetadata  # of the index cache, which has blocks and a block table of its own
+    attention: sparse.MLASparseMetadata  # of the latent cache; lists count positions
+    index: sparse.MLASparseMetadata  # of the index cache, which has blocks and a block table of its own
     # the slot of each token in the latent cache; -1 writes nothing
     slot_mapping: Annotated[Tensor, Form("T", torch.int64)]
     index_slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # that in the index cache
@@ -70,7 +64,7 @@ class MLASparseLayerConfig(NamedTuple):
     kv_lora_rank: int  # L
     is_neox_style: bool  # whether pairs of the layer's rotation are R/2 columns apart, not neighbours
     rms_norm_eps: float  # of the norms of both latents
-    preparation: IndexPreparation  # conventions of the indexer, D among them
+    preparation: prepare.IndexPreparation  # conventions of the indexer, D among them
     index_n_heads: int  # its heads
     topk_tokens: int  # K, tokens that are selected for each query token
     skip_topk: bool  # whether the layer has no indexer, and reuses the selection of an earlier one
@@ -91,7 +85,9 @@ class MLASparseLayerBackend(PagedKernel):
     supported_index_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]  # layouts of the index cache
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected
     supports_skip_topk: ClassVar[bool] = True  # whether it runs without an indexer of its own
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
+    cudagraph_support: ClassVar[graph_support.AttentionCGSupport] = (
+        graph_support.AttentionCGSupport.NEVER
+    )  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
@@ -99,7 +95,7 @@ class MLASparseLayerBackend(PagedKernel):
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
         elif config.kv_cache_dtype == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
             yield f"{config.tile_scales} scales not supported (writes {', '.join(cls.supported_tile_scales)})"
-        if reason := contradiction(config.kv_cache_dtype, config.dtype):
+        if reason := cache_dtypes.contradiction(config.kv_cache_dtype, config.dtype):
             yield reason
         if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
             yield f"an index cache of {config.index_kv_cache_dtype} not supported"

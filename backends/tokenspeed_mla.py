@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first, writable
-from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _DISTRIBUTIONS = "tokenspeed-mla nvidia-cutlass-dsl"
 _SWALLOWS = ("imports even where its dependencies are missing", "its recorded import error is reported")
@@ -26,7 +24,7 @@ class _TokenspeedKernel(packaged.LibraryKernel):
         return "" if swallowed is None else f"package tokenspeed-mla is installed, but cannot run: {swallowed}"
 
 
-class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
+class TokenspeedMLAPrefillBackend(_TokenspeedKernel, library_roles.RaggedPrefillBackend):
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     head_dims = ((192, 128), (128, 128), (64, 64), (32, 32))  # what the library asserts
     declaration = packaged.declared(
@@ -49,7 +47,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
         return output, lse.mT
 
 
-class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
+class TokenspeedMLADecodeBackend(_TokenspeedKernel, library_roles.PagedDecodeBackend):
     supported_block_sizes = [2, 4, 8, 16, 32, 64, 128]  # divisors of a tile of keys
     supported_query_len = None
     cudagraph_support = packaged.UNIFORM_BATCH

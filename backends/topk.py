@@ -8,14 +8,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import kernel
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.kernel import (
-    KernelBackend,
-    UnsupportedConfiguration,
-    accepts_block_size,
-    require_declared,
-    unless,
-)
 from mla_conformance.backends.operands import Form, require_forms, table
 
 _PER_ROW = Form("T", torch.int32, "one for each row")
@@ -40,7 +34,7 @@ class MLATopKSelectorConfig(NamedTuple):
     pool: int = 1  # tokens that a column stands for
 
 
-class MLATopKBackend(KernelBackend):
+class MLATopKBackend(kernel.KernelBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns that are selected
     supports_row_starts: ClassVar[bool] = True  # whether a window may begin elsewhere than at column 0
@@ -49,8 +43,8 @@ class MLATopKBackend(KernelBackend):
     @classmethod
     def _reasons(cls, config: MLATopKSelectorConfig) -> Iterator[str]:
         columns, starts = config.topk_tokens // config.pool, "rows that start elsewhere than at column 0"
-        return unless(
-            (accepts_block_size(cls.supported_topk, columns), f"topk {columns} not supported"),
+        return kernel.unless(
+            (kernel.accepts_block_size(cls.supported_topk, columns), f"topk {columns} not supported"),
             (cls.supports_row_starts or not config.row_starts, f"{starts} not supported"),
             (cls.supports_pools or config.pool == 1, "columns of several tokens not supported"),
         )
@@ -79,7 +73,7 @@ class MLATopKBackend(KernelBackend):
         Logits have a column for each whole pool; pool p has the tokens from p · pool on. With a ``tail`` the tokens of
         the last, incomplete pool of each row are named besides, in [T, K + pool - 1].
         """
-        raise UnsupportedConfiguration(f"{self.get_name()}: columns of several tokens not supported")
+        raise kernel.UnsupportedConfiguration(f"{self.get_name()}: columns of several tokens not supported")
 
 
 def check_topk_call(
@@ -98,4 +92,4 @@ def check_topk_call(
     if (pool > 1) != (metadata.token_lengths is not None):
         raise ValueError(f"token_lengths: expected them where columns are pools of several tokens, got pool {pool}")
     asked = {"topk_tokens": topk_tokens, "row_starts": metadata.row_starts is not None, "pool": pool}
-    require_declared(backend, logits.device, MLATopKSelectorConfig, dtype=logits.dtype, **asked)
+    kernel.require_declared(backend, logits.device, MLATopKSelectorConfig, dtype=logits.dtype, **asked)

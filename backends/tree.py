@@ -6,13 +6,8 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import decode
 from mla_conformance.backends.conversions import starts_of
-from mla_conformance.backends.decode import (
-    LatentDecode,
-    MLACommonDecodeMetadata,
-    MLADecodeBackend,
-    check_decode_operands,
-)
 from mla_conformance.backends.kernel import expect
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.slots import slots_at
@@ -20,7 +15,7 @@ from mla_conformance.backends.slots import slots_at
 
 @table
 @dataclass(kw_only=True)
-class MLATreeMetadata(MLACommonDecodeMetadata):
+class MLATreeMetadata(decode.MLACommonDecodeMetadata):
     """What a tree backend may know of the batch, beside what a decode may; a row of padding has a mask of one element.
 
     Each query token of a request has a row of the request's mask, and in it a column for each of its query tokens.
@@ -33,15 +28,15 @@ class MLATreeMetadata(MLACommonDecodeMetadata):
 
 
 def check_tree_operands(
-    backend: LatentDecode, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
+    backend: decode.LatentDecode, metadata: MLATreeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
     """As ``check_decode_operands``; refuses masks of another width, too."""
-    check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
+    decode.check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
     pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
     expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
 
 
-class MLATreeBackend(LatentDecode):
+class MLATreeBackend(decode.LatentDecode):
     """Attention of trees of query tokens to the paged latents of their requests; symbols as of ``MLADecodeBackend``."""
 
     supported_query_len: ClassVar[int | None] = None
@@ -50,7 +45,7 @@ class MLATreeBackend(LatentDecode):
     _check = staticmethod(check_tree_operands)
 
     # of each query token to the tokens before those of its request, and to those that its mask names
-    run_tree_decode = MLADecodeBackend.run_decode
+    run_tree_decode = decode.MLADecodeBackend.run_decode
 
 
 class TreeBatch(NamedTuple):

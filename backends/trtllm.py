@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged
+from mla_conformance.backends import library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.kernel import HeadSizes
 from mla_conformance.backends.packaged import declared
-from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _NOTE = "the package index has a stub, its wheels are at --extra-index-url https://pypi.nvidia.com"
@@ -84,7 +82,7 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
         wrapper.run(**handed)
 
 
-class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
+class TrtllmPrefillBackend(_TrtllmKernel, library_roles.RaggedPrefillBackend):
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")
     supported_mla_dimensions = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
@@ -125,7 +123,7 @@ TrtllmPrefillBackend.also("sm90", packaged.FP22_SUMS, devices=packaged.HOPPER, e
 TrtllmPrefillBackend.also("sm100", devices=packaged.BLACKWELL, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
 
 
-class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
+class TrtllmDecodeBackend(_TrtllmKernel, library_roles.PagedDecodeBackend):
     supported_dtypes = [torch.bfloat16]
     supported_block_sizes = [64]
     supported_latent_dims = [(512, 64)]

@@ -1,7 +1,4 @@
-"""VLLM_SPARSE_LAYER: a whole layer as vLLM makes it around its FLASHMLA_SPARSE or its FLASH_ATTN_MLA_SPARSE.
-
-Written for vLLM 0.33.0. Any other class of its sparse backends is driven alike, by its path.
-"""
+"""VLLM_SPARSE_LAYER: a whole layer as vLLM 0.33.0 makes it around its FLASHMLA_SPARSE or its FLASH_ATTN_MLA_SPARSE."""
 
 from typing import Any, ClassVar
 

@@ -5,19 +5,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from mla_conformance.backends import cache_dtypes, eager_cache, sglang_triton
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 
 BF16, INT = torch.bfloat16, torch.int32
 
 
-def backend(layout: str = "auto", rope: int = 4) -> EagerCacheBackend:
-    return EagerCacheBackend(8, rope, layout, "float32", None)
+def backend(layout: str = "auto", rope: int = 4) -> eager_cache.EagerCacheBackend:
+    return eager_cache.EagerCacheBackend(8, rope, layout, "float32", None)
 
 
 def int32(*numbers: Any) -> torch.Tensor:
@@ -105,7 +103,7 @@ def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"):
         backend("fp5")
     with pytest.raises(ValueError, match="tile_scales: expected one of float32, pow2, got 'bf16'"):
-        EagerCacheBackend(8, 4, "auto", "bf16", None)
+        eager_cache.EagerCacheBackend(8, 4, "auto", "bf16", None)
 
 
 class WritesAlone(MLACacheBackend):
@@ -151,8 +149,8 @@ def test_a_kernel_reads_entries_as_the_reference_means_them() -> None:
     for layout, rope in (("fp8_ds_mla", 64), ("fp8_v4", 0), ("fp8_v41", 0), ("fp4_v41", 0)):
         shape = (9, 4, entry_width(layout, 512, rope))
         drawn = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        rows = gather(drawn, torch.arange(36), layout)
-        read = dequantise(rows, layout, torch.tensor(1.0), torch.bfloat16).double()
+        rows = cache_dtypes.gather(drawn, torch.arange(36), layout)
+        read = cache_dtypes.dequantise(rows, layout, torch.tensor(1.0), torch.bfloat16).double()
         meant = torch.cat(decode_rows(rows, layout, 1.0, 512, rope), dim=-1)
         # A kernel may flush a scale below 2^-126, which the largest code makes 448 times as large; above 2^128 is none.
         usual = meant.isfinite() & (meant.abs() < 2.0**127) & ((meant.abs() > 2.0**-117) | (meant == 0))
@@ -186,10 +184,10 @@ class _Writer:
 @pytest.fixture
 def library(recorded: Any, installed: Any, monkeypatch: Any) -> None:
     """Writing in two steps, gathering of listed rows."""
-    monkeypatch.setattr(SGLangTritonCacheBackend, "supports_compute_capability", lambda *_: True)
+    monkeypatch.setattr(sglang_triton.SGLangTritonCacheBackend, "supports_compute_capability", lambda *_: True)
 
     def quantised(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        backend = EagerCacheBackend(LATENT, ROPE, "fp8_ds_mla", "float32", None)
+        backend = eager_cache.EagerCacheBackend(LATENT, ROPE, "fp8_ds_mla", "float32", None)
         parts = backend._latent_entries(a["k_nope"], a["k_rope"], ONE).split([528, 128], dim=1)
         return parts[0].unsqueeze(1), parts[1].unsqueeze(1)
 
@@ -233,12 +231,12 @@ def test_latents_are_written_and_gathered(layout: str, passes: Any) -> None:
 @pytest.mark.usefixtures("library")
 def test_what_is_not_declared_is_refused_before_it_is_written() -> None:
     cache = torch.zeros(2, PAGE, LATENT + ROPE, dtype=torch.float32)
-    backend = SGLangTritonCacheBackend(LATENT, ROPE, "auto", "float32", None)
+    backend = sglang_triton.SGLangTritonCacheBackend(LATENT, ROPE, "auto", "float32", None)
     latents = torch.ones(1, LATENT), torch.ones(1, ROPE)
     with pytest.raises(UnsupportedConfiguration, match="dtype"):
         backend.run_write_latent(*latents, cache, torch.tensor([0]), ONE)
     assert not cache.any()
     with pytest.raises(UnsupportedConfiguration, match="21056 elements apart, no whole number of entries of 656, not"):
-        backend = SGLangTritonCacheBackend(LATENT, ROPE, "fp8_ds_mla", "float32", None)
+        backend = sglang_triton.SGLangTritonCacheBackend(LATENT, ROPE, "fp8_ds_mla", "float32", None)
         latents = torch.ones(1, LATENT).bfloat16(), torch.ones(1, ROPE).bfloat16()
         backend.run_write_latent(*latents, _cache("fp8_ds_mla", beyond=64), torch.tensor([0]), ONE)

@@ -145,17 +145,6 @@ def test_an_e4m3_cache_needs_the_newer_version_hopper_and_bfloat16_and_its_scale
     assert (seen["ckv_scale"], seen["kpe_scale"], seen["form"].cache_dtype) == (0.25, 0.25, torch.float8_e4m3fn)
 
 
-def test_choice_by_device(monkeypatch: Any) -> None:
-    expected: dict[Any, str] = {
-        FlashInferPrefillBackend: "fa2 fa3 cutlass fa2",
-        FlashInferMLADecodeBackend: "fa2 fa3 fa2 fa2",
-    }
-    for family, chosen in expected.items():
-        monkeypatch.setattr(family, "libraries", ())
-        found: list[Any] = [family.resolve(DeviceCapability(*c)) for c in ((8, 0), (9, 0), (10, 0), (12, 0))]
-        assert [backend.variant for backend in found] == chosen.split()
-
-
 def test_outputs_in_codes_are_divided_by_the_scale(passes: Any, prepared: Any, kernel: Any, monkeypatch: Any) -> None:
     def execute(key: Any, tensors: Any, batch: Any) -> str:
         """Multiplies by every scale, P's and its inverse among them; no plan is for one token."""

@@ -12,15 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends.eager import (
-    EagerPrefillBackend,
-    EagerPrefillImpl,
-    EarlierEagerPrefillBackend,
-    PresentEagerPrefillBackend,
-)
-from mla_conformance.backends.generations import earlier
+from mla_conformance.backends import eager, generations, interface
 from mla_conformance.backends.generations.present import planned_runs
-from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
@@ -81,7 +74,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
         assert all(stop < start or continues for stop, start, continues in joints)
 
 
-class Spy(PresentEagerPrefillBackend):
+class Spy(eager.PresentEagerPrefillBackend):
     """Keeps what it was called with."""
 
     writes = True
@@ -115,7 +108,7 @@ def test_out_is_handed_in_as_the_layer_does_it() -> None:
     for plan, given_out in ((whole, [False]), (split, [True, False]), (with_gap, [True])):
         backend, results = driven(Spy, [3, 4], plan)
         assert [out for _, out in backend._target.calls] == given_out
-        _, expected = driven(EagerPrefillBackend, [3, 4], plan)
+        _, expected = driven(eager.EagerPrefillBackend, [3, 4], plan)
         for (output, lse), (want, want_lse) in zip(results, expected, strict=True):
             assert torch.equal(output, want)
             assert torch.equal(lse, want_lse)
@@ -181,7 +174,7 @@ def test_what_a_class_of_another_generation_must_keep_and_that_it_is_adapted_onc
         driven(Forgetful, [3, 4], (ContextChunk((0, 0), (5, 0)),))
     with pytest.raises(TypeError, match="clone"):
         as_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
-    assert as_backend(EagerPrefillBackend) is EagerPrefillBackend and as_backend(3) == 3
+    assert as_backend(eager.EagerPrefillBackend) is eager.EagerPrefillBackend and as_backend(3) == 3
     assert as_backend(Spy) is as_backend(Spy)
 
 
@@ -192,8 +185,10 @@ def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the
         )
         return {"run_prefill_context_chunk": chunk}
 
-    impl = type("Impl", (EagerPrefillImpl,), {"requires_v_padding": True, **padded(EagerPrefillImpl)})
-    earlier_one = type("Earlier", (EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)})
+    impl = type("Impl", (eager.EagerPrefillImpl,), {"requires_v_padding": True, **padded(eager.EagerPrefillImpl)})
+    earlier_one = type(
+        "Earlier", (eager.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
+    )
     for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
         assert output.shape == (7, 2, SMALL.v_head_dim)
@@ -207,7 +202,7 @@ class OwnMetadata(MLACommonPrefillMetadata):
     steps: str = ""
 
 
-class Builder(EarlierEagerPrefillBackend):
+class Builder(eager.EarlierEagerPrefillBackend):
     """Records what the metadata builder does."""
 
     log: list[str]
@@ -220,7 +215,7 @@ class Builder(EarlierEagerPrefillBackend):
     def create_builder_state(cls, vllm_config: Any, kv_cache_spec: Any, layer_names: Any, device: Any) -> Any:
         cls.log.append("state")
         assert (kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, device) == (1, 40, CPU)
-        return earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
+        return generations.earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
 
     @classmethod
     def post_process_prefill_metadata(
@@ -249,9 +244,12 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    backend = as_backend(type("Only", (EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
-    assert backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)) == []
-    (reason,) = backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
+    backend = as_backend(type("Only", (eager.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
+    assert (
+        backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head))
+        == []
+    )
+    (reason,) = backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
     assert not backend.supports_mla_dimensions(SMALL)
 
@@ -287,11 +285,11 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         "supported_mla_dimensions": [TheirDimensions(**vars(SMALL))],
         "supports_quant_output": lambda self, key: key == "their key",
     }
-    for kind in (PresentEagerPrefillBackend, EagerPrefillBackend):
+    for kind in (eager.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
         backend = as_backend(type("Theirs", (kind,), members))
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)
-        config = MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
+        config = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
         assert len(backend.validate_configuration(DeviceCapability(9, 0), config)) == 1
         instance = backend(**SIZES)
         assert instance.supports_quant_output(None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
+from mla_conformance.backends.lmdeploy_triton import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
 from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.roles import Role
 

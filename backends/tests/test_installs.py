@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import dependencies
-from mla_conformance.backends.aiter_triton import aiter_library
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends import aiter_triton, dependencies, packaged
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
-from mla_conformance.backends.packaged import InterpretedLibrary
 from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.roles import Role
 
@@ -117,7 +115,7 @@ def package(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
 
 
 def _library(module: str) -> Library:
-    return Library(module, "the-library", extra("the-extra"), "a note")
+    return Library(module, "the-library", "pip install 'mla-conformance[the-extra]'", "a note")
 
 
 def test_missing_names_the_command_and_the_note() -> None:
@@ -127,14 +125,15 @@ def test_missing_names_the_command_and_the_note() -> None:
 
 
 def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path) -> None:
-    package("sound_library.part", "answer = 42")
-    top = tmp_path / "sound_library" / "__init__.py"
+    package("sound_library.inner.part", "answer = 42")
+    part, other = _library("sound_library.inner.part"), _library("sound_library.inner.other")
+    top, inner = (tmp_path / "sound_library" / name for name in ("__init__.py", "inner/__init__.py"))
     top.write_text("raise SystemError('imported')")
-    assert _library("sound_library.part").missing() == [] != _library("sound_library.other").missing()
-    assert "sound_library" not in sys.modules
+    assert part.missing() == [] != other.missing()
+    inner.unlink()  # a folder in a package
+    assert part.missing() == [] != other.missing() and "sound_library" not in sys.modules
     top.unlink()  # a namespace package
-    assert _library("sound_library.part").missing() == [] != _library("sound_library.interface").missing()
-    assert _library("sound_library.part").broken() == [] and _library("sound_library.part").load().answer == 42
+    assert part.missing() == [] != other.missing() and part.broken() == [] and part.load().answer == 42
 
 
 def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_never_tried(
@@ -166,7 +165,7 @@ def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(pac
     """And a Triton that compiles already is told."""
     package("triton.experimental.gluon", "")
     package("triton_engine", "import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
-    library = InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
+    library = packaged.InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert library.load().found == "1"
@@ -187,7 +186,7 @@ def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) 
         assert variant.supports_compute_capability(None) and variant.declaration.emulated
         assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated
         assert [library.module for library in variant.libraries] == [library.module for library in compiled.libraries]
-        assert all(isinstance(library, InterpretedLibrary) for library in variant.libraries)
+        assert all(isinstance(library, packaged.InterpretedLibrary) for library in variant.libraries)
 
 
 _LAUNCHER = """
@@ -205,7 +204,7 @@ triton_mla_decode_fwd_kernel = Kernel()
 def test_aiter_is_imported_without_building_and_launches_without_amds_option(package: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("AITER_TRITON_ONLY", raising=False)
     package("aiter.ops.triton.attention.mla", _LAUNCHER)
-    module = [aiter_library("mla").load() for _ in range(2)][1]
+    module = [aiter_triton.aiter_library("mla").load() for _ in range(2)][1]
     assert not module.built and "AITER_TRITON_ONLY" not in os.environ
     for name in ("decode_fwd", "prefill_fwd", "decode_fwd_reduce"):
         getattr(module, f"triton_mla_{name}_kernel")[1, 2](output_ptr=3, waves_per_eu=1)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.backends import references
+from mla_conformance.backends import references, registry
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
-from mla_conformance.backends.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
 from mla_conformance.backends.roles import ROLES, Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
@@ -157,11 +156,11 @@ def test_whatever_a_module_raises_is_one_line(tmp_path: Path, monkeypatch: Any, 
         unavailable_reasons(parse_reference(f"{path}:Mine"), None)
     assert str(caught.value).startswith(f"'{path}:Mine' does not import: {raised}")
     monkeypatch.syspath_prepend(tmp_path)
-    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, "mine.Mine")
+    registry.register_mla_prefill_backend(registry.MLAPrefillBackendEnum.CUSTOM, "mine.Mine")
     try:
         (reason,) = unavailable_reasons(BackendReference("CUSTOM", "CUSTOM"), None)
     finally:
-        MLAPrefillBackendEnum.CUSTOM.clear_override()
+        registry.MLAPrefillBackendEnum.CUSTOM.clear_override()
     assert reason.startswith(raised) and "\n" not in reason
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned
-from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
+from mla_conformance.backends import conversions, flash_attn
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
-from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.loading import load_backend, load_role
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
@@ -260,32 +259,42 @@ def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
     ]
     for view, kept in views:
         x = view(torch.randn(3, 2, 32).bfloat16())
-        copy = aligned(x)
-        assert (copy is x) == kept and torch.equal(copy, x) and aligned(copy) is copy
+        copy = conversions.aligned(x)
+        assert (copy is x) == kept and torch.equal(copy, x) and conversions.aligned(copy) is copy
 
 
 def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
     metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=BF16, device=cpu)
     metadata.query_lens_cpu = None
-    assert RaggedBatch.new_tokens(metadata).query_lens == (3, 0, 5)
+    assert conversions.RaggedBatch.of(metadata).query_lens == (3, 0, 5)
 
 
 @pytest.mark.parametrize(
-    "told", ["9 fa3", "9 fa4 fa3", "9 torch fa3 fa4 fa2", "10 fa4", "8 torch fa2", "9 fa3 fa3 fa4 fa2 torch"]
+    ("name", "told"),
+    [
+        *(("FLASH_ATTN", told) for told in ("9 fa3", "9 fa4 fa3", "9 torch fa3 fa4 fa2", "10 fa4", "8 torch fa2")),
+        *(("FLASH_ATTN", "9 fa3 fa3 fa4 fa2 torch"), ("FLASHINFER", "8 fa2"), ("FLASHINFER", "9 fa3")),
+        *(
+            ("FLASHINFER", "10 cutlass"),
+            ("FLASHINFER", "12 fa2"),
+            ("FLASHINFER_MLA", "9 fa3"),
+            ("FLASHINFER_MLA", "10 fa2"),
+        ),
+    ],
 )
-def test_choice_by_device_and_what_is_installed(told: str, monkeypatch: Any) -> None:
+def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatch: Any) -> None:
     """What is taken on a device, and behind it what is missing there."""
-    major, chosen, *missing = told.split()
-    for name, variant in FlashAttnPrefillBackend.variants.items():
-        reasons = ["missing"] if name in missing else []
-        monkeypatch.setattr(variant, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
-    assert FlashAttnPrefillBackend.resolve(DeviceCapability(int(major), 0)).variant == chosen
+    (major, chosen, *missing), family = told.split(), load_backend(parse_reference(name))
+    for variant, kernel in family.variants.items():
+        reasons = ["missing"] if variant in missing else []
+        monkeypatch.setattr(kernel, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
+    assert family.resolve(DeviceCapability(int(major), 0)).variant == chosen
 
 
 def test_a_family_has_no_kernel_itself(prepared: Any) -> None:
     subject = Subject.of("FLASH_ATTN", torch.device("cpu"))
-    subject._classes[Role.PREFILL] = FlashAttnPrefillBackend
+    subject._classes[Role.PREFILL] = flash_attn.FlashAttnPrefillBackend
     kernel, call = prepared(subject, "new_tokens:heads=2;q=[3]")
     with pytest.raises(NotImplementedError, match="choose one of fa2, torch, fa3, fa4"):
         call.invoke(kernel, None)

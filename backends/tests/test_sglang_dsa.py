@@ -1,28 +1,23 @@
 """SGLang's layer without SGLang: which batches a step becomes, where both caches go, and what is refused."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mla_conformance.backends import sglang_dsa
-from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends import prepare, sglang_dsa, sparse_layer
 from mla_conformance.backends.generations.sglang import PAGE, Part, parts
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend
-from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.backends.sglang_dsa import SGLangDSABackend
-from mla_conformance.backends.sparse_layer import MLASparseLayerConfig
 
-FORM = IndexPreparation(128, 64, True, False, False, "float32", True, 1e-6)
+FORM = prepare.IndexPreparation(128, 64, True, False, False, "float32", True, 1e-6)
 _SIZES: dict[str, Any] = {"num_heads": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _SIZES |= {"kv_lora_rank": 512, "index_n_heads": 64, "topk_tokens": 2048, "block_size": 64, "scale": 0.1}
 _LAYOUTS: dict[str, Any] = {"kv_cache_dtype": "auto", "tile_scales": "float32", "index_kv_cache_dtype": "fp8_index"}
-SERVED = MLASparseLayerConfig(
+SERVED = sparse_layer.MLASparseLayerConfig(
     torch.bfloat16, is_neox_style=False, rms_norm_eps=1e-6, preparation=FORM, skip_topk=False, **_SIZES, **_LAYOUTS
 )
 TILES = SERVED._replace(kv_cache_dtype="fp8_ds_mla")
@@ -126,12 +121,3 @@ def test_a_class_of_sglang_is_driven_by_its_own_name() -> None:
     driven = as_backend(Theirs)
     assert role_of(driven) is Role.SPARSE_LAYER and driven is as_backend(Theirs)
     assert (driven.wrapped, driven.get_name(), dict(driven.variants)) == (Theirs, "Theirs", {})
-
-
-def test_a_folder_is_a_package(tmp_path: Path, monkeypatch: Any) -> None:
-    for name in ("outer/__init__.py", "outer/inner/deep/module.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    missing = [Library(f"outer.inner.{name}", "it", "pip").missing() for name in ("deep.module", "no")]
-    assert [*map(bool, missing)] == [False, True] and "outer" not in sys.modules

@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends import eager_cache, vllm_ops
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.vllm_cache import VllmCacheBackend
-from mla_conformance.backends.vllm_topk import VllmTopKBackend
 
 BF16, INT, ONE = torch.bfloat16, torch.int32, torch.tensor(1.0)
 _SCHEMAS = {
@@ -38,11 +36,11 @@ _TOPK_SCHEMAS = {
     "cooperative_topk": _WORKSPACE,
 }
 """As the wheel of vLLM 0.33.0 registers them."""
-_VARIANTS: Any = VllmTopKBackend.variants
+_VARIANTS: Any = vllm_ops.VllmTopKBackend.variants
 
 
-def _eager(latent: int, rope: int, layout: str, scales: str = "pow2") -> EagerCacheBackend:
-    return EagerCacheBackend(latent, rope, layout, scales, None)
+def _eager(latent: int, rope: int, layout: str, scales: str = "pow2") -> eager_cache.EagerCacheBackend:
+    return eager_cache.EagerCacheBackend(latent, rope, layout, scales, None)
 
 
 def _write(kv_c: Any, k_pe: Any, cache: Any, slots: Any, layout: str, scale: Any, skip_scale: bool = False) -> None:
@@ -120,7 +118,7 @@ def _cooperative(logits: Any, lengths: Any, output: Any, workspace: Any, k: int,
 @pytest.fixture(autouse=True)
 def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
     installed("vllm._C_stable_libtorch")
-    for adapter in (VllmCacheBackend, VllmTopKBackend, _VARIANTS["cooperative"]):
+    for adapter in (vllm_ops.VllmCacheBackend, vllm_ops.VllmTopKBackend, _VARIANTS["cooperative"]):
         monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
     both: list[Any] = [("_C_cache_ops", _SCHEMAS, (_write, _write_index, _dequant, _copy, _upconvert, _gather_index))]
     both += [("_C", _TOPK_SCHEMAS, (_prefill, _decode, _persistent, _cooperative))]

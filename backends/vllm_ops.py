@@ -1,28 +1,94 @@
-"""VLLM_CACHE: the compiled kernels by which vLLM 0.33.0 writes and gathers its caches."""
+"""VLLM_TOPK, VLLM_CACHE: compiled kernels of vLLM 0.33.0 around attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import packaged
-from mla_conformance.backends.cache import CACHE_CALLS
-from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.steps import CacheKernel
-from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
+from mla_conformance.backends import cache, conversions, library_roles, packaged
+from mla_conformance.reference.selected import NO_KEY
+
+_NOTE = "its wheels for CUDA have these operators"
+VLLM_OPERATORS = packaged.in_extra("vllm", "vllm._C_stable_libtorch", note=_NOTE)
+"""Importing it registers them with torch."""
+_ROWS = 64  # that the cooperative kernel takes at once
+_WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
+
+
+class VllmTopKBackend(library_roles.TopKKernel):
+    """The family: first the kernel of a prefill, which alone takes every call."""
+
+    name = "VLLM_TOPK"
+    libraries = (VLLM_OPERATORS,)
+    devices = packaged.FROM_TURING  # what the wheel has code for
+    by_device = {0: ("prefill", "decode", "persistent", "cooperative")}
+    supports_row_starts = False
+    fill: Callable[..., None]  # a variant's, into numbers that the caller made
+    declaration = packaged.declared(
+        "vllm torch", ("writes into numbers of its caller", "-1 beforehand, as in vLLM"), deterministic=False
+    )
+
+    def select(self, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
+        output = torch.full((len(logits), topk_tokens), NO_KEY, dtype=torch.int32, device=logits.device)
+        _ = self.library  # whose loading registers the operators
+        self.fill(logits, lengths.contiguous(), output)
+        return output
+
+
+def _prefill(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    given = self._topk_metadata.row_starts
+    starts = torch.zeros_like(lengths) if given is None else given.contiguous()
+    sizes = (len(logits), *logits.stride(), output.shape[1])
+    torch.ops._C.top_k_per_row_prefill(logits, starts, starts + lengths, output, *sizes)
+
+
+def _decode(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    """Each row is of a request of one query token."""
+    sizes = (len(logits), *logits.stride(), output.shape[1])
+    torch.ops._C.top_k_per_row_decode(logits, 1, lengths, output, *sizes)
+
+
+def _persistent(self: Any, logits: Tensor, lengths: Tensor, output: Tensor, operator: str = "persistent_topk") -> None:
+    """In its turn it takes one of several kernels, by the size of the batch."""
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=logits.device)
+    sizes = (output.shape[1], self._topk_metadata.max_seq_len)
+    getattr(torch.ops._C, operator)(logits, lengths, output, workspace, *sizes)
+
+
+def _cooperative(self: Any, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    """A cluster of thread blocks for each row."""
+    (rows, columns), unit = logits.shape, conversions.ALIGNMENT // 4
+    if logits.stride(0) % unit or logits.data_ptr() % conversions.ALIGNMENT:
+        logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
+    for few, own, written in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
+        _persistent(self, few, own, written, operator="cooperative_topk")
+
+
+_ZEROS = ("wants starts and ends", "zeros where there are no starts, as in vLLM")
+VllmTopKBackend.also("prefill", _ZEROS, fill=_prefill, supports_row_starts=True)
+VllmTopKBackend.also("decode", fill=_decode)
+VllmTopKBackend.also("persistent", _WORKSPACE, fill=_persistent, supported_topk=[512, 1024, 2048]).also(
+    "cooperative",
+    (f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
+    ("takes rows at multiples of 16 bytes alone", "others are copied"),
+    fill=_cooperative,
+    devices=packaged.Devices("9.0 or newer, but not 12.x", (9, 0), but=12),
+)
+
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
 _INDEX_PAGE = 64  # as vLLM's indexer has them on NVIDIA's GPUs
 _WIDTHS = (320, 512, 576)  # of the rows that are gathered and dequantised at once
 
 
-class VllmCacheBackend(CacheKernel):
+class VllmCacheBackend(library_roles.CacheKernel):
     name = "VLLM_CACHE"
     libraries = (VLLM_OPERATORS,)
     devices = packaged.FROM_TURING  # what the wheel has code for
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_calls = list(CACHE_CALLS[:4])
+    supported_calls = list(cache.CACHE_CALLS[:4])
     supported_kv_cache_dtypes = ["auto", "fp8", _MIXED, _INDEX]
     supported_tile_scales = ["float32", "pow2"]
     declaration = packaged.declared(
@@ -41,7 +107,7 @@ class VllmCacheBackend(CacheKernel):
         layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
-        if config.call in CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
+        if config.call in cache.CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
             yield f"{layout} of models in torch.float32 not supported"
         if config.call == "write_latent" and layout == _MIXED and config.tile_scales != "pow2":
             yield f"{_MIXED} with {config.tile_scales} scales not supported (writes pow2)"
@@ -56,12 +122,12 @@ class VllmCacheBackend(CacheKernel):
         return torch.ops._C_cache_ops
 
     def write_latent(self, x: Any) -> None:
-        parts = [aligned(part) if self.kv_cache_dtype == _MIXED else part for part in (x.kv_c, x.k_pe)]
+        parts = [conversions.aligned(part) if self.kv_cache_dtype == _MIXED else part for part in (x.kv_c, x.k_pe)]
         slots = x.slot_mapping.contiguous()
         self.library.concat_and_cache_mla(*parts, x.kv_cache, slots, self.kv_cache_dtype, x.k_scale)
 
     def write_index(self, x: Any) -> None:
-        keys, slots = aligned(x.k[: len(x.slot_mapping)].contiguous()), x.slot_mapping.contiguous()
+        keys, slots = conversions.aligned(x.k[: len(x.slot_mapping)].contiguous()), x.slot_mapping.contiguous()
         scales = {"pow2": "ue8m0", "float32": "fp32"}[self.tile_scales]
         self.library.indexer_k_quant_and_cache(keys, x.kv_cache, slots, keys.shape[1], scales)
 
