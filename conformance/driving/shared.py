@@ -74,7 +74,6 @@ class Shared:
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
         self.pieces["cuda"].append(Piece(address.value, size))
-        self._ends["cuda"].append(0)
         _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), address))
         return bytes(handle) + size.to_bytes(8, "little")
 
@@ -132,6 +131,7 @@ class Shared:
             # Half of what there is, or a large case would have a piece for each of its tensors.
             free.append(max(size + _ALIGNMENT, _LEAST_PIECE, sum(piece.size for piece in pieces) // 2))
             self.openers.append(self.add_cuda(free[-1]))
+            ends.append(0)
         # For a tensor the least that is enough: larger ones come later, and each new piece stays until the end.
         number = min(range(len(free)), key=lambda n: (free[n] < size, free[n] if size else -free[n]))
         return SharedRange(kind, number, pieces[number].size - free[number], max(0, free[number]))

@@ -152,16 +152,15 @@ class MLACommonBackend:
     __module__ = "vllm.v1.attention.backends.mla.fake"
 
     get_name = staticmethod(lambda: "FAKE_MLA")
-    get_impl_cls = staticmethod(lambda: Impl)
-    get_builder_cls = staticmethod(lambda: Builder)
+    get_impl_cls: Any = staticmethod(lambda: Impl)
+    get_builder_cls: Any = staticmethod(lambda: Builder)
     get_supported_kernel_block_sizes = staticmethod(lambda: [SimpleNamespace(base=16)])
     customize_spec = staticmethod(lambda spec: spec)
     supports_head_size = staticmethod(lambda head_size: head_size < 600)
     supports_compute_capability = staticmethod(lambda capability: True)
-
-    @staticmethod
-    def validate_configuration(*, use_per_head_quant_scales: bool, dtype: torch.dtype, **asked: Any) -> list[str]:
-        return [] if dtype == torch.bfloat16 else ["dtype not supported"]
+    validate_configuration: Any = staticmethod(
+        lambda *, use_per_head_quant_scales, dtype, **asked: [] if dtype == torch.bfloat16 else ["dtype not supported"]
+    )
 
 
 @contextmanager

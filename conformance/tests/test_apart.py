@@ -12,7 +12,7 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Instead, StepResult
 from mla_conformance.driving.remote import Part, RemoteExecutor, Reply, returned, written
-from mla_conformance.driving.shared import Shared, SharedRange, pack, send, unpack
+from mla_conformance.driving.shared import Piece, Shared, SharedRange, pack, send, unpack
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
@@ -61,6 +61,21 @@ def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
     assert shared.place_of(third).at == place.at
     with pytest.raises(MemoryError, match="between two processes"):
         shared.place_of(torch.zeros(2**20))
+
+
+def test_a_piece_of_a_gpu_that_was_too_small_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared(2**20)
+
+    def add(size: int) -> bytes:
+        shared.pieces["cuda"].append(Piece(0, size))
+        return b""
+
+    monkeypatch.setattr(shared, "add_cuda", add)
+    for _ in range(9):
+        first, large = shared.room("cuda", 2**20), shared.room("cuda", 2**29)
+        assert (first.piece, large.piece) == (0, 1) and first.size < 2**29 <= large.size
+    assert shared.room("cuda") == large  # for an answer the largest
+    assert len(shared.pieces["cuda"]) == len(shared.openers) == 2
 
 
 def seen_of(value: Any) -> tuple[Any, Shared]:
