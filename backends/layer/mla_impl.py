@@ -11,7 +11,7 @@ from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionType, MLAAttentionImpl
-from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommonMetadata
 from mla_conformance.reference import attention, cache_layout
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
@@ -229,7 +229,11 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self._cache.run_gather_latent(kv_cache, chunks.workspace, metadata.block_table, bounds, starts, k_scale)
         if shares is not None:
             every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
-            chunks.workspace[: chunks.seq_tot[index]] = every.flatten(0, 1)[shares.order[index]]
+            chunks.workspace[: chunks.seq_tot[index]] = self._put_in_order(every, index, shares)
+
+    def _put_in_order(self, every: Tensor, index: int, shares: ContextShares) -> Tensor:
+        """[tokens, L + R] of a chunk, request by request in the order of positions, from [W, rows, L + R]."""
+        return every.flatten(0, 1)[shares.order[index]]
 
     def _absorb(self, q_nope: Tensor) -> Tensor:
         """[T, N, P] to [T, N, L]: W_UK moves from the keys into the query."""

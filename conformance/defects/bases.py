@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, ClassVar
 
@@ -252,7 +252,7 @@ class SplitDecode(LayeredDecode):
     split = 256  # keys
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        ends = [*range(0, seq_len, self._share(seq_len)), seq_len]
+        ends = [*self._starts(seq_len), seq_len]
         spans = list(map(slice, ends, ends[1:]))
         parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
         return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
@@ -260,6 +260,9 @@ class SplitDecode(LayeredDecode):
     def _within(self, span: slice) -> Iterator[slice]:
         for start in range(span.start, span.stop, self.key_tile):
             yield slice(start, min(start + self.key_tile, span.stop))
+
+    def _starts(self, seq_len: int) -> Iterable[int]:
+        return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
         return self.split

@@ -109,7 +109,7 @@ class Step(StrEnum):
     EXPLORED = "explored"  # what is known of an exploration that goes on
 
 
-class Told(msgspec.Struct, frozen=True, tag_field="kind", tag="told"):
+class Told(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     step: Step
     record: Record
 
