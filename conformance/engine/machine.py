@@ -208,6 +208,7 @@ def leave(status: int) -> NoReturn:
 @dataclass(frozen=True)
 class GpuPart:
     share: int | None = None  # bytes that each has for itself; None without a limit
+    common: int = 0  # bytes beside the shares, for cases that exceed one
     # whether one place has the GPU, while the others have given back what they need not hold of it
     is_alone: bool = False
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
@@ -217,8 +218,12 @@ WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True
 
 
 def part_of(memory: int, workers: int) -> GpuPart:
-    """What so many workers have of the memory of the GPU that they share; a quarter is for the kernels' processes."""
-    return WHOLE if workers == 1 else GpuPart((memory - workers * CONTEXT_BYTES) * 3 // 4 // workers)
+    """What so many workers have, in bytes, of the memory of the GPU that they share: half is shared out among them."""
+    if workers == 1:
+        return WHOLE
+    free = memory - workers * CONTEXT_BYTES
+    share = free // 2 // workers
+    return GpuPart(share, free - workers * share)
 
 
 def this_machine() -> dict[str, str]:

@@ -135,6 +135,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     repeated: Repeated | None = None
     loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
     declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for
+    # bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was
+    wants: int = 0
     leaves: bool = False  # this process ends now; the next task is another's
 
 

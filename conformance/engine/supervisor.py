@@ -95,7 +95,7 @@ class Supervisor:
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
         self.signal = 0  # the number of one that came
-        self._tasks = Tasks(())
+        self._tasks, self._part = Tasks(()), machine.WHOLE
         self._unbegun: Counter[int] = Counter()
         self._before = machine.children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -141,8 +141,11 @@ class Supervisor:
         return said[0]
 
     def run(self, tasks: Tasks, part: machine.GpuPart = machine.WHOLE) -> Iterator[TaskOutcome]:
-        """Have all tasks carried out, an outcome for each; a case that needs more of a GPU than a part is undone."""
-        self._tasks = tasks
+        """Have all tasks carried out, an outcome for each. After a deadline, the same tasks can be gone on with.
+
+        A case for which the part of a GPU that places have is never enough comes back undone.
+        """
+        self._tasks, self._part = tasks, part
         self._unbegun.clear()
         if part.is_alone:
             # All but one place of each GPU give back what they hold of it, or begin anew, which gives back all, but a
@@ -154,7 +157,14 @@ class Supervisor:
                 deque(self._events(), 0)
         while True:
             for place in self.places[: self.gpus] if part.is_alone else self.places:
-                while place.is_idle and (task := tasks.take(place.number, part.is_alone)):
+                while place.is_idle:
+                    room = inf
+                    if part.share is not None:  # what no other one has taken of the GPU beside its own share
+                        there = self.places[place.number % self.gpus :: self.gpus]
+                        others = [tasks.taken[other.number] - part.share for other in there if other is not place]
+                        room = part.share + part.common - sum(max(0, more) for more in others)
+                    if not (task := tasks.take(place.number, room, part.is_alone)):
+                        break
                     is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or (
                         isinstance(task, messages.Judge) and task.fresh
                     )
@@ -162,7 +172,7 @@ class Supervisor:
                         place.renew()
                         tasks.put_back(place.number, task)
                     else:
-                        place.give(task, part.share)
+                        place.give(task, part.share and max(part.share, tasks.taken[place.number]))
             if not (any(place.task for place in self.places) or tasks.is_left()):
                 return
             yield from self._events()
@@ -194,6 +204,15 @@ class Supervisor:
             self.told(event)
         elif isinstance(event, messages.TaskReply) and place.task is not None:
             task, place.task = place.task, None
+            share, taken = self._part.share, self._tasks.taken[place.number]
+            if share is not None and isinstance(task, messages.Judge):
+                most = share + self._part.common
+                lacked = event.record is not None and event.record.lacked_memory
+                wants = min(2 * max(share, taken), most) if lacked else 0 if taken else event.wants
+                # A case that had what it wanted is done: a worker that wanted more each time would never be.
+                if taken < wants <= most:
+                    self._tasks.defer(place.number, task, wants)
+                    return
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, messages.Ended):
             yield from self._ended(place, event.status)

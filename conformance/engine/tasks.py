@@ -1,6 +1,6 @@
 """What the places of a run have still to do, in which order, and which of it a place takes next."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -44,10 +44,12 @@ class Tasks:
         self.later = deque(map(list, later))  # are to follow
         self.rounds = deque(rounds)  # are to follow before those
         self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
+        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
+        self._large: list[tuple[int, list[Task]]] = []
 
-    def take(self, place: int, alone: bool = False) -> Task | None:
+    def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -55,13 +57,22 @@ class Tasks:
                 gone = self.dropped and isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped
                 if not gone:
                     return task
+            self.taken[place] = 0
+            fitting = next((large for large in self._large if large[0] <= room), None)
             is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
-            if is_ahead and not alone and self.later:
+            if fitting:
+                self._large.remove(fitting)
+                self.taken[place], self._own[place] = fitting
+            elif is_ahead and not alone and self.later:
                 self._own[place] = self.later.popleft()
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
                 return None
+
+    def defer(self, place: int, task: Task, wants: int) -> None:
+        """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
+        self._large.append((wants, [task, *self._own.pop(place, ())]))
 
     def put_back(self, place: int, task: Task) -> None:
         self._own[place].insert(0, task)
@@ -90,7 +101,7 @@ class Tasks:
         return bool(self.groups or self.later)
 
     def is_left(self) -> bool:
-        return bool(self.groups or (self.later and not self.ahead)) or any(self._own.values())
+        return bool(self.groups or self._large or (self.later and not self.ahead)) or any(self._own.values())
 
 
 def _is_undisturbed(task: Task) -> bool:

@@ -179,7 +179,7 @@ class Worker:
         if isinstance(task, messages.Judge) and (share is not None or self.device.type == "cuda"):
             need = memory_need(Case.parse(task.case), self.device.type)
             if not self._has_room(task, need, share):
-                return messages.TaskReply()
+                return messages.TaskReply(wants=need + _KEPT)
         self._last = task.case if isinstance(task, messages.Judge) else ""
         if isinstance(task, messages.Judge):
             done = self._judged(task)

@@ -109,7 +109,7 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
             assert isinstance(task, Judge)
             asked.append((part, task.fresh))
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
-            yield TaskOutcome(task, TaskReply(record))
+            yield TaskOutcome(task, TaskReply(record, wants=0 if record else 1))
 
     beside = part_of(80 * 2**30, 4)
     (done,) = judged_on_gpu(outcomes, beside, phases.append, Tasks([[Judge("A", CASES[0])]]))

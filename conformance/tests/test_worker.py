@@ -67,10 +67,12 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(room, "free_memory", lambda device: free[0])
     monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
     task, need = Judge(reference(EagerPrefillBackend), SMALL), memory_need(Case.parse(SMALL), "cpu")
-    wanted = need + 2 * GIB  # inputs and golden results are kept for cases to come
-    for share, left, waits in ((wanted - 1, need, 1), (wanted, need - 1, 1), (wanted, need, 0), (None, 0, 0)):
+    wanted = worker.answer(task, need).wants
+    assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
+    for share, left, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
         free[0] = left
-        assert (worker.answer(task, share).record is None) is bool(waits)
+        answer = worker.answer(task, share)
+        assert answer.wants == wants and (answer.record is None) is bool(wants)
 
 
 def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
