@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.digests import EARLIER, LOCKED, SOURCES, installed_digests, version_digests
+from mla_conformance.certificate.digests import EARLIER, LOCKED, NUMBER, SOURCES, installed_digests, version_digests
 from mla_conformance.files.whole import read_text, write_whole
 from mla_conformance.version import SUITE_VERSION
 
@@ -22,7 +22,8 @@ def grown(known: dict[str, Any] | None) -> dict[str, Any]:
     here = version_digests()
     if not known:
         return here
-    earlier = [each for each in (*known.get(EARLIER, ()), known["cases"]) if each != here["cases"]]
+    earlier = {**known.get(EARLIER, {}), known["cases"]: known[NUMBER]}
+    earlier.pop(here["cases"], None)
     kept = {name: known[name] for name in (*LOCKED, SOURCES) if name in known}
     return {**here, **kept, **({EARLIER: earlier} if earlier else {})}
 

@@ -77,12 +77,13 @@ def judged_list(certificate: Certificate) -> Set[str]:
 
 
 def own_list(certificate: Certificate) -> Set[str] | None:
-    """Of a record of an earlier suite, the ids of its suite's list; None if it does not hold them."""
-    stored = _stored(certificate.suite)
+    """Of a record of an earlier suite, the ids of its list, be it before cases were added; None if it lacks any."""
+    stored, stated = _stored(certificate.suite), certificate.digests.get("cases")
     if certificate.is_current or NUMBER not in stored:
         return None
-    ids = tuple(islice(certificate.cases, stored[NUMBER]))
-    return dict.fromkeys(ids).keys() if _cases_digest(ids) == stored["cases"] else None
+    numbers = {**stored.get(EARLIER, {}), stored["cases"]: stored[NUMBER]}
+    ids = tuple(islice(certificate.cases, numbers.get(stated, stored[NUMBER])))
+    return dict.fromkeys(ids).keys() if _cases_digest(ids) in numbers else None
 
 
 @cache

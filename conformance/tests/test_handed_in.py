@@ -202,7 +202,9 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     assert line in path.read_text().split("\n")
     assert main(["verify", str(path)]) == 1 and "digest 'cases': expected" in capsys.readouterr().err
     stored = digests._stored()
-    monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: {**stored, digests.EARLIER: [earlier]})
+    monkeypatch.setattr(
+        digests, "_stored", lambda suite=SUITE_VERSION: {**stored, digests.EARLIER: {earlier: len(before)}}
+    )
     assert main(["verify", str(path)]) == 0
     said = capsys.readouterr().out
     assert said.count("not yet judged") == 1 and f"not yet judged, for example {added}" in said
@@ -216,7 +218,9 @@ def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
     here, stored = record_digests(()), digests._stored
     listed = tuple(digests.listed_ids())[5:]  # another list than the one here
     own = {"cases": digests._cases_digest(listed), "must_pass": "c" * 64, "fitted": digest_of((), listed)}
+    fewer = digests._cases_digest(listed[2:])  # which it had before two were added
     earlier = {**own, digests.NUMBER: len(listed), "judging": ["a" * 64], "reference": [here["reference"]]}
+    earlier |= {digests.EARLIER: {fewer: len(listed) - 2}}
     monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
     known = here | own | {"judging": "a" * 64}
 
@@ -231,6 +235,7 @@ def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
 
     for stated, cases, said in (
         (known, listed, ""),
+        (known | {"cases": fewer}, listed[2:], ""),
         (known, listed[1:], f"of suite 2026.1, outdated by {SUITE_VERSION}"),
         (known | {"judging": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
         (known | {"cases": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
