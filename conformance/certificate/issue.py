@@ -7,7 +7,7 @@ import datetime
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,10 +30,10 @@ class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
-    """Refuse a run that could not be certified whatever it found, before anything of it is launched."""
-    if len(backends) != 1:
-        raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
+def require_whole(backends: int, cases: Collection[str], drawn: bool = False) -> None:
+    """Refuse a run of so many backends and these cases that could not be certified whatever it found."""
+    if backends != 1:
+        raise Refused(f"a certificate is of one backend: expected one --backend, got {backends}")
     listed = listed_ids()
     for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
         if odd:
@@ -41,7 +41,10 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
             raise Refused(f"{len(odd)} cases {what}, for example {min(odd)}; {wanted}")
     if drawn:
         raise Refused("drawn cases are in no list; certify without --explore")
-    (backend,) = backends
+
+
+def require_real(backend: BackendFacts) -> None:
+    """Refuse what cannot be certified by what is said of it, before anything of it is launched."""
     if backend.reasons:
         raise Refused(f"{backend.name} is unavailable: {'; '.join(backend.reasons)}")
     if backend.emulated:

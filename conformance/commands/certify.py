@@ -44,8 +44,8 @@ def certify(options: argparse.Namespace) -> int:
         _refuse(options, ("certificate", "submission", "record", "sanitize", "model", "config"), why)
         if not (options.backend or options.resume):
             raise InputError("--role: expected --backend with a kernel of this role")
-    if options.submission:
-        require_records(options.submission)
+    if kind == "submission":
+        require_records(path)
     plan = None
     if options.resume:
         request, plan = _resumed(options)
@@ -65,6 +65,10 @@ def certify(options: argparse.Namespace) -> int:
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
     expectations = Expectations.load([KNOWN_FAILURES, *options.expectations])
+    issuing = Issuing(kind, path, options.sign)
+    if path and (reason := issuing.refused(request)):
+        say(f"mla-conformance: {reason}", error=True)
+        return BROKEN
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
@@ -72,7 +76,6 @@ def certify(options: argparse.Namespace) -> int:
     detail = Detail.QUIET if options.quiet else Detail.FULL if options.verbose else Detail.USUAL
     if not path:
         return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)
-    issuing = Issuing(kind, path, options.sign)
     with git_asked_before():
         status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle, detail=detail)
         return issuing.write(run.summary(), status, run.found.code.digests)
@@ -142,9 +145,16 @@ class Issuing:
     key: Path | None  # of SSH, which signs it; None if it is not signed
     pins: Pins | None = None  # what judges and what is judged, once the run is prepared
 
+    def refused(self, request: RunRequest) -> str:
+        try:
+            issue.require_whole(len(request.backends), request.judged_ids, any(request.explore))
+        except issue.Refused as reason:
+            return f"no {self.kind}: {reason}"
+        return ""
+
     def obstacle(self, run: Run) -> str:
         try:
-            issue.require_certifiable(run.facts, run.request.judged_ids, any(run.request.explore))
+            issue.require_real(run.facts[0])
             if self.kind == "certificate":
                 issue.require_core(run.facts[0])
             self.pins = _pins(run.facts[0])

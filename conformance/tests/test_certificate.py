@@ -18,7 +18,7 @@ import torch
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate, records_of
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.issue import Refused, committed, require_certifiable, require_core
+from mla_conformance.certificate.issue import Refused, committed, require_core, require_real, require_whole
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
@@ -262,19 +262,27 @@ REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
 @pytest.mark.parametrize(
     ("backends", "cases", "drawn", "reason"),
     [
-        ([REAL], LISTED[1:], False, "1 cases are left out, for example"),
-        ([REAL], [*LISTED, "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
-        ([REAL], LISTED, True, "drawn cases are in no list; certify without --explore"),
-        ([REAL, REAL], LISTED, False, "expected one --backend, got 2"),
-        ([replace(REAL, emulated=True)], LISTED, False, "is an emulated kernel, which is judged but never certified"),
-        ([replace(REAL, reasons=("no GPU",))], LISTED, False, "TORCH_SDPA is unavailable: no GPU"),
+        (1, LISTED[1:], False, "1 cases are left out, for example"),
+        (1, [*LISTED, "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
+        (1, LISTED, True, "drawn cases are in no list; certify without --explore"),
+        (2, LISTED, False, "expected one --backend, got 2"),
     ],
 )
-def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: bool, reason: str) -> None:
-    require_certifiable([REAL], LISTED)
+def test_what_run_can_never_be_certified(backends: int, cases: list[str], drawn: bool, reason: str) -> None:
+    require_whole(1, LISTED)
     with pytest.raises(Refused) as refused:
-        require_certifiable(backends, cases, drawn)
+        require_whole(backends, cases, drawn)
     assert reason in str(refused.value)
+
+
+def test_what_backend_can_never_be_certified() -> None:
+    require_real(REAL)
+    for backend, reason in (
+        (replace(REAL, emulated=True), "is an emulated kernel, which is judged but never certified"),
+        (replace(REAL, reasons=("no GPU",)), "TORCH_SDPA is unavailable: no GPU"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            require_real(backend)
 
 
 def test_a_role_without_a_core_profile_has_records_alone() -> None:
