@@ -45,7 +45,7 @@ def certify(options: argparse.Namespace) -> int:
         if not (options.backend or options.resume):
             raise InputError("--role: expected --backend with a kernel of this role")
     if kind == "submission":
-        require_records(path)
+        require_records(options.submission)
     plan = None
     if options.resume:
         request, plan = _resumed(options)
@@ -65,8 +65,8 @@ def certify(options: argparse.Namespace) -> int:
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
     expectations = Expectations.load([KNOWN_FAILURES, *options.expectations])
-    issuing = Issuing(kind, path, options.sign)
-    if path and (reason := issuing.refused(request)):
+    issuing = Issuing(kind, path, options.sign) if path else None
+    if issuing and (reason := issuing.refused(request)):
         say(f"mla-conformance: {reason}", error=True)
         return BROKEN
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
@@ -74,7 +74,7 @@ def certify(options: argparse.Namespace) -> int:
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations, explains=not options.no_explain)
     detail = Detail.QUIET if options.quiet else Detail.FULL if options.verbose else Detail.USUAL
-    if not path:
+    if not issuing:
         return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)
     with git_asked_before():
         status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle, detail=detail)
