@@ -112,7 +112,7 @@ _DEVIATIONS = (packaged.PARTS_CACHE, packaged.COPIES)
 
 
 class FlashAttnMLADecodeBackend(library_roles.PagedDecodeBackend):
-    """The family: whichever package is installed, upstream's build first. None has run under this suite yet.
+    """The family: whichever package is installed, upstream's build first.
 
     FlashAttention-3 with a second pair of query and key: the rope part is query and key, the latent second query and
     value.

@@ -92,9 +92,8 @@ class _Rows(EagerSparseBackend, Defects, killed_by="sparse_fp4_v41", related=("s
         return with_the_first_scale(rows)
 
 
-class _CudaGraph(
-    CapturableSparse, Defects, killed_by="cuda_graph", related=("call_order",)
-):  # it overwrites the operands in place as well
+# The related capability overwrites operands in place as well.
+class _CudaGraph(CapturableSparse, Defects, killed_by="cuda_graph", related=("call_order",)):
     def sparse_replay_keeps_the_lists__before_attend(self, sources):
         """A replay attends by the lists that stood in the buffers when they were captured."""
         captured, now = self.__dict__.setdefault("captured", {}), sources[0].indices

@@ -250,9 +250,7 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
     found = mla.cases("decode", heads=[16, 128], cache="fp8")  # with cases fitted to that; others are of lists
     assert {case.suite_case.heads for case in found} == {16, 128}
     assert {getattr(case.suite_case, "cache") for case in found} == {"fp8"}  # noqa: B009 - of a decode's case
-    left_out = mla.cases(
-        "decode", capability=["call_order", "decode"]
-    ).left_out  # what a run tells that nobody was asked
+    left_out = mla.cases("decode", capability=["call_order", "decode"]).left_out  # what a run tells nobody was asked
     assert left_out["cache=fp8"] and "cache=fp8" not in found.left_out and "heads=16" not in left_out
     several = lists("decode", "decode_multi_token", q=[4, 5])
     assert {length for case in several for length in case.suite_case.q} == {4, 5}

@@ -180,9 +180,8 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
     }
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
-    assert (
-        answer.found.traced and answer.found.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
-    )
+    traced = answer.found.traced
+    assert traced and traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
 
     # A call that raises while it is measured takes nothing from the verdicts.
     def raises(*_: object) -> tuple[str, ...]:

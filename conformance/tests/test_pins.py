@@ -95,9 +95,8 @@ def test_a_backend_of_another_machine_is_not_compared(certificate: Path, capsys:
 def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
     reference = parse_reference(f"{folder / 'my_backend.py'}:MyBackend").reference
     answer = Worker(torch.device("cpu"), None, lambda event: None, IN_PROCESS).answer(Trace(reference, {}))
-    assert answer.found.traced and answer.found.traced.libraries["./libkernel.so"] == file_digest(
-        folder / "libkernel.so"
-    )
+    traced = answer.found.traced
+    assert traced and traced.libraries["./libkernel.so"] == file_digest(folder / "libkernel.so")
 
 
 @pytest.mark.parametrize("suffix", [".py", ".zip"])
