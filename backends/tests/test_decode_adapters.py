@@ -229,6 +229,12 @@ def test_conventions(key: str, calls: Any, passes: Any) -> None:
     passes(key.split()[0], Role.DECODE, *cases, small)
 
 
+def test_a_token_of_several_sees_the_keys_up_to_its_own(calls: Any, passes: Any) -> None:
+    seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
+    passes("TRITON_MLA[lse-float32]", Role.DECODE, "decode:heads=2;page=16;q=[3,3];kv=[37,2]")
+    assert seen[0]["b_seq_len"].tolist() == [38, 39, 40, 3, 4, 5]
+
+
 def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, passes: Any) -> None:
     seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
     with pytest.raises(AssertionError, match="LSE is "):

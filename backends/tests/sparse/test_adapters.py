@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.flashinfer_mla import FlashInferMLASparseSM90Backend
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
 
 LABELS = {"flashinfer": "flashinfer-python 0.7.2.post1", "flash_mla": "sgl-flash-mla 1.0.0", "vllm": "vllm 0.33.0"}
@@ -246,6 +247,14 @@ def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
     seen = flash_attn[-1]
     assert seen["block_table"].tolist() == [[7, 2, 0, -1] if copied else [13, 4, 0, -1]]
     assert (seen["v"].data_ptr() != cache.data_ptr()) is copied and len(seen["v"]) == (8 if copied else 14)
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_refuses_what_it_does_not_take_before_it_calls(passes: Any, prepared: Any) -> None:
+    asked = f"{ONE_TOKEN};heads=64;cache=fp8_ds_mla;scales=pow2;length=1"
+    backend, call = prepared(passes("FLASHMLA_SPARSE", Role.SPARSE), asked)
+    with pytest.raises(UnsupportedConfiguration, match="topk_length of lists over fp8_ds_mla"):
+        call.invoke(backend, None)
 
 
 @pytest.mark.usefixtures("flashinfer")
