@@ -17,6 +17,7 @@ from mla_conformance.cases.grammar import LARGEST
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.trials.session import small_batches
 from mla_conformance.trials.trial import Trial, cut, observed, prepared_call, tensors
 
 _WARM_CALLS = 2
@@ -93,9 +94,18 @@ def graph(trial: Trial) -> None:
     larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
     trial.conforms(trial.build(larger), step="one request more than any graph has, called")
     whole.judge(batch(whole, size, 6), "replayed after a call without a graph")
+    others = [trial.build(other) for other in small_batches(case)]
+    trial.query("others are prepared", partial(_prepare, trial.backend, [other.calls[0] for other in others]))
+    whole.judge(batch(whole, size, 9), f"replayed after {len(others)} other batches were prepared")
     shortest = trial.build(_filled(case, 1, seed=7))
     short = Graph(trial, "captured with a token a request", trial.build(), shortest)
     short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
+
+
+def _prepare(backend: Any, calls: Sequence[KernelCall]) -> None:
+    """For a batch each, as an engine does for those of which it has no graph: one may push out what a graph reads."""
+    for call in calls:
+        call.prepare(backend)
 
 
 def sparse_layer_graph(trial: Trial) -> None:

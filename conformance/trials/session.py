@@ -120,7 +120,7 @@ def session(trial: Trial) -> None:
 
 def many_batches(trial: Trial) -> None:
     """The first call again, behind more batches than any table of plans has room for."""
-    made, batches = Session(trial), list(_small_batches(trial.case))
+    made, batches = Session(trial), list(small_batches(trial.case))
     made.call(trial.problem, "first call", in_place=True)
     for number, batch in enumerate(batches, 1):
         made.call(trial.build(batch), f"batch {number}, of {len(batch.q)} requests", in_place=True)
@@ -166,7 +166,7 @@ def _batches(case: Case) -> Iterator[Case]:
             yield replace(batch, q=tuple(draw.randint(min(1, length), length) for length in batch.q), seed=seed)
 
 
-def _small_batches(case: Case) -> Iterator[Case]:
+def small_batches(case: Case) -> Iterator[Case]:
     """Batches that differ in their longest request, each a token longer than the one before."""
     for longest, requests in enumerate(islice(cycle(_REQUESTS), _MANY_BATCHES), 1):
         draw, seed = Random(f"{case.id}|{longest}"), case.seed + 1000 + longest
