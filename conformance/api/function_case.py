@@ -185,8 +185,8 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), size is Tier.NIGHTLY
-            held = covering.Pairs(space, space.rows(known))
-            fitting += fit(space, known, lambda some: list(map(fits, some)), held, work.CPU_WORK, triples).cases
+            held, right = covering.Pairs(space, space.rows(known)), list(filter(fits, known))
+            fitting += fit(space, right, lambda some: list(map(fits, some)), held, work.CPU_WORK, triples).cases
         # By the smoke tier's own rules: it would hold few of what is asked for.
         found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if found:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from mla_conformance.cases.case import Case
@@ -86,10 +87,6 @@ LAST_PAGE = Labels(("between", "full", "one token", "all but one"), lambda of: l
 """Of lengths, each with the tokens of a page."""
 
 
-def totals(case: Case) -> list[int]:
-    return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
-
-
 def query_class(q: Lengths) -> str | None:
     """As many query tokens of each request, or mixed."""
     return MIXED if len(set(q)) > 1 else QUERIES.class_of(q[0])
@@ -100,7 +97,7 @@ def alike(lengths: Sequence[int]) -> str:
 
 
 def others_class(case: Case, lengths: Sequence[int] | None = None) -> str:
-    return "no context" if 0 in case.kv and len(case.q) > 1 else alike(lengths or totals(case))
+    return "no context" if 0 in case.kv and len(case.q) > 1 else alike(lengths or case.totals)
 
 
 OTHERS = ("shorter", "alone", "equal", "no context")
@@ -118,6 +115,7 @@ def _product_class(product: int) -> str:
 PRODUCT = Labels(("17 to 63", "up to 16", "multiple of 64", "beyond 64"), _product_class)
 MEASURED_HEADS = counted("heads", HEADS, lambda case: case.heads)
 NUMBER = counted("requests", REQUESTS, lambda case: len(case.q))
+totals = attrgetter("totals")
 TOTALS = (by_length("longest", LONGEST, totals), by_length("tile", TILE, totals))
 """Dimensions of every batch: how long its longest request is, and each other one."""
 
@@ -126,7 +124,7 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     return (
         replace(MEASURED_HEADS, classes={label: {} for label in (usual_heads, *HEADS.parts)}),
         measured("queries", queries, lambda case: query_class(case.q)),
-        by_length("rows x heads", PRODUCT, lambda case: [new * case.heads for new in case.q]),
+        by_length("rows x heads", PRODUCT, attrgetter("q"), of=lambda case, new: new * case.heads),
         NUMBER,
         measured("others", OTHERS, others_class),
         *TOTALS,
@@ -149,7 +147,7 @@ _SCANNED = 1024
 def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     return (
         counted("page", PAGES, lambda case: case.page, only),
-        by_length("last page", LAST_PAGE, lambda case: [(total, case.page) for total in totals(case)], only),
+        by_length("last page", LAST_PAGE, totals, only, lambda case, total: (total, case.page)),
     )
 
 

@@ -75,10 +75,6 @@ class CachedCase(Case):
             "dcp" if self.ranks > 1 else "",
         )
 
-    @property
-    def totals(self) -> tuple[int, ...]:
-        return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
-
     def varied(self) -> Self:
         return replace(super().varied(), kscale=3 * self.kscale)
 

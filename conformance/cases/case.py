@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property, lru_cache
+from operator import add
 from typing import Any, ClassVar, NamedTuple, Self, get_origin
 
 from mla_conformance.backends.roles import Role
@@ -280,9 +281,17 @@ class Case(ABC):
         """Whether that merge is given the running state both as its prefix and as its output."""
         return False
 
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of each request, new ones and context."""
+        return tuple(map(add, self.q, self.kv)) if self.kv else self.q
+
     def data_of(self, request: int) -> str:
-        regimes = self.data.split("+")
-        return regimes[request % len(regimes)]
+        return self._in_turn[request % len(self._in_turn)]
+
+    @cached_property
+    def _in_turn(self) -> list[str]:
+        return self.data.split("+")
 
     @cached_property
     def regimes(self) -> tuple[str, ...]:
@@ -292,12 +301,12 @@ class Case(ABC):
         asked = (request for request, new in enumerate(self.q) if new)
         return tuple(dict.fromkeys(map(self.data_of, (self.leading[0], *asked))))
 
-    @property
+    @cached_property
     def leading(self) -> tuple[int, ...]:
         """Of the requests with new tokens the longest one, that with most of them or with most context; the first."""
         asked = [request for request, new in enumerate(self.q) if new] or [0]
         before = self.kv or (0,) * len(self.q)
-        by_length = (lambda n: self.q[n] + before[n], self.q.__getitem__, before.__getitem__)
+        by_length = (self.totals.__getitem__, self.q.__getitem__, before.__getitem__)
         return (*(max(asked, key=length) for length in by_length), 0)
 
     @property

@@ -206,11 +206,12 @@ LIST_RULES = (
 
 
 def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    def beside(case: Any) -> list[tuple[int, int]]:
-        return [(total, case.topk) for total in batches.totals(case)]
+    def beside(case: Any, total: int) -> tuple[int, int]:
+        return total, case.topk
 
     columns = counted("columns", COLUMNS, lambda case: case.topk, only)
-    return columns, by_length("keys", KEYS, beside, only), by_length("named", NAMED, beside, only)
+    lists = (by_length(name, kinds, batches.totals, only, beside) for name, kinds in (("keys", KEYS), ("named", NAMED)))
+    return columns, *lists
 
 
 def residues() -> Iterator[Dimension]:
@@ -222,7 +223,7 @@ def residues() -> Iterator[Dimension]:
 
     def tiles(size: int) -> Callable[[Case], int]:
         """Those that the longest request fills or begins."""
-        return lambda case: -(-max(batches.totals(case)) // size)
+        return lambda case: -(-max(case.totals) // size)
 
     def groups(size: int) -> Labels:
         """Nothing of a group is left, one, all but one, or up to half of it and more."""

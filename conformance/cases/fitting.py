@@ -51,21 +51,18 @@ class Region:
 
 def fit(
     space: Space,
-    listed: Sequence[Case],
+    cases: Sequence[Case],
     supports: Supports,
     reachable: Pairs,
     most: float,
     triples: bool = False,
     salt: str = "",
 ) -> Region:
-    """The region of a kernel, found by asking what it ``supports`` beside the cases that everybody is asked.
+    """The region of a kernel, found by asking what it ``supports`` beside the ``cases`` of everybody's that it does.
 
     Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Members of
     rows are drawn with the salt.
     """
-    cases = list(compress(listed, supports(listed)))
-    if not cases:
-        return Region(space, [])
     fitting = _Fitting(space, cases, supports, reachable, most, salt)
     if triples:
         light = (case for case in (*cases, *fitting.region.cases) if work_of(case) <= most)

@@ -104,14 +104,18 @@ def counted(name: str, classes: Numbers | Labels, of: Callable[[Any], Any], only
 
 
 def by_length(
-    name: str, classes: Numbers | Labels, lengths: Callable[[Any], Sequence[Any]], only: Only = ALWAYS
+    name: str,
+    classes: Numbers | Labels,
+    lengths: Callable[[Any], Sequence[int]],
+    only: Only = ALWAYS,
+    of: Callable[[Any, int], Any] = lambda case, length: length,
 ) -> Dimension:
-    """Of the longest of some lengths of requests, and of each one's own."""
+    """Of the longest of some lengths of requests, and of each one's own: of what a case makes ``of`` a length."""
 
     def of_request(case: Case, request: int) -> str | None:
-        return classes.class_of(lengths(case)[request])
+        return classes.class_of(of(case, lengths(case)[request]))
 
-    return measured(name, classes.parts, lambda case: classes.class_of(max(lengths(case))), only, of_request)
+    return measured(name, classes.parts, lambda case: classes.class_of(of(case, max(lengths(case)))), only, of_request)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,12 @@ def region_of(subject: Subject, space: Space, triples: bool = False, salt: str =
     Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
     """
     cases, most = listed(space), CPU_WORK if subject.device.type == "cpu" else LARGE_CPU_WORK
-    region = fit(space, cases, partial(_supported, subject), reachable(space, most), most, triples, salt)
-    cells = grid_cases(space, region.classes) if region.rows else []
+    supported = list(compress(cases, _supported(subject, cases)))
+    if not supported:
+        return Region(space, [])
+    region = fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
     listed_or_fitted = {*cases, *region.cases}
-    further = [case for case in cells if case not in listed_or_fitted]
+    further = [case for case in grid_cases(space, region.classes) if case not in listed_or_fitted]
     region.cases += compress(further, _supported(subject, further) if further else ())
     return region
 

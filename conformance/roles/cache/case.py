@@ -110,7 +110,7 @@ _MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
 
 
 def _share(case: CacheCase) -> str:
-    longest = max(range(len(case.q)), key=batches.totals(case).__getitem__)
+    longest = max(range(len(case.q)), key=case.totals.__getitem__)
     q, kv = case.q[longest], case.kv[longest]
     return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
 
@@ -152,8 +152,8 @@ CACHE = Space(
         replace(dimensions.DTYPE, only=_ENTRIES),
         values("latents", "latents", *LATENTS, only=_ENTRIES),
         batches.NUMBER,
-        measured("others", ("shorter", "alone", "equal"), lambda case: batches.alike(batches.totals(case))),
-        counted("longest", _LENGTHS, lambda case: max(batches.totals(case))),
+        measured("others", ("shorter", "alone", "equal"), lambda case: batches.alike(case.totals)),
+        counted("longest", _LENGTHS, lambda case: max(case.totals)),
         batches.TOTALS[1],
         *batches.pages(),
         measured("share", _SHARES, _share),

@@ -91,8 +91,8 @@ _MOST_LOGITS = 2**24
 _LOOSE = 100  # factor of the columns where maxima are loose, so that a small case has them
 
 
-def _last_tokens(case: TopKCase) -> list[int]:
-    return [total - 1 for total in batches.totals(case)]
+def _last_token(case: TopKCase, total: int) -> int:
+    return total - 1
 
 
 def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
@@ -148,10 +148,10 @@ TOPK = Space(
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
         measured("others", batches.OTHERS, lambda case: batches.others_class(case, case.spans)),
-        by_length("longest", batches.LONGEST, _last_tokens),
-        by_length("tile", batches.TILE, _last_tokens),
+        by_length("longest", batches.LONGEST, batches.totals, of=_last_token),
+        by_length("tile", batches.TILE, batches.totals, of=_last_token),
         counted("columns", COLUMNS, lambda case: case.topk),
-        by_length("keys", KEYS, lambda case: [(tokens, case.topk) for tokens in _last_tokens(case)]),
+        by_length("keys", KEYS, batches.totals, of=lambda case, total: (total - 1, case.topk)),
         LAYOUT,
         PADDING,
         POISONS,
