@@ -11,6 +11,8 @@ from itertools import cycle, islice
 from random import Random
 from typing import Any
 
+import torch
+
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
@@ -20,9 +22,11 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Nonconformance, Status
 from mla_conformance.problems.calls import CallOnRanks, KernelCall, Problem
 from mla_conformance.problems.fences import Buffers
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
@@ -240,7 +244,11 @@ def _layers_of_a_step(made: Session) -> None:
         other = _over_metadata(other, first)
     made.call(first, "prepared once")
     made.call(other, "prepared once, another layer's operands and cache", prepare=False)
-    made.call(_overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
+    overwritten = _overwrite(first, other)
+    made.call(overwritten, "prepared once, other contents at the same addresses", prepare=False)
+    if trial.case.role is Role.SPARSE:  # as layers do whose selections share a buffer
+        selected = _overwrite(overwritten, _selected_otherwise(overwritten))
+        made.call(selected, "prepared once, lists without their first keys at the same addresses", prepare=False)
     if not is_layer:
         _interleaved(trial, _over_metadata(other, trial.problem), "over the same metadata")
     elif isinstance(trial.problem.calls[0], LayerCall):
@@ -271,6 +279,28 @@ def _scale_cache(problem: Problem, factor: float) -> Problem:
         calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
     whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
     return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
+
+
+def _selected_otherwise(problem: Problem) -> Problem:
+    """The same call with lists that lack what stood in their first column."""
+    assert isinstance(problem.case, SparseCase)
+    columns, calls = slice(1, problem.case.topk), []
+
+    def moved(lists: torch.Tensor) -> torch.Tensor:
+        """Of the first cache, behind which those of the second stay."""
+        none = torch.full_like(lists[:, :1], NO_KEY)
+        return torch.cat((lists[:, columns], none, lists[:, columns.stop :]), dim=1)
+
+    for call in problem.calls:
+        assert isinstance(call, SparseCall)
+        length = call.named["topk_length"]
+        length = None if length is None else (length - 1).clamp(min=0)
+        other = call.given_otherwise(topk_indices=moved(call.named["topk_indices"]), topk_length=length)
+        calls.append(replace(other, selected=moved(call.selected)))
+    whole = problem.whole
+    if whole is not None and whole.selected is not None:
+        whole = replace(whole, selected=moved(whole.selected))
+    return replace(problem, key=f"{problem.key}|moved", calls=tuple(calls), whole=whole)
 
 
 def _overwrite(problem: Problem, other: Problem) -> Problem:
