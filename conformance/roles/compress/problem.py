@@ -210,8 +210,10 @@ class CompressBatch(Draw[CompressCase]):
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
 
 
-def _times(kv: float, score: float, above: float, x: torch.Tensor) -> torch.Tensor:
-    return torch.stack((x[:, 0] * kv, x[:, 1] * score + above), dim=1)
+def _times(kv: float, score: float, far: float, x: torch.Tensor) -> torch.Tensor:
+    """Scores far above 0 in every second column, and as far below in the others."""
+    sign = 1 - 2 * (torch.arange(x.shape[-1]) % 2)
+    return torch.stack((x[:, 0] * kv, x[:, 1] * score + far * sign), dim=1)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -222,7 +224,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": partial(_times, 0, 0, 0.0),
 }
 """Standard normal key states and scores [S, 2, C · D] float32 to those of a kind: one token of a group that outweighs
-all others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""
+all others, exponentials beyond float32 and below it, no more variance than the norm adds, nothing but what belongs to places."""
 
 
 COMPRESS = RoleDefinition(
