@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mla_conformance.backends import references
 from mla_conformance.backends.references import BackendReference, parse_reference
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
@@ -73,6 +73,7 @@ class RunRequest:
         for name in wanted:
             if name not in CAPABILITIES:
                 raise InputError(references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+        _require_calls(parsed)
         chosen = tuple(wanted) or usual_capabilities()
         if device is not None and device not in DEVICES:
             raise InputError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
@@ -141,6 +142,15 @@ class RunRequest:
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)
         return list(filter(None, left))
+
+
+def _require_calls(cases: Sequence[Case]) -> None:
+    """Refuse a case of another role than its capability: one that says no call is a prefill's, whatever it decides."""
+    for case in cases:
+        calls = dict.fromkeys(listed.call for listed in CAPABILITIES[case.capability].select(Tier.FULL))
+        if calls and case.call == Call.NEW_TOKENS and case.call not in calls:
+            expected = f"expected a call of {case.capability}, such as call={next(iter(calls))}"
+            raise InputError(f"case {case.id}: {expected}, got {case.call}")
 
 
 def _is_function(file: Path, name: str) -> bool:

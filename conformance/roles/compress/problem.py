@@ -224,7 +224,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": partial(_times, 0, 0, 0.0),
 }
 """Standard normal key states and scores [S, 2, C · D] float32 to those of a kind: one token of a group that outweighs
-all others, exponentials beyond float32 and below it, no more variance than the norm adds, nothing but what belongs to places."""
+all others, exponentials beyond float32 and below it, no more variance than the norm adds, what places alone have."""
 
 
 COMPRESS = RoleDefinition(
