@@ -43,8 +43,7 @@ from mla_conformance.problems.memory import free_memory, out_of_memory, whole_me
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
 from mla_conformance.trials import explore, judge_one, role_file
-from mla_conformance.trials.facts import describe, trace_all, unavailable
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of

@@ -18,7 +18,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import write_case
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 6)]

@@ -16,9 +16,8 @@ from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.judge_one import OnStarted, judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.arrays import SPACES, grid_cases
 from mla_conformance.vocabulary.capabilities import listed
-from mla_conformance.vocabulary.dense import grid_cases
 
 _ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
