@@ -287,9 +287,8 @@ class Worker:
         return messages.TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
-        about = subject.backend.name, subject.backend.reference, capability or case.capability, case.id
-        record = Record(*about, Status.HARNESS_ERROR, salt=self.context.salt, role=case.role.file)
-        self.send(Told(Step.STARTED, record))
+        record = Record.begun(subject.backend, case, self.context.salt)
+        self.send(Told(Step.STARTED, record.with_fields(capability=capability or case.capability)))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""

@@ -93,10 +93,8 @@ def _named_apart(trial: Trial, side: Side) -> str:
 
 
 _ALIGNMENT = 64
-_CACHES = ("kv_cache", "k", "extra_kv_cache")
-"""Arguments of calls that read paged caches."""
-_SCALE_BYTES = 4
-"""Offsets of a scale count numbers of so many bytes beside codes of one."""
+_CACHES = ("kv_cache", "k", "extra_kv_cache")  # arguments of calls that read paged caches
+_SCALE_BYTES = 4  # offsets of a scale count numbers of so many bytes beside codes of one
 
 
 def far(trial: Trial) -> None:

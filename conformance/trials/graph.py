@@ -160,8 +160,7 @@ def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Ca
     return replace(case, q=case.q[: len(lengths)], kv=tuple(lengths), pad=padding, seed=case.seed + seed)
 
 
-_Captured = tuple[Callable[[], Any], Any]
-"""(replay, what the captured call returned); the replay returns it again."""
+_Captured = tuple[Callable[[], Any], Any]  # (replay, what the captured call returned); the replay returns it again
 
 
 def capture(backend: Any, call: KernelCall) -> _Captured:
@@ -199,8 +198,7 @@ def captured(device: torch.device, call: Callable[[], Any]) -> _Captured:
     return replay, value
 
 
-_SPIN_CYCLES = 20_000_000
-"""About 10 ms of a GPU: longer than any launch and any copy of a case."""
+_SPIN_CYCLES = 20_000_000  # about 10 ms of a GPU: longer than any launch and any copy of a case
 _POISON_BYTE = 0xFF
 _ROUNDS = 5
 _spin: Any = torch.cuda._sleep

@@ -75,10 +75,7 @@ def judged_trial(
     if "backend" in vars(trial):
         told = subject.executor.query(partial(_evidence_of, trial.backend), dict[str, str])
         evidence = {"kernel_evidence": f"raised {told.error}"} if told.error else told.value
-    record = Record(
-        subject.backend.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
-        evidence=evidence, salt=context.salt, role=case.role.file,
-    )  # fmt: skip
+    record = Record.begun(subject.backend, case, context.salt).with_fields(evidence=evidence)
     return trial, record.with_verdict(verdict, seconds)
 
 

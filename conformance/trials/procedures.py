@@ -20,8 +20,7 @@ from mla_conformance.roles.table import judge
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
-_ENDS_AND_A_PAIR = 4
-"""Requests of a batch that has two of them between its first and its last."""
+_ENDS_AND_A_PAIR = 4  # requests of a batch that has two of them between its first and its last
 
 
 def conforms(trial: Trial) -> None:

@@ -28,17 +28,14 @@ from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 _OURS: list[Space] = [
     getattr(import_module(f"mla_conformance.roles.{role}.case"), role.upper()) for role in ROLES.values()
 ]
-SPACES = {space.capability: space for space in _OURS}
-"""By the capability whose cases their arrays are."""
+SPACES = {space.capability: space for space in _OURS}  # by the capability whose cases their arrays are
 KEPT: dict[str, list[str]] = {
     capability: [f"{capability}:{fields}" for fields in array]
     for capability, array in json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text()).items()
 }
 """The ids of each array, as they are kept; of that of a role from outside once it is asked for."""
-_LIGHT = 2e7
-"""Work of a case of an array that is taken where there is one."""
-_COMPARED = 6
-"""Draws of members of a row that fit a device, of which the best is taken."""
+_LIGHT = 2e7  # work of a case of an array that is taken where there is one
+_COMPARED = 6  # draws of members of a row that fit a device, of which the best is taken
 
 
 @cache
@@ -142,8 +139,7 @@ def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[C
     return list(found)
 
 
-_BATCHES, _TRIES = 24, 80
-"""Dense batches of a role, and how often one is drawn until a CPU is asked for it."""
+_BATCHES, _TRIES = 24, 80  # dense batches of a role, and how often one is drawn until a CPU is asked for it
 _REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
 _TREES = (2, 2, 3, 4, 5, 9, 17, 33)
 _EDGES = (0, 0, 1, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 191, 192, 255, 256, 257)
@@ -155,11 +151,9 @@ _BLOCKS = (255, 2049, 32_768, 33_000, 65_536, 66_000)
 """Blocks that no request holds, among which those of the requests lie."""
 _SHARED = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 16))
 """Layers that share a buffer of so many blocks, and tokens of a page."""
-_REGIMES = (1, 2, 5, 9, 16)
-"""How many data regimes requests have in turn."""
+_REGIMES = (1, 2, 5, 9, 16)  # how many data regimes requests have in turn
 _POSITIONS = "positions"
-_OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)
-"""Roles whose requests have any number of new tokens, or none."""
+_OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)  # roles whose requests have any number of new tokens, or none
 _PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
 _SHORT = 43
 _RUN = (33, 40, 48)
