@@ -42,9 +42,9 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
-from mla_conformance.trials import explore, judge_one, role_file
+from mla_conformance.trials import explore, role_file
 from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
-from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
+from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, judge_one, judged_trial, load_procedures
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
 
@@ -64,7 +64,7 @@ def load_all(setup: messages.Setup) -> None:
     tolerance()
     for role in ("", *ROLES):
         lists_of(role)
-    judge_one.load_all()
+    load_procedures()
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
@@ -243,9 +243,9 @@ class Worker:
         for reference, before in task.before:
             earlier = self._subject(reference)
             if before:  # without a case it is imported, which is all
-                judge_one.judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
+                judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
-        trial, record = judge_one.judged_trial(subject, case, self.context, partial(self._starts, subject))
+        trial, record = judged_trial(subject, case, self.context, partial(self._starts, subject))
         is_told = record.status is Status.FAIL and not self.executor.lost(self.device)
         if is_told:
             record = with_reach(trial, record)

@@ -24,7 +24,7 @@ from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.judging.judged_rows import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials import judge_one as judging
+from mla_conformance.trials import trial as judging
 from mla_conformance.trials.subject import Subject, device_reasons
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

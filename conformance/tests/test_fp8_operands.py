@@ -21,9 +21,8 @@ from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundof
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CONTEXT = Context()

@@ -31,8 +31,9 @@ from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.roles.sparse.problem import SparseCall
+from mla_conformance.trials.graph import cut, observed, prepared_call
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial, cut, observed, prepared_call
+from mla_conformance.trials.trial import Context, Trial
 
 _SECONDS = 300
 _BESIDE = {Side.END: "behind the end of", Side.BEGINNING: "before the beginning of"}

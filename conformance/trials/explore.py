@@ -13,9 +13,8 @@ from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
-from mla_conformance.trials.judge_one import OnStarted, judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, OnStarted, judge_one
 from mla_conformance.vocabulary.arrays import SPACES, grid_cases
 from mla_conformance.vocabulary.capabilities import listed
 

@@ -14,10 +14,11 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST
+from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.trials.trial import Trial, cut, observed, prepared_call, tensors
+from mla_conformance.trials.trial import Trial
 
 _WARM_CALLS = 2
 _PARTS = ("attention", "index")  # what metadata of a sparse layer consist of
@@ -259,3 +260,27 @@ def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[An
 
 def _result(values: Sequence[Any], index: int) -> Any:
     return values[index]
+
+
+def prepared_call(backend: Any, problem: Problem) -> Any:
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    problem.calls[0].prepare(backend)
+    return problem.calls[0].invoke(backend, None)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    found = value if isinstance(value, tuple | list) else (value,)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def cut(value: Any, rows: slice) -> Any:
+    """These rows of an output [T, N, V], and of an LSE [N, T] if there is one; anything else as it is."""
+    parts = tensors(value)
+    if isinstance(value, torch.Tensor):
+        return value[rows]
+    whole = isinstance(value, tuple | list) and parts and len(parts) == len(value)
+    return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
+
+
+def observed(problem: Problem, value: Any, miswritten: str = "") -> Observation:
+    return Observation((Returned(value, call=problem.calls[0], miswritten=miswritten),), None, ())
