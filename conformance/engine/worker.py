@@ -34,7 +34,7 @@ from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
-from mla_conformance.judging.judged_rows import memory_need
+from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits

@@ -19,7 +19,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.bases import CapturablePrefill
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
-from mla_conformance.judging.judged_rows import Reach, needed_bytes
+from mla_conformance.judging.golden import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, judged
 from mla_conformance.trials.subject import Subject

@@ -21,7 +21,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import TaskOutcome, Tasks
-from mla_conformance.judging.judged_rows import memory_need, needed_bytes
+from mla_conformance.judging.golden import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials import trial as judging

@@ -16,7 +16,7 @@ from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.cli import main
 from mla_conformance.commands import listing
-from mla_conformance.judging.judged_rows import memory_need
+from mla_conformance.judging.golden import memory_need
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts
 

@@ -14,7 +14,7 @@ from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, Step
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.judged_rows import memory_need
+from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.verdict import Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -19,7 +19,7 @@ from mla_conformance.backends.metadata import chunked_context_metadata, prefill_
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import call_once
-from mla_conformance.judging.judged_rows import Reach, rows_before
+from mla_conformance.judging.golden import Reach, rows_before
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall, Problem

@@ -26,7 +26,7 @@ from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.driving.driver import IN_PROCESS, Executor, run_calls
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.files.places import file_digest, place_of
-from mla_conformance.judging.judged_rows import needed_bytes
+from mla_conformance.judging.golden import needed_bytes
 from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES

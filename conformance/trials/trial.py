@@ -22,8 +22,7 @@ from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, parts_of, run_calls, why_not_plain
-from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import MOST_OPERATIONS, memory_need
+from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem

@@ -9,8 +9,8 @@ import torch
 from mla_conformance.backends import declaration, roles, topk
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import judged_rows, steps, verdict
-from mla_conformance.judging.golden import Golden
+from mla_conformance.judging import steps, verdict
+from mla_conformance.judging.golden import Golden, choose_rows
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.reference.index_scores import WindowScores, window_scores
@@ -110,7 +110,7 @@ class GoldenWindows(Golden):
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
-    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
+    (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
