@@ -27,8 +27,7 @@ from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.reach import heat_of, with_reach
-from mla_conformance.driving import remote
-from mla_conformance.driving.driver import Executor
+from mla_conformance.driving import driver, remote
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
@@ -153,7 +152,7 @@ class Worker:
     device: torch.device
     memory: int | None  # bytes that it may allocate; None without a limit
     send: Send
-    executor: Executor
+    executor: driver.Executor
     context: Context = field(default_factory=Context)
     _held_to: int | None = None
     _last: str = ""

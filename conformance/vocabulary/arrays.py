@@ -16,12 +16,11 @@ from itertools import chain, combinations, islice, product
 from typing import Any
 
 from mla_conformance.backends.roles import ROLES, Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.covering import Pair, Pairs, cover, filled
 from mla_conformance.cases.dimensions import residues
-from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import Preference, Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 
@@ -245,7 +244,7 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
             q, decodes = [drafted] * many + longer[many:], {"decodes": many}
         else:
             q, decodes = longer[: len(q) - many] + [drafted] * many, {"decodes": many}
-    lengths: dict[str, Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.call != Call.NEW_TOKENS else ()}
+    lengths: dict[str, grammar.Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.call != Call.NEW_TOKENS else ()}
     tokens = case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")  # to a multiple of 8, as builders have them
     room = {"workspace": -(-tokens // 8) * 8} if case.call in _PLANNED else {}
     return {**lengths, **decodes, **room}
