@@ -133,6 +133,11 @@ NOTHING = -2  # the position of what is no token of the row
 
 
 class SelectionSteps(Steps):
+    """Each number names a token that its row sees, once, and none better is left out.
+
+    An indexer knows each score up to its budget: it may leave out a better token if the two could have changed places.
+    """
+
     def _selection(
         self, name: str, numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor
     ) -> Iterator[Verdict | None]:

@@ -1,6 +1,7 @@
 """CUDA graphs as engines use them, batches replayed in the buffers of a captured one; and calls on several streams.
 
 On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
+Calls are made here without the driver's synchronisation.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,9 @@
-"""The covering arrays of the spaces: which cases hold every pair of classes, as ``ci/arrays.py`` found them. No torch.
+"""Which cases hold every pair of classes of a space, as ``ci/arrays.py`` found them; what is drawn by hash. No torch.
 
-They are kept, since finding them takes longer than judging some of them.
+The arrays are kept, since finding them takes longer than judging some of them. Among what they are found with are dense
+batches, of tens of requests whose lengths and query tokens are their own, and long requests, with one head and small
+head dims where they can, so that a CPU judges lengths and rows that engines use. The dispatch grid of a role has a tiny
+case for each cell by which kernels choose among their instances.
 """
 
 import hashlib
