@@ -304,9 +304,9 @@ class Run:
             missing, backend = self._missing[facts.reference], parse_reference(facts.reference)
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
                 if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
-                    lacking = Verdict(Status.UNSUPPORTED, missing[case.role])
-                    record = Record.begun(backend, case, self.request.salt).with_verdict(lacking, 0.0)
-                    self._write(journal.Judgement(record))
+                    begun, lacking = Record.begun(backend, case, self.request.salt), missing[case.role]
+                    lacks = begun.with_verdict(Verdict(Status.UNSUPPORTED, lacking), 0.0)
+                    self._write(journal.Judgement(lacks))
         tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}

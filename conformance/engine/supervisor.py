@@ -228,10 +228,11 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                drawn = isinstance(given, messages.Explore)
-                case = array_of(given.capabilities[0])[0] if drawn else Case.parse(given.case)
-                record = Record.begun(parse_reference(given.reference), case)
-                record = record.with_fields(capability=EXPLORED) if drawn else record
+                if isinstance(given, messages.Explore):
+                    case, fields = array_of(given.capabilities[0])[0], {"capability": EXPLORED}
+                else:
+                    case, fields = Case.parse(given.case), {}
+                record = Record.begun(parse_reference(given.reference), case).with_fields(**fields)
                 record = record.with_verdict(died(status, f", before the case began, {_MOST_STARTS} times"), 0.0)
         if record or isinstance(given, messages.Unrecorded):
             yield TaskOutcome(given, messages.TaskReply(record), place.why(status), tuple(place.history))
