@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,10 @@ class RunRequest:
     bitwise: bool = False  # whether each backend is asked, too, when its bits are the same
     accuracy: bool = False  # whether it is measured how its errors are spread
     speed: bool = False  # whether those that are right are timed
+    is_usual: bool = False  # whether no backend was named, of which those that cannot run here were not asked for
+    arrays: tuple[str, ...] = ()  # capabilities whose covering arrays are judged whole, to which cases are fitted
+    triples: bool = False  # whether they are fitted for triples of classes as well
+    surely_cpu: bool = False  # whether it is known without torch that no GPU is used
 
     @staticmethod
     def of(
@@ -86,22 +90,14 @@ class RunRequest:
                     f"two backends named '{each.name}': {other.reference} and {each.reference}; "
                     "judge them in two runs, or rename a class"
                 )
-        return RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
-
-    @cached_property
-    def is_usual(self) -> bool:
-        """Whether no backend was named, of which those that cannot run here were not asked for."""
-        return set(self.backends) in (set(references.usual_backends()), set(references.known_backends()))
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Capabilities whose covering arrays are judged whole, to which cases are fitted."""
-        return () if self.cases or self.tier is Tier.SMOKE else self.drawn
-
-    @cached_property
-    def surely_cpu(self) -> bool:
-        """Whether it is known without torch that no GPU is used."""
-        return self.device == "cpu" or not may_have_gpu()
+        found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
+        return replace(
+            found,
+            is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
+            arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
+            triples=found.tier is Tier.NIGHTLY,
+            surely_cpu=device == "cpu" or not may_have_gpu(),
+        )
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         if capability not in self.capabilities:

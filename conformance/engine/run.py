@@ -133,7 +133,7 @@ class Run:
     def describe(self) -> None:
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        asked = self.request.arrays, self.request.tier is Tier.NIGHTLY, self._pool.examples
+        asked = self.request.arrays, self.request.triples, self._pool.examples
         for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names]), WHOLE):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
