@@ -33,9 +33,8 @@ from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
 from mla_conformance.report.differences import differing  # noqa: E402
-from mla_conformance.trials.judge_one import judge_one  # noqa: E402
 from mla_conformance.trials.subject import Subject  # noqa: E402
-from mla_conformance.trials.trial import Context  # noqa: E402
+from mla_conformance.trials.trial import Context, judge_one  # noqa: E402
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier  # noqa: E402
 
 Row = dict[str, Any]

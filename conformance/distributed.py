@@ -26,9 +26,8 @@ from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
 from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _PASSED, _FAILED, _USAGE, _NOTHING = range(4)

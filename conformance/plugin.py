@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from mla_conformance.api import last_word
-from mla_conformance.api.own_tests import OwnTests, is_alone
+from mla_conformance.api import last_word, own_tests
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
@@ -105,7 +104,7 @@ def _is_watched(config: pytest.Config) -> bool:
     option = config.known_args_namespace
     here = not (getattr(option, "numprocesses", None) or getattr(option, "tx", None) or option.collectonly)
     begun = "torch" in sys.modules or threading.active_count() > 1 or not last_word.is_main_program()
-    return sys.platform == "linux" and here and not (begun or option.help or option.version or is_alone())
+    return sys.platform == "linux" and here and not (begun or option.help or option.version or own_tests.is_alone())
 
 
 class _LastWord:
@@ -129,7 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
-    config.pluginmanager.register(OwnTests(config))
+    config.pluginmanager.register(own_tests.OwnTests(config))
     if config.option.help:
         return
     if _selects_any(config, by_keyword=False):

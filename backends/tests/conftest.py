@@ -24,9 +24,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 
 LATENT = 512
 CONTEXT = Context()

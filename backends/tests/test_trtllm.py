@@ -18,9 +18,8 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 MODULE = "tensorrt_llm._torch.attention_backend.trtllm"

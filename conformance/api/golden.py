@@ -9,7 +9,7 @@ import torch
 from mla_conformance.api import own_forms, own_tensors
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.judging import golden, judged_rows
+from mla_conformance.judging import golden
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.problems.calls import Problem
 from mla_conformance.reference import error_budget
@@ -125,7 +125,7 @@ def _result(make: Callable[..., Problem], *, declaration: Declaration, **inputs:
     problem, numbers = make(**inputs), tolerance()
     (call,) = problem.attention
     operands, rounding = call.operands(), declaration.rounding_of(problem.dtype)
-    state = golden.golden_state(problem, judged_rows.JudgedRows(problem.query_start_loc), operands)
+    state = golden.golden_state(problem, golden.JudgedRows(problem.query_start_loc), operands)
     keys, dequantised = max(call.key_lens), operands.dequantised
     allowed = roundoffs(problem.output_dtype, rounding, numbers, keys=keys, dequantised=dequantised)
     element = error_budget.element_budget(state, allowed) * numbers.element_limit

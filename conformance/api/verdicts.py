@@ -26,9 +26,8 @@ from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Sta
 from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.report import terminal
 from mla_conformance.report.causes import advice, symptom
-from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.trials.trial import Context, Trial, judged_trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _STRICTEST = Declaration()

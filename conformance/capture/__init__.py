@@ -20,7 +20,7 @@ import torch
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
-from mla_conformance.vocabulary.case_files import place_of, write_case
+from mla_conformance.vocabulary.capabilities import place_of, write_case
 
 VARIABLE, LIMIT = "MLA_CONFORMANCE_CAPTURE", 1000
 _PREPARE = "prepare_metadata"

@@ -30,7 +30,7 @@ from mla_conformance.report.json_report import load_report, to_text
 from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say
-from mla_conformance.vocabulary.case_files import read_cases
+from mla_conformance.vocabulary.capabilities import read_cases
 
 
 def certify(options: argparse.Namespace) -> int:

@@ -29,9 +29,8 @@ from mla_conformance.report.ci_views import Issue, issue_text, issues_of
 from mla_conformance.report.json_report import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
-from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judged_trial
 
 
 def export(options: argparse.Namespace) -> int:

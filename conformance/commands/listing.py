@@ -3,12 +3,16 @@
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from mla_conformance.backends.references import known_backends, unknown
-from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.covering import Pair, Pairs, Triples
 from mla_conformance.cases.fitting import MOST_TRIPLES
+from mla_conformance.cases.space import ClassOf
+from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.commands.parser import commands_of
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import passing_run
@@ -18,10 +22,8 @@ from mla_conformance.models.config import StoredModel, find_model, model_names, 
 from mla_conformance.models.profile import Deployment, ModelProfile, cases_of
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
-from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
-from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
 
 _NO_GPU = "they need a GPU, and a package"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
@@ -31,6 +33,7 @@ _EXPLAINED = (
     "that this names: mla-conformance models NAME"
 )
 _VALUES = " " * 19  # before the column in which facts stand
+_WIDTH = 80  # of what is listed of pairs
 
 
 def list_backends(options: argparse.Namespace) -> int:
@@ -97,16 +100,16 @@ def _list_declared(reference: str, device: str | None) -> int:
         region = region_of(subject, space, triples=True)
         claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
         said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
-        lines = tiers.wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
+        lines = wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
         if triples := region.triples:
             left = triples.claimed - triples.held - triples.vain
             said = (
                 f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; "
                 f"no row found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
             )
-            lines += tiers.wrapped(said, 2)
+            lines += wrapped(said, 2)
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
-            lines += tiers.wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
+            lines += wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
         say(*lines)
     return 0
 
@@ -197,3 +200,47 @@ def print_completion(options: argparse.Namespace) -> int:
                 action.choices = known.get(action.dest, action.choices)
     put(shtab.complete(options.parser, options.shell))
     return 0
+
+
+def tier_lines() -> Iterator[str]:
+    for tier in Tier:
+        further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
+        yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
+    for space in SPACES.values():
+        rows = {case: tuple(space.rows((case,))) for case in listed(space)}
+        held = Pairs(space, chain.from_iterable(rows.values()))  # the full tier holds every pair that is possible
+        smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
+        light = [case for case in rows if work_of(case) <= CPU_WORK]
+        in_smoke, in_light = (
+            len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, light)
+        )
+        pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
+        yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
+        # Those that are possible two by two; the nightly tier holds more of what a backend declares.
+        left = Triples(held)
+        possible = len(left)
+        for row in chain.from_iterable(rows.values()):
+            left.drop(row)
+        yield f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
+
+
+def excluded_lines() -> Iterator[str]:
+    """Of each role, the pairs of classes that no case can hold, by the rule that excludes them."""
+    for space in SPACES.values():
+        by_reason: dict[str, list[Pair]] = {}
+        excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
+        for pair in excluded:
+            by_reason.setdefault(space.reason(pair), []).append(pair)
+        yield f"{space.role}: {len(excluded)} pairs excluded"
+        for reason, pairs in by_reason.items():
+            yield from wrapped(f"{reason}: {len(pairs)} pairs", 2)
+            partners: dict[ClassOf, list[ClassOf]] = {}
+            for first, second in pairs:
+                partners.setdefault(first, []).append(second)
+            for value, others in partners.items():
+                yield from wrapped(f"{'='.join(value)} with {', '.join(map('='.join, others))}", 4)
+
+
+def wrapped(text: str, indent: int) -> list[str]:
+    first, further = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)

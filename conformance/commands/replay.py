@@ -24,7 +24,7 @@ from mla_conformance.judging.traits import Repeated
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import from_here
 from mla_conformance.report.terminal import say, say_wrapped
-from mla_conformance.vocabulary.case_files import read_case, write_case
+from mla_conformance.vocabulary.capabilities import read_case, write_case
 
 _T = TypeVar("_T")
 PROBABILITY = 0.95  # with which a race is said to be found

@@ -14,9 +14,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
 from mla_conformance.judging.record import Record
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
 _MOST_WORKERS = 16  # each takes some hundred megabytes, and a core

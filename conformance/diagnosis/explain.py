@@ -34,9 +34,8 @@ from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.problems.memory import out_of_memory
-from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.trials.trial import Context, Trial, judged_trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
 ALIKE = 0.99

@@ -133,22 +133,32 @@ def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
             yield f"{title}.{name} was replaced"
 
 
-def _set_modes(read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any], old: Any) -> None:
-    while read():
-        pop()
-    for _, mode in old:
-        push(mode)
+def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any]) -> Setting:
+    """Modes each with its number, since only the mode itself is the same, whatever it says that it equals."""
+
+    def restore(old: list[Any]) -> None:
+        while read():
+            pop()
+        for _, mode in old:
+            push(mode)
+
+    def tell(name: str, *values: list[Any]) -> str:
+        were, are = ([type(mode).__name__ for _, mode in modes] for modes in values)
+        return f"{name} from {were} to {are}"
+
+    return Setting(name, lambda: [(id(mode), mode) for mode in read()], restore, tell)
 
 
-def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
-    were, are = ([type(mode).__name__ for _, mode in modes] for modes in (old, now))
-    return f"{name} from {were} to {are}"
+def _autocast(device: str) -> Setting:
+    def restore(old: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(device, old[0])
+        torch.set_autocast_dtype(device, old[1])
+        torch.clear_autocast_cache()
 
+    def read() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
-def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
-    torch.set_autocast_enabled(device, old[0])
-    torch.set_autocast_dtype(device, old[1])
-    torch.clear_autocast_cache()
+    return Setting(f"autocast on {device}", read, restore)
 
 
 def _set_inference(enabled: bool) -> None:
@@ -156,10 +166,13 @@ def _set_inference(enabled: bool) -> None:
     _held[-1].__enter__()
 
 
-def _attribute(owner: Any, name: str) -> Any:
-    """Of a precision ``none`` chooses nothing, which computes as ``ieee`` does."""
-    value = getattr(owner, name)
-    return value.replace("none", "ieee") if isinstance(value, str) else value
+def _attribute(name: str, owner: Any, attribute: str) -> Setting:
+    def read() -> Any:
+        """Of a precision ``none`` chooses nothing, which computes as ``ieee`` does."""
+        value = getattr(owner, attribute)
+        return value.replace("none", "ieee") if isinstance(value, str) else value
+
+    return Setting(name, read, partial(setattr, owner, attribute))
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -259,46 +272,24 @@ SETTINGS: tuple[Setting, ...] = (
         torch.get_default_device,
         lambda old: torch.set_default_device(None if old.type == "cpu" else old),
     ),
-    *(  # each with its number, since only the mode itself is the same, whatever it says that it equals
-        Setting(
-            name,
-            partial(lambda read: [(id(mode), mode) for mode in read()], read),
-            partial(_set_modes, read, pop, push),
-            _tell_modes,
-        )
-        for name, read, pop, push in (
-            ("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
-            ("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
-        )
-    ),
+    _modes("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+    _modes("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
     Setting("inference mode", torch.is_inference_mode_enabled, _set_inference),
     Setting("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting("anomaly mode", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     Setting("seed", torch.initial_seed, torch.manual_seed),
-    *(
-        Setting(
-            f"autocast on {device}",
-            partial(lambda each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)), device),
-            partial(_set_autocast, device),
-        )
-        for device in ("cpu", "cuda")
-    ),
+    *map(_autocast, ("cpu", "cuda")),
     Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *(
-        Setting(name, partial(_attribute, owner, attribute), partial(setattr, owner, attribute))
-        for name, owner, attribute in (
-            ("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
-            ("float32 precision of everything", torch.backends, "fp32_precision"),
-            ("float32 precision of CUDA's matmul", _MATMUL, "fp32_precision"),
-            ("float32 precision of oneDNN's matmul", torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
-            ("reduced fp16 sums", _MATMUL, "allow_fp16_reduced_precision_reduction"),
-            ("reduced bf16 sums", _MATMUL, "allow_bf16_reduced_precision_reduction"),
-            ("fp16 sums", _MATMUL, "allow_fp16_accumulation"),
-        )
-    ),
+    _attribute("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
+    _attribute("float32 precision of everything", torch.backends, "fp32_precision"),
+    _attribute("float32 precision of CUDA's matmul", _MATMUL, "fp32_precision"),
+    _attribute("float32 precision of oneDNN's matmul", torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute("reduced fp16 sums", _MATMUL, "allow_fp16_reduced_precision_reduction"),
+    _attribute("reduced bf16 sums", _MATMUL, "allow_bf16_reduced_precision_reduction"),
+    _attribute("fp16 sums", _MATMUL, "allow_fp16_accumulation"),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("number of threads between operations", torch.get_num_interop_threads),
     *(

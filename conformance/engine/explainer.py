@@ -21,9 +21,8 @@ import torch
 
 from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis import UNEXPLAINED
+from mla_conformance.diagnosis import UNEXPLAINED, reach
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
-from mla_conformance.diagnosis.reach import Behaviour
 from mla_conformance.engine.keeper import end_of_process, start_module
 from mla_conformance.engine.machine import cause_of
 from mla_conformance.engine.messages import decode, read_line, tell
@@ -160,7 +159,7 @@ def main(connection: socket.socket) -> None:
     def failure_of(asked: _Asked) -> Failure:
         device = torch.device(asked.device)
         numbers = torch.load(asked.numbers, map_location=device, weights_only=True)
-        observed = Behaviour(asked.observed, tuple(Measured(*each) for each in numbers))
+        observed = reach.Behaviour(asked.observed, tuple(Measured(*each) for each in numbers))
         context = contexts.setdefault(asked.salt, Context(asked.salt))
         return Failure(asked.record, observed, device, context, nearby, again)
 

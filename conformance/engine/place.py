@@ -33,8 +33,12 @@ _IN_COMPILER = re.compile(
     rb"cutlass/base_dsl|tilelang/jit|tvm_ffi/cpp)[/.]"
 )
 """In the stacks of a process that compiles without a program of its own."""
-DIED = "the process died during this case"
 HUNG = "no verdict within the time that a case may take; the process was ended"
+
+
+def died(status: int, when: str = "") -> Verdict:
+    what = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
+    return Verdict(what, f"the process died during this case{when}: {how(status)}")
 
 
 class RunError(RuntimeError):
@@ -205,8 +209,7 @@ class WorkerSlot:
             compiling = self._programs & _COMPILERS or any(map(_IN_COMPILER.search, self._stacks))
             cut = Verdict(Status.UNAVAILABLE, COMPILING) if compiling else Verdict(Status.TIMEOUT, HUNG, detail=detail)
             return self._started.with_verdict(cut, self.timeout)
-        died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
-        return self._started.with_verdict(Verdict(died, f"{DIED}: {how(status)}"), 0.0)
+        return self._started.with_verdict(died(status), 0.0)
 
     def expire(self) -> None:
         if not self._asked and self.task is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
@@ -28,15 +29,7 @@ from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDL
 from mla_conformance.engine.messages import Describe, Examine, Explore, Found, Judge, Step, TakeTimes, Told, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
-from mla_conformance.engine.tasks import (
-    ENOUGH,
-    TaskOutcome,
-    Tasks,
-    alike,
-    call_of,
-    judged_on_gpu,
-    rounds_of,
-)
+from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.files.whole import InputError
@@ -308,13 +301,12 @@ class Run:
 
     def first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         for facts in self.available:  # of a role that a backend lacks no process need be asked
-            missing = self._missing[facts.reference]
+            missing, backend = self._missing[facts.reference], parse_reference(facts.reference)
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
                 if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
-                    about = facts.name, facts.reference, case.capability, case.id, Status.UNSUPPORTED
-                    lacking = Record(*about, salt=self.request.salt, role=case.role.file)
-                    lacking = lacking.with_verdict(Verdict(Status.UNSUPPORTED, missing[case.role]), 0.0)
-                    self._write(journal.Judgement(lacking))
+                    begun, lacking = Record.begun(backend, case, self.request.salt), missing[case.role]
+                    lacks = begun.with_verdict(Verdict(Status.UNSUPPORTED, lacking), 0.0)
+                    self._write(journal.Judgement(lacks))
         tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}

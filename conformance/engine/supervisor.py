@@ -15,12 +15,11 @@ from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.keeper import begun
-from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
+from mla_conformance.engine.place import BoundedLog, RunError, WorkerSlot, died
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 CPU_TIMEOUT = 300.0
@@ -229,13 +228,12 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                case, capability = given.case, given.case.partition(":")[0]
                 if isinstance(given, messages.Explore):
-                    case, capability = array_of(given.capabilities[0])[0].id, EXPLORED
-                about = parse_reference(given.reference).name, given.reference, capability, case
-                died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
-                message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"
-                record = Record(*about, died, message=message)
+                    case, fields = array_of(given.capabilities[0])[0], {"capability": EXPLORED}
+                else:
+                    case, fields = Case.parse(given.case), {}
+                record = Record.begun(parse_reference(given.reference), case).with_fields(**fields)
+                record = record.with_verdict(died(status, f", before the case began, {_MOST_STARTS} times"), 0.0)
         if record or isinstance(given, messages.Unrecorded):
             yield TaskOutcome(given, messages.TaskReply(record), place.why(status), tuple(place.history))
             return

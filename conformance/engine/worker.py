@@ -27,14 +27,13 @@ from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.reach import heat_of, with_reach
-from mla_conformance.driving import remote
-from mla_conformance.driving.driver import Executor
+from mla_conformance.driving import driver, remote
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
-from mla_conformance.judging.judged_rows import memory_need
+from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
@@ -42,10 +41,9 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
-from mla_conformance.trials import explore, judge_one, role_file
-from mla_conformance.trials.facts import describe, trace_all, unavailable
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
+from mla_conformance.trials import explore, role_file
+from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
+from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, judge_one, judged_trial, load_procedures
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
 
@@ -65,7 +63,7 @@ def load_all(setup: messages.Setup) -> None:
     tolerance()
     for role in ("", *ROLES):
         lists_of(role)
-    judge_one.load_all()
+    load_procedures()
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
@@ -154,7 +152,7 @@ class Worker:
     device: torch.device
     memory: int | None  # bytes that it may allocate; None without a limit
     send: Send
-    executor: Executor
+    executor: driver.Executor
     context: Context = field(default_factory=Context)
     _held_to: int | None = None
     _last: str = ""
@@ -244,9 +242,9 @@ class Worker:
         for reference, before in task.before:
             earlier = self._subject(reference)
             if before:  # without a case it is imported, which is all
-                judge_one.judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
+                judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
-        trial, record = judge_one.judged_trial(subject, case, self.context, partial(self._starts, subject))
+        trial, record = judged_trial(subject, case, self.context, partial(self._starts, subject))
         is_told = record.status is Status.FAIL and not self.executor.lost(self.device)
         if is_told:
             record = with_reach(trial, record)
@@ -288,9 +286,8 @@ class Worker:
         return messages.TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
-        about = subject.backend.name, subject.backend.reference, capability or case.capability, case.id
-        record = Record(*about, Status.HARNESS_ERROR, salt=self.context.salt, role=case.role.file)
-        self.send(Told(Step.STARTED, record))
+        record = Record.begun(subject.backend, case, self.context.salt)
+        self.send(Told(Step.STARTED, record.with_fields(capability=capability or case.capability)))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""

@@ -19,9 +19,8 @@ from mla_conformance.report.html import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.problem import PrefillCall
-from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Observed
+from mla_conformance.trials.trial import Context, Observed, judged_trial
 
 _CACHES = ("auto", "fp8")
 

@@ -23,7 +23,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.table import DEFINITIONS
-from mla_conformance.trials.facts import describe
+from mla_conformance.trials.subject import describe
 from mla_conformance.version import __version__
 
 MOST_LINES = 120  # beside those that load a kernel of the user's own, and stand in for the interface that it imports

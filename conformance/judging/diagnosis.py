@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.golden import JudgedRows
 from mla_conformance.problems.operands import segments
 
 

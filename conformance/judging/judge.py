@@ -9,8 +9,7 @@ import torch
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis
 from mla_conformance.judging.diagnosis import Position, extent, worst_position
-from mla_conformance.judging.golden import Budget, GoldenAttention, operands_of, visible_to, with_shared
-from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.golden import Budget, GoldenAttention, JudgedRows, operands_of, visible_to, with_shared
 from mla_conformance.judging.steps import Form, Measured, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import ZERO, Check, Verdict, failed

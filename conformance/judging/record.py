@@ -4,14 +4,18 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, field
 from msgspec.structs import replace
 
 from mla_conformance.backends.foreign import LINE, cut
+from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import CLAUSES, COMPARED, FAILED, Status, Verdict
+
+if TYPE_CHECKING:
+    from mla_conformance.backends.references import BackendReference
 
 EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
@@ -88,6 +92,12 @@ class Record(Said, frozen=True):
     sampled: dict[str, int] = field(default_factory=dict)
     salt: str = ""  # what the inputs were drawn with beside the case; empty for none
     role: str = ""  # what defines the case's role, as PATH@sha256:DIGEST; empty of one of this project
+
+    @staticmethod
+    def begun(backend: "BackendReference", case: Case, salt: str = "") -> "Record":
+        """What is known of a case while it has no verdict."""
+        about = backend.name, backend.reference, case.capability, case.id
+        return Record(*about, Status.HARNESS_ERROR, salt=salt, role=case.role.file)
 
     @property
     def key(self) -> str:

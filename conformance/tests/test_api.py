@@ -30,9 +30,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns
 from mla_conformance.roles.indexer.problem import GoldenScores
 from mla_conformance.tests.own_functions import as_function, decode_with, lightest
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 CPU = torch.device("cpu")

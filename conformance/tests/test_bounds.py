@@ -24,8 +24,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
 from mla_conformance.tests.reports import unexplained
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
 
 CASE = Case.parse("lse:dims=small;heads=2;q=[3]")
 LOUD = """

@@ -21,7 +21,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import write_case
 
 PLUGIN = """
 from dataclasses import replace

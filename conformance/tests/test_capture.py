@@ -18,7 +18,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.case_files import place_of, read_case, read_cases, write_case
+from mla_conformance.vocabulary.capabilities import place_of, read_case, read_cases, write_case
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]

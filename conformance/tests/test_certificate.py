@@ -36,8 +36,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.explore import region_of
-from mla_conformance.trials.facts import describe
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -22,8 +22,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability, write_case
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))

@@ -202,8 +202,8 @@ from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.cli import main
 from mla_conformance.reference import chunking, dimensions
-from mla_conformance.vocabulary import tiers
-tiers.SPACES = {{name: tiers.SPACES[name] for name in ["prepare_combinations"]}}  # the others' lines are alike
+from mla_conformance.commands import listing
+listing.SPACES = {{name: listing.SPACES[name] for name in ["prepare_combinations"]}}  # the others' lines are alike
 assert [parse_reference(each.name) for each in known_variants()] == known_variants()
 assert MLAPrefillBackendEnum["FLASH_ATTN"].get_path().endswith("FlashAttnPrefillBackend")
 for command in {commands}:

@@ -20,7 +20,7 @@ from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.tests.reports import unexplained, write_run
 from mla_conformance.trials import trial as kept
 from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import write_case
 
 FIRST, SECOND, THIRD = CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5)]
 

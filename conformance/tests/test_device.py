@@ -19,12 +19,11 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.bases import CapturablePrefill
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
-from mla_conformance.judging.judged_rows import Reach, needed_bytes
+from mla_conformance.judging.golden import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, judged
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"

@@ -29,7 +29,7 @@ from mla_conformance.diagnosis.explain import (
 )
 from mla_conformance.diagnosis.reach import Behaviour, likeness, of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
-from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.golden import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Check
 from mla_conformance.report.causes import causes, symptom

@@ -26,10 +26,9 @@ from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import backend_lines
-from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.trials.trial import Context, judged_trial
+from mla_conformance.vocabulary.capabilities import write_case
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no such files")

@@ -27,7 +27,7 @@ from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import write_case
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -14,16 +14,15 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging import judged_rows
-from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging import golden
+from mla_conformance.judging.golden import choose_rows
 from mla_conformance.judging.record import detection
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CONTEXT = Context()
@@ -161,9 +160,9 @@ LARGE_CASES = [
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every problem is too large to be judged whole."""
-    monkeypatch.setattr(judged_rows, "FULL_OPERATIONS", {"cpu": 0.0})
-    monkeypatch.setattr(judged_rows, "TELLING_ROWS", 40)
-    monkeypatch.setattr(judged_rows, "DRAWN_ROWS", 60)
+    monkeypatch.setattr(golden, "FULL_OPERATIONS", {"cpu": 0.0})
+    monkeypatch.setattr(golden, "TELLING_ROWS", 40)
+    monkeypatch.setattr(golden, "DRAWN_ROWS", 60)
 
 
 @pytest.mark.usefixtures("few")

@@ -20,8 +20,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
 from mla_conformance.tests.drawn import CONTEXT, subject_of
-from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, judged_trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))

@@ -27,10 +27,8 @@ from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.nursery import UNEXPLAINED
-from mla_conformance.trials.facts import describe
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.trial import Context, judge_one
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_mla"
 CPU, CASE = torch.device("cpu"), Case.parse("decode:call=decode;dims=small;heads=2;q=[1,1];kv=[9,40];page=16")

@@ -17,7 +17,7 @@ from mla_conformance.problems.operands import REGIMES, Regime
 from mla_conformance.report.outcome import capability_lines
 from mla_conformance.tests import drawn
 from mla_conformance.tests.drawn import CONTEXT, little_work, subject_of
-from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.trial import judge_one
 
 PLAIN = "new_tokens:dims=small;heads=3;q=[5,9];lse=0"
 WITH_LSE = "lse:dims=small;heads=3;q=[5,9]"

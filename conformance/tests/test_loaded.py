@@ -18,7 +18,7 @@ from mla_conformance.engine.worker import Worker
 from mla_conformance.files.places import file_digest
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
-from mla_conformance.trials import facts
+from mla_conformance.trials import subject
 
 LOADS = """
 import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, threading, time, zipfile
@@ -173,7 +173,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         call()
         return ("seen",)
 
-    monkeypatch.setattr(facts, "kernels_of", kernels_of)
+    monkeypatch.setattr(subject, "kernels_of", kernels_of)
     cases = {
         "refusals": "refusals:q=[9];dtype=fp64;heads=2",
         "lse": "lse:dims=small;heads=2;q=[5,9]",
@@ -187,7 +187,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
     def raises(*_: object) -> tuple[str, ...]:
         raise RuntimeError("the profiler is in use")
 
-    monkeypatch.setattr(facts, "kernels_of", raises)
+    monkeypatch.setattr(subject, "kernels_of", raises)
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
     assert answer.found.traced == Traced() and answer.leaves
 
@@ -195,5 +195,5 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_the_kernels_of_a_call() -> None:
     a = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
-    names = facts.kernels_of(lambda: a @ a, a.device)
+    names = subject.kernels_of(lambda: a @ a, a.device)
     assert names and Traced({"product": names}).distinct

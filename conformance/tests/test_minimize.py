@@ -23,10 +23,9 @@ from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.reports import unexplained, write_run
-from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.case_files import read_case, write_case
+from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.vocabulary.capabilities import read_case, write_case
 
 Capture = pytest.CaptureFixture[str]
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)

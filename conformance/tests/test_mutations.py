@@ -37,8 +37,7 @@ from mla_conformance.report.json_report import load_report, report_json, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import LINE
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
-from mla_conformance.vocabulary.case_files import write_case
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
 
 EACH = 6
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:4]]

@@ -17,8 +17,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
-from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.trials.trial import PROCEDURES, judged_trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 SMALL = "call=decode;dims=small;heads=2;q=[1,1];kv=[130,40]"

@@ -15,8 +15,8 @@ from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Spa
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.cli import main
-from mla_conformance.judging.judged_rows import memory_need
-from mla_conformance.vocabulary import tiers
+from mla_conformance.commands import listing
+from mla_conformance.judging.golden import memory_need
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts
 
@@ -89,7 +89,7 @@ def test_excluded_pairs_are_listed_by_reason(
 ) -> None:
     """Of one role: the others' pairs, which the lists are held to above, would be found a second time."""
     space = SPACES["decode_combinations"]
-    monkeypatch.setattr(tiers, "SPACES", {space.capability: space})
+    monkeypatch.setattr(listing, "SPACES", {space.capability: space})
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["capabilities", "--excluded"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -247,8 +247,7 @@ def main(told: Sequence[str]) -> None:
     from mla_conformance.cases.case import Case
     from mla_conformance.driving.driver import run_calls
     from mla_conformance.roles.table import build_problem
-    from mla_conformance.trials.facts import describe
-    from mla_conformance.trials.subject import Subject
+    from mla_conformance.trials.subject import Subject, describe
 
     reference, device, path, most, *ids = told
     with Path(path).open("ab", buffering=0) as file:

@@ -19,7 +19,7 @@ from mla_conformance.backends.metadata import chunked_context_metadata, prefill_
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import call_once
-from mla_conformance.judging.judged_rows import Reach, rows_before
+from mla_conformance.judging.golden import Reach, rows_before
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall, Problem
@@ -31,8 +31,9 @@ from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.roles.sparse.problem import SparseCall
+from mla_conformance.trials.graph import cut, observed, prepared_call
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial, cut, observed, prepared_call
+from mla_conformance.trials.trial import Context, Trial
 
 _SECONDS = 300
 _BESIDE = {Side.END: "behind the end of", Side.BEGINNING: "before the beginning of"}
@@ -93,10 +94,8 @@ def _named_apart(trial: Trial, side: Side) -> str:
 
 
 _ALIGNMENT = 64
-_CACHES = ("kv_cache", "k", "extra_kv_cache")
-"""Arguments of calls that read paged caches."""
-_SCALE_BYTES = 4
-"""Offsets of a scale count numbers of so many bytes beside codes of one."""
+_CACHES = ("kv_cache", "k", "extra_kv_cache")  # arguments of calls that read paged caches
+_SCALE_BYTES = 4  # offsets of a scale count numbers of so many bytes beside codes of one
 
 
 def far(trial: Trial) -> None:

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 
+from mla_conformance.cases import covering, fitting, work
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
-from mla_conformance.trials.judge_one import OnStarted, judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.trials.trial import Context, OnStarted, judge_one
+from mla_conformance.vocabulary.arrays import SPACES, grid_cases
 from mla_conformance.vocabulary.capabilities import listed
-from mla_conformance.vocabulary.dense import grid_cases
 
 _ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
@@ -26,28 +22,28 @@ _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which i
 _Cause = tuple[str, str]  # the call and the check that fails
 
 
-def region_of(subject: Subject, space: Space, triples: bool = False, salt: str = "") -> Region:
+def region_of(subject: Subject, space: Space, triples: bool = False, salt: str = "") -> fitting.Region:
     """The part of a space that a backend declares, and cases fitted to it, if asked for ``triples`` of classes as well.
 
     Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
     """
-    cases, most = listed(space), CPU_WORK if subject.device.type == "cpu" else LARGE_CPU_WORK
+    cases, most = listed(space), work.CPU_WORK if subject.device.type == "cpu" else work.LARGE_CPU_WORK
     supported = list(compress(cases, _supported(subject, cases)))
     if not supported:
-        return Region(space, [])
-    region = fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
+        return fitting.Region(space, [])
+    region = fitting.fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
     listed_or_fitted = {*cases, *region.cases}
     further = [case for case in grid_cases(space, region.classes) if case not in listed_or_fitted]
     region.cases += compress(further, _supported(subject, further) if further else ())
     return region
 
 
-def reachable(space: Space, most: float) -> Pairs:
+def reachable(space: Space, most: float) -> covering.Pairs:
     """The pairs that listed cases of no more than so much work hold.
 
     On a GPU heavier ones take half of a run once they are fitted to a kernel, and finding them half a minute.
     """
-    return Pairs(space, space.rows(case for case in listed(space) if work_of(case) <= most))
+    return covering.Pairs(space, space.rows(case for case in listed(space) if work.work_of(case) <= most))
 
 
 def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
@@ -124,7 +120,7 @@ class _CaseFails(Exception):
 @dataclass
 class _Exploration:
     subject: Subject
-    region: Region
+    region: fitting.Region
     context: Context
     started: OnStarted
     judged: Callable[[], None]

@@ -1,6 +1,7 @@
 """CUDA graphs as engines use them, batches replayed in the buffers of a captured one; and calls on several streams.
 
 On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
+Calls are made here without the driver's synchronisation.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +15,12 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST
+from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.trials.session import small_batches
-from mla_conformance.trials.trial import Trial, cut, observed, prepared_call, tensors
+from mla_conformance.trials.trial import Trial
 
 _WARM_CALLS = 2
 _PARTS = ("attention", "index")  # what metadata of a sparse layer consist of
@@ -170,8 +172,7 @@ def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Ca
     return replace(case, q=case.q[: len(lengths)], kv=tuple(lengths), pad=padding, seed=case.seed + seed)
 
 
-_Captured = tuple[Callable[[], Any], Any]
-"""(replay, what the captured call returned); the replay returns it again."""
+_Captured = tuple[Callable[[], Any], Any]  # (replay, what the captured call returned); the replay returns it again
 
 
 def capture(backend: Any, call: KernelCall) -> _Captured:
@@ -209,8 +210,7 @@ def captured(device: torch.device, call: Callable[[], Any]) -> _Captured:
     return replay, value
 
 
-_SPIN_CYCLES = 20_000_000
-"""About 10 ms of a GPU: longer than any launch and any copy of a case."""
+_SPIN_CYCLES = 20_000_000  # about 10 ms of a GPU: longer than any launch and any copy of a case
 _POISON_BYTE = 0xFF
 _ROUNDS = 5
 _spin: Any = torch.cuda._sleep
@@ -271,3 +271,27 @@ def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[An
 
 def _result(values: Sequence[Any], index: int) -> Any:
     return values[index]
+
+
+def prepared_call(backend: Any, problem: Problem) -> Any:
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    problem.calls[0].prepare(backend)
+    return problem.calls[0].invoke(backend, None)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    found = value if isinstance(value, tuple | list) else (value,)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def cut(value: Any, rows: slice) -> Any:
+    """These rows of an output [T, N, V], and of an LSE [N, T] if there is one; anything else as it is."""
+    parts = tensors(value)
+    if isinstance(value, torch.Tensor):
+        return value[rows]
+    whole = isinstance(value, tuple | list) and parts and len(parts) == len(value)
+    return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
+
+
+def observed(problem: Problem, value: Any, miswritten: str = "") -> Observation:
+    return Observation((Returned(value, call=problem.calls[0], miswritten=miswritten),), None, ())

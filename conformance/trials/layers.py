@@ -15,8 +15,8 @@ from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.trials.graph import captured
-from mla_conformance.trials.trial import Trial, observed
+from mla_conformance.trials.graph import captured, observed
+from mla_conformance.trials.trial import Trial
 
 _OTHER_LAYERS = 2
 _OPERANDS = ("query", "kv_c", "k_pe")

@@ -1,27 +1,32 @@
 """What is done with a backend to decide a capability: the procedures that the table's entries name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from itertools import cycle
 from typing import Any, NoReturn
 
 import torch
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
-from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, states_of
+from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, parts_of, states_of, why_not_plain
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.calls import Problem
+from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
+from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.decode.problem import DecodeCall
+from mla_conformance.roles.indexer.problem import IndexerCall
+from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
-_ENDS_AND_A_PAIR = 4
-"""Requests of a batch that has two of them between its first and its last."""
+_ENDS_AND_A_PAIR = 4  # requests of a batch that has two of them between its first and its last
 
 
 def conforms(trial: Trial) -> None:
@@ -220,21 +225,85 @@ def must_refuse(trial: Trial, declared: str) -> None:
     fail(Check.UNSAFE_REFUSAL, "it ran and returned a wrong result")
 
 
-_HERE = (
-    *(conforms, determinism, batch_invariance, request_order, causal_prefix, split_invariance, merge_states),
-    *(v_linearity, no_side_effects, selection_order, selection_padding, selection_rows, refuses_or_conforms),
-)
-PROCEDURES: dict[str, str] = {
-    **dict.fromkeys((procedure.__name__ for procedure in _HERE), "procedures"),
-    **dict.fromkeys(("session", "many_batches"), "session"),
-    **dict.fromkeys(("cache_write", "weight_absorption", "prefill_decode_agreement", "layer_graph"), "layers"),
-    **dict.fromkeys(("graph", "sparse_layer_graph", "streams"), "graph"),
-    **dict.fromkeys(("neighbours", "neighbour_keys"), "neighbours"),
-    **dict.fromkeys(("memory_bounds", "far"), "bounds"),
-}
-"""Procedures by the names that entries of the vocabulary give them, and the modules of this room that hold them."""
+_SPOILED = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
+"""What spoiled values are, in turn; codes, which know no infinity, are never numbers."""
 
 
-def procedure_of(name: str) -> Callable[[Trial], object]:
-    found: Callable[[Trial], object] = getattr(import_module(f"{__package__}.{PROCEDURES[name]}"), name)
-    return found
+def neighbours(trial: Trial) -> None:
+
+    def spoil(call: KernelCall, request: int, kind: str) -> None:
+        for tensor in call.query_operands():
+            _spoil_rows(tensor, call.query_start_loc, request, kind)
+
+    _each_spoiled(trial, "queries", spoil)
+
+
+def neighbour_keys(trial: Trial) -> None:
+    _each_spoiled(trial, "keys and values", spoil_keys)
+
+
+def _each_spoiled(trial: Trial, what: str, spoil: Callable[[KernelCall, int, str], None]) -> None:
+    first = trial.conforms(step="as given")
+    clean = [[part.clone() for part in parts_of(returned.value)] for returned in first.returned]
+    problem, expectation = trial.problem, trial.context.expect(trial.problem)
+    for (request, rows), kind in zip(enumerate(segments(problem.query_start_loc)), cycle(_SPOILED), strict=False):
+        spoiled = trial.build(trial.case)
+        for call in spoiled.calls:
+            spoil(call, request, kind)
+        seen = trial.run(trial.backend, spoiled)
+        # The rows of the spoiled request itself are not judged: those of the clean run stand in their place.
+        returned = tuple(
+            replace(part, value=_patched(part.value, parts, rows, part.call.token_dims, part.out))
+            for part, parts in zip(seen.returned, clean, strict=False)
+        )
+        merged = seen.merged
+        if merged is not None and first.merged is not None:
+            merged = _patched(merged, first.merged, rows, KernelCall.token_dims)
+        step = f"beside request {request}, whose {what} hold {_SPOILED[kind]}"
+        trial.judged(problem, expectation, replace(seen, returned=returned, merged=merged), step)
+
+
+def spoil_keys(call: KernelCall, request: int, kind: str) -> None:
+    """Every key and value of a request: of a decode its entries of the cache."""
+    if isinstance(call, PrefillCall):
+        for tensor in (call.k, call.v):
+            _spoil_rows(tensor, call.key_start_loc, request, kind)
+    elif isinstance(call, DecodeCall):
+        cache, page = call.kv_cache, call.kv_cache.shape[1]
+        tokens = torch.arange(int(call.metadata.seq_lens_cpu[request]), device=cache.device)
+        blocks = call.metadata.block_table[request].long()[tokens // page]
+        entries = poison((len(tokens), cache.shape[2]), cache.dtype, cache.device, kind)
+        # As bytes, since float8 cannot be indexed everywhere.
+        cache.view(torch.uint8)[blocks, tokens % page] = entries.view(torch.uint8)
+    elif isinstance(call, SparseCall | IndexerCall):
+        if isinstance(call, SparseCall):
+            stored, layout = call.stored, call.case.cache
+        elif call.case.is_paged:
+            stored, layout = call.given["k"], call.case.cache
+        else:
+            stored, layout = call.given["k"].unsqueeze(1), "auto"
+        slots = call.slots[list(segments(call.key_start_loc))[request]].to(stored.device)
+        write_entries(stored, poison((len(slots), stored.shape[-1]), stored.dtype, stored.device, kind), slots, layout)
+    else:
+        raise TypeError(f"expected a call whose keys are handed over, got a {type(call).__name__}")
+
+
+def _spoil_rows(tensor: torch.Tensor, starts: Sequence[int], request: int, kind: str) -> None:
+    rows = tensor[list(segments(starts))[request]]
+    rows.copy_(poison(rows.shape, rows.dtype, rows.device, kind))
+
+
+def _patched(
+    value: Any, clean: Sequence[torch.Tensor], rows: slice, dims: Sequence[int], out: Guarded | None = None
+) -> Any:
+    """The parts of a result, which count tokens in ``dims``, with the rows of ``clean``; anything else as it is."""
+    parts = parts_of(value)
+    if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
+        return value
+    # What lies in the output tensor that was handed in must stay there.
+    given = out and out.storage.untyped_storage().data_ptr()
+    patched = [part if part.untyped_storage().data_ptr() == given else part.clone() for part in parts]
+    for mine, theirs, dim in zip(patched, clean, dims, strict=False):
+        count = rows.stop - rows.start
+        mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
+    return tuple(patched) if len(patched) > 1 else patched[0]

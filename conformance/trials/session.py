@@ -32,12 +32,9 @@ from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
 from mla_conformance.trials.trial import Trial, returned_bytes
 
-_BATCHES = 14
-"""Between the first call and the first again: a kernel may remember a dozen."""
-_MANY_BATCHES = 132
-"""A kernel may also remember 128, or number what it has met in seven bits."""
-_REQUESTS = (1, 2, 3, 5, 2, 4)
-"""Of those, in turn."""
+_BATCHES = 14  # between the first call and the first again: a kernel may remember a dozen
+_MANY_BATCHES = 132  # a kernel may also remember 128, or number what it has met in seven bits
+_REQUESTS = (1, 2, 3, 5, 2, 4)  # of those, in turn
 _STEPS = 3
 _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
 

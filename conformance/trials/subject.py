@@ -1,24 +1,36 @@
-"""The backend under test: its class in each role, its declarations, what it and its device support."""
+"""The backend under test: its class in each role, what it and its device support, and what is told of it."""
 
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
+from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
-from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
-from mla_conformance.driving.driver import IN_PROCESS, Executor
-from mla_conformance.judging.judged_rows import needed_bytes
+from mla_conformance.driving.driver import IN_PROCESS, Executor, run_calls
+from mla_conformance.driving.loaded import loaded_libraries
+from mla_conformance.files.places import file_digest, place_of
+from mla_conformance.judging.golden import needed_bytes
+from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
@@ -137,3 +149,88 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if declared.value >= needed.value:
         return []
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
+
+
+_LONGEST = 240  # characters of a kernel's name that are kept: templates of CUTLASS run to thousands
+_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
+
+
+def describe(subject: Subject) -> BackendFacts:
+    """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
+    try:
+        reference, reasons = subject.backend.reference, tuple(subject.unavailable)
+        declared = [] if reasons else list(subject.declarations.values())
+        versions = {}
+        for name in dict.fromkeys(chain.from_iterable(each.distributions for each in declared)):
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                versions[name] = "not installed as a distribution"
+        # What tells that a backend is still the same: its file, or its distributions' versions.
+        fingerprint = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"
+        if (location := reference.rpartition(":")[0]).endswith(".py"):
+            fingerprint = "file " + hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]
+        elif reference.startswith(hub.HUB):
+            fingerprint = "hub " + hub.digest(reference)[:12]
+        elif reasons:
+            fingerprint = "unavailable"
+        if reasons:
+            return BackendFacts(subject.backend.name, reference, reasons, fingerprint=fingerprint)
+        kernels = {role: each for role, each in subject.declarations.items() if role != Role.LAYER}
+        rounding: dict[str, str] = {}  # classes by name; those of a role beside prefill say so
+        for role, each in (kernels or subject.declarations).items():
+            prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
+            for operands, classes in (("", each.rounding), ("e4m3 operands: ", each.e4m3_rounding)):
+                named = {} if classes is None else vars(classes)
+                rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
+        deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared))
+        return BackendFacts(
+            subject.backend.name,
+            reference,
+            versions=versions,
+            emulated=any(each.emulated for each in declared),
+            deviations=tuple((each.library, each.adapter) for each in deviations),
+            rounding=rounding,
+            fingerprint=fingerprint,
+        )
+    except BackendReferenceError as error:
+        return unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
+    except BaseException as error:
+        return unavailable(subject, f"could not be described: {one_line(error)}")
+
+
+def unavailable(subject: Subject, reason: str) -> BackendFacts:
+    return BackendFacts(subject.backend.name, subject.backend.reference, (reason,), fingerprint="unavailable")
+
+
+def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels that a GPU ran meanwhile, in alphabetical order."""
+    # What stands before it in torch.profiler imports Torch's compiler, which takes five seconds.
+    with profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True) as found:
+        call()
+        torch.cuda.synchronize(device)
+    names = {event.key[:_LONGEST] for event in found.key_averages()}
+    return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
+
+
+def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
+    """What a backend's calls of cases that it passed run, by capability, and the libraries that it loaded."""
+    before, kernels, libraries = loaded_libraries(), dict[str, tuple[str, ...]](), dict[str, str]()
+    with suppress(Exception):
+        _ = subject.unavailable
+    for capability, text in cases.items():
+        with suppress(Exception):
+            case = Case.parse(text)
+            problem, backend = build_problem(case, subject.device), subject.create(case)
+            run_calls(backend, problem)  # which plans and compiles
+
+            def calls(backend: Any = backend, problem: Any = problem) -> None:  # the driver does more around them
+                for call in problem.calls:
+                    call.prepare(backend)
+                    call.invoke(backend, call.output_buffer())
+
+            kernels = {capability: kernels_of(calls, subject.device), **kernels}
+    with suppress(Exception):
+        loaded = sorted(loaded_libraries() - before)
+        libraries = {place_of(Path(path), subject.backend.file): file_digest(Path(path)) for path in loaded}
+    return Traced(kernels, libraries)

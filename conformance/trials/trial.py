@@ -1,27 +1,40 @@
-"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation.
+"""A trial: one subject on one case, as the procedures see it; judging it is one function with one result, the record.
 
 Inputs and golden results are made once for all backends of a case; each trial gets a copy of the inputs, so that
 nothing that is kept is handed to a backend.
 """
 
+import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
+from math import inf
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.foreign import AnswerError
+from mla_conformance.backends.foreign import AnswerError, cut, one_line
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Observation, Returned, parts_of, run_calls, why_not_plain
-from mla_conformance.judging.golden import Golden
+from mla_conformance.driving.driver import Observation, parts_of, run_calls, why_not_plain
+from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import Original, storage_bytes
-from mla_conformance.roles.table import build_problem, golden_of, judge
+from mla_conformance.problems.memory import (
+    Original,
+    free_memory,
+    out_of_memory,
+    storage_bytes,
+    wait_for_memory,
+    whole_memory,
+)
+from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
 
@@ -231,25 +244,100 @@ def results(observation: Observation) -> list[torch.Tensor]:
     return list(parts_of(observation.returned[0].value))
 
 
-def prepared_call(backend: Any, problem: Problem) -> Any:
-    """Make the problem's only call; what the backend returns, possibly still being computed."""
-    problem.calls[0].prepare(backend)
-    return problem.calls[0].invoke(backend, None)
+MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
+
+OnStarted = Callable[[Case], None]  # told of a case when its backend's time begins
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    found = value if isinstance(value, tuple | list) else (value,)
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+PROCEDURES = {
+    procedure: module
+    for module, procedures in {
+        "procedures": "conforms determinism batch_invariance request_order causal_prefix split_invariance merge_states "
+        "v_linearity no_side_effects selection_order selection_padding selection_rows refuses_or_conforms "
+        "neighbours neighbour_keys",
+        "session": "session many_batches",
+        "layers": "cache_write weight_absorption prefill_decode_agreement layer_graph",
+        "graph": "graph sparse_layer_graph streams",
+        "bounds": "memory_bounds far",
+    }.items()
+    for procedure in procedures.split()
+}
+"""Procedures by the names that entries of the vocabulary give them, and the modules of this room that hold them."""
 
 
-def cut(value: Any, rows: slice) -> Any:
-    """These rows of an output [T, N, V], and of an LSE [N, T] if there is one; anything else as it is."""
-    parts = tensors(value)
-    if isinstance(value, torch.Tensor):
-        return value[rows]
-    whole = isinstance(value, tuple | list) and parts and len(parts) == len(value)
-    return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
+def procedure_of(name: str) -> Callable[[Trial], object]:
+    found: Callable[[Trial], object] = getattr(import_module(f"{__package__}.{PROCEDURES[name]}"), name)
+    return found
 
 
-def observed(problem: Problem, value: Any, miswritten: str = "") -> Observation:
-    return Observation((Returned(value, call=problem.calls[0], miswritten=miswritten),), None, ())
+def load_procedures() -> None:
+    """Have every role and procedure in memory, which are otherwise imported when a case first needs them."""
+    for role in ROLES:
+        _ = DEFINITIONS[role]
+    for name in PROCEDURES:
+        procedure_of(name)
+
+
+def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
+    return judged_trial(subject, case, context, started)[1]
+
+
+def judged_trial(
+    subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None
+) -> tuple[Trial, Record]:
+    """The trial of a case, whose last observation can be explained, and its record.
+
+    ``started`` is told of the case before anything of the backend is asked, and again after waiting for memory.
+    """
+    subject.executor.begin()
+    trial, began, kind = Trial(subject, case, context), time.perf_counter(), subject.device.type
+    try:
+        started(case)
+        trial.require_support()
+        work, most = case.operations(), MOST_OPERATIONS.get(kind, inf)
+        if work > most:
+            what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
+            trial.settle(Verdict(Status.UNAVAILABLE, what))
+        if kind == "cuda":
+            _require_memory(trial)
+            started(case)
+        procedure_of(find_capability(case.capability).procedure)(trial)
+        verdict = trial.verdict
+    except Nonconformance as outcome:
+        verdict = outcome.verdict
+    except Exception as error:
+        if out_of_memory(error):
+            verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
+        else:
+            verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
+    if verdict.status is Status.UNAVAILABLE:
+        # What a backend says that it lacked does not decide whether a case takes more than this machine has.
+        too_long = case.operations() > MOST_OPERATIONS.get(kind, inf)
+        too_large = too_long or memory_need(case, kind) > whole_memory(subject.device)
+        verdict = replace(verdict, too_large=too_large)
+    seconds, evidence = round(time.perf_counter() - began, 4), dict[str, str]()
+    if "backend" in vars(trial):
+        told = subject.executor.query(partial(_evidence_of, trial.backend), dict[str, str])
+        evidence = {"kernel_evidence": f"raised {told.error}"} if told.error else told.value
+    record = Record.begun(subject.backend, case, context.salt).with_fields(evidence=evidence)
+    return trial, record.with_verdict(verdict, seconds)
+
+
+def _require_memory(trial: Trial) -> None:
+    """Unavailable where a case does not fit a GPU, after a wait if others hold its memory."""
+    device = trial.subject.device
+    need, whole = memory_need(trial.case, device.type), whole_memory(device)
+    lacking = f"out of memory: may need {need / 2**20:.0f} MiB,"
+    if need > whole:
+        trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} this device has {whole / 2**20:.0f} MiB"))
+    if free_memory(device) < need:
+        trial.context.forget()
+        trial.subject.executor.make_room()
+    if (free := wait_for_memory(device, need, MEMORY_PATIENCE)) < need:
+        found = f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
+        trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} {found}"))
+
+
+def _evidence_of(instance: Any) -> dict[str, str]:
+    tell = getattr(instance, "kernel_evidence", dict)
+    return {cut(str(name)): cut(str(value)) for name, value in tell().items()}

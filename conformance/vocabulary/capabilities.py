@@ -2,19 +2,22 @@
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
 
 from mla_conformance.cases import covering, grammar
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
-from mla_conformance.files.whole import InputError
+from mla_conformance.files.whole import InputError, decode, read_text, write_whole
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _OF_A_CASE = 5e7  # work that goes with any case, however small
@@ -191,3 +194,40 @@ def find_capability(name: str) -> Capability:
     if name not in CAPABILITIES:
         raise CapabilityError(f"unknown capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
     return CAPABILITIES[name]
+
+
+class _CaseFile(msgspec.Struct):
+    case: dict[str, bool | int | str | tuple[int, ...]]
+    id: str
+
+
+def read_case(path: Path) -> Case:
+    file = decode(read_text(path), _CaseFile, str(path))
+    try:
+        case = Case.from_json(file.case)
+        find_capability(case.capability)
+    except (CaseError, CapabilityError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if file.id != case.id:
+        raise InputError(f"{path}: expected id {case.id!r} as the fields give it, got {file.id!r}")
+    return case
+
+
+def read_cases(folder: Path) -> tuple[Case, ...]:
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    cases = {case.id: case for case in map(read_case, sorted(folder.glob("*.json")))}
+    if not cases:
+        raise InputError(f"{folder}: no case file (*.json)")
+    return tuple(cases.values())
+
+
+def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None) -> None:
+    """Write a case into a file of its own, with its folder; what else is ``observed`` is for people, not read back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"id": case.id, "case": case.to_json(), **({"observed": observed} if observed else {})}
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def place_of(case: Case, folder: Path) -> Path:
+    return folder / f"{case.capability}-{case.digest}.json"

@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import golden, judged_rows, steps, verdict
+from mla_conformance.judging import golden, steps, verdict
 from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
@@ -194,7 +194,7 @@ class CacheBatch(LatentBatch[CacheCase]):
 
 def golden_bytes(problem: Problem) -> golden.Golden:
     """Every row is judged; what is expected stands in the problem's own images."""
-    return golden.Golden(judged_rows.JudgedRows(problem.query_start_loc))
+    return golden.Golden(golden.JudgedRows(problem.query_start_loc))
 
 
 class CacheJudge(steps.Steps):

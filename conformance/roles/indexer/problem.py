@@ -9,10 +9,8 @@ import torch
 from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
-from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
+from mla_conformance.judging.golden import Golden, JudgedRows, choose_rows
+from mla_conformance.judging.steps import NOTHING, Form, Measured, SelectionSteps, selected, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems import cached_batch, operands

@@ -10,8 +10,8 @@ from mla_conformance.backends import prepare as interface
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging import diagnosis, judged_rows, steps, tolerance, verdict
-from mla_conformance.judging.golden import Golden
+from mla_conformance.judging import diagnosis, steps, tolerance, verdict
+from mla_conformance.judging.golden import Golden, choose_rows
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference import prepare_index as reference
@@ -96,7 +96,7 @@ class GoldenPrepared(Golden):
 
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:
-    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
+    (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]

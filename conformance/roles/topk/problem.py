@@ -9,8 +9,8 @@ import torch
 from mla_conformance.backends import declaration, roles, topk
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import judged_rows, selection, steps, verdict
-from mla_conformance.judging.golden import Golden
+from mla_conformance.judging import steps, verdict
+from mla_conformance.judging.golden import Golden, choose_rows
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.reference.index_scores import WindowScores, window_scores
@@ -110,7 +110,7 @@ class GoldenWindows(Golden):
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
-    (call,), rows = problem.calls, judged_rows.choose_rows(problem)
+    (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
@@ -165,7 +165,7 @@ class PoolTokens:
         return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
 
 
-class TopKJudge(selection.SelectionSteps):
+class TopKJudge(steps.SelectionSteps):
     expectation: GoldenWindows
     case: TopKCase
 
@@ -173,7 +173,7 @@ class TopKJudge(selection.SelectionSteps):
         """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
             scores = self.expectation.scores
-            yield selection.selected(self._positions(numbers), scores, scores.magnitude)
+            yield steps.selected(self._positions(numbers), scores, scores.magnitude)
 
     def _expected_form(self, returned: Returned) -> steps.Form:
         return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
@@ -198,7 +198,7 @@ class TopKJudge(selection.SelectionSteps):
         if self.case.pool > 1:
             return self._tokens(numbers).positions(self.case.topk // self.case.pool)
         relative = numbers if self.declaration.selection.relative else numbers - self.expectation.starts.unsqueeze(1)
-        return relative.where(relative >= 0, selection.NOTHING).where(numbers != NO_KEY, NO_KEY)
+        return relative.where(relative >= 0, steps.NOTHING).where(numbers != NO_KEY, NO_KEY)
 
     def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
         return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
