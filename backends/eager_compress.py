@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, eager, eager_prepare
+from mla_conformance.backends import compress, eager_prepare, online_softmax
 from mla_conformance.backends.operands import takes
 
 
-class EagerCompressBackend(eager.Eager, compress.MLACompressBackend):
+class EagerCompressBackend(online_softmax.Eager, compress.MLACompressBackend):
     """Every convention; the state of a token is its key state, and its scores with what belongs to its place."""
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
-from mla_conformance.backends.eager import Eager
+from mla_conformance.backends.online_softmax import Eager
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends import eager, generations, interface
+from mla_conformance.backends import eager, interface
+from mla_conformance.backends.generations import eager as theirs
+from mla_conformance.backends.generations import earlier
 from mla_conformance.backends.generations.present import planned_runs
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend, load_backend
@@ -74,7 +76,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
         assert all(stop < start or continues for stop, start, continues in joints)
 
 
-class Spy(eager.PresentEagerPrefillBackend):
+class Spy(theirs.PresentEagerPrefillBackend):
     """Keeps what it was called with."""
 
     writes = True
@@ -185,9 +187,9 @@ def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the
         )
         return {"run_prefill_context_chunk": chunk}
 
-    impl = type("Impl", (eager.EagerPrefillImpl,), {"requires_v_padding": True, **padded(eager.EagerPrefillImpl)})
+    impl = type("Impl", (theirs.EagerPrefillImpl,), {"requires_v_padding": True, **padded(theirs.EagerPrefillImpl)})
     earlier_one = type(
-        "Earlier", (eager.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
+        "Earlier", (theirs.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
     )
     for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
@@ -202,7 +204,7 @@ class OwnMetadata(MLACommonPrefillMetadata):
     steps: str = ""
 
 
-class Builder(eager.EarlierEagerPrefillBackend):
+class Builder(theirs.EarlierEagerPrefillBackend):
     """Records what the metadata builder does."""
 
     log: list[str]
@@ -215,7 +217,7 @@ class Builder(eager.EarlierEagerPrefillBackend):
     def create_builder_state(cls, vllm_config: Any, kv_cache_spec: Any, layer_names: Any, device: Any) -> Any:
         cls.log.append("state")
         assert (kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, device) == (1, 40, CPU)
-        return generations.earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
+        return earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
 
     @classmethod
     def post_process_prefill_metadata(
@@ -244,7 +246,7 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    backend = as_backend(type("Only", (eager.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
+    backend = as_backend(type("Only", (theirs.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     assert (
         backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head))
         == []
@@ -285,7 +287,7 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         "supported_mla_dimensions": [TheirDimensions(**vars(SMALL))],
         "supports_quant_output": lambda self, key: key == "their key",
     }
-    for kind in (eager.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
+    for kind in (theirs.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
         backend = as_backend(type("Theirs", (kind,), members))
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)

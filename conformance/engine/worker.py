@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from mla_conformance.backends import loading
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
@@ -66,6 +67,7 @@ def load_all(setup: messages.Setup) -> None:
     for role in ("", *ROLES):
         lists_of(role)
     judge_one.load_all()
+    loading.load_adapters()
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
