@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, eager_prepare, online_softmax
-from mla_conformance.backends.operands import takes
+from mla_conformance.backends import compress, eager_prepare, online_softmax, operands
 
 
 class EagerCompressBackend(online_softmax.Eager, compress.MLACompressBackend):
@@ -14,7 +13,7 @@ class EagerCompressBackend(online_softmax.Eager, compress.MLACompressBackend):
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
-    @takes(compress.MLACompressBackend.run_compress)
+    @operands.takes(compress.MLACompressBackend.run_compress)
     def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
         compress.check_compress_call(self, metadata, x)

@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import declaration, foreign
-from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
+from mla_conformance.backends import declaration, foreign, kernel, registry
 from mla_conformance.backends.references import HUB, BackendReference, BackendReferenceError, hub, plugins
-from mla_conformance.backends.registry import resolve_obj_by_qualname
 from mla_conformance.backends.roles import INDEX_LAYOUTS, ROLES, IndexSpace, Role, role_of
-from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
+from mla_conformance.reference import cache_layout, entry_formats
 from mla_conformance.reference.dimensions import MLADimensions
-from mla_conformance.reference.entry_formats import TILE_SCALES
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
@@ -124,7 +121,7 @@ _ADAPTERS = {
 
 
 def _adapter(interface: str) -> Any:
-    return resolve_obj_by_qualname(f"mla_conformance.backends.{_ADAPTERS[interface]}")
+    return registry.resolve_obj_by_qualname(f"mla_conformance.backends.{_ADAPTERS[interface]}")
 
 
 def load_adapters() -> None:
@@ -158,7 +155,7 @@ def _other_interface(cls: Any) -> str:
     return "part of a sparse layer" if callable(getattr(cls, "set_dsa_prefill_impl", None)) else ""
 
 
-def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:
+def resolve_backend(backend: BackendReference, device_capability: kernel.DeviceCapability | None, role: Role) -> Any:
     """The class that a backend's calls of a role go to on such a device; see :func:`load_role` for what it raises."""
     loaded = load_role(backend, role)
     # A class without ``resolve``, such as vLLM's, serves them itself.
@@ -166,7 +163,7 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
 
 
 def unavailable_reasons(
-    backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
+    backend: BackendReference, device_capability: kernel.DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
     """Why a backend cannot run on this machine, in no role if none is named; empty if it can."""
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
@@ -193,7 +190,7 @@ def unavailable_reasons(
     return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
+def _requirements(loaded: Any, device_capability: kernel.DeviceCapability | None) -> list[str]:
     reasons = []
     if not foreign.yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
         needed, got = getattr(loaded, "needed_capability", ""), device_capability or "none"
@@ -222,10 +219,10 @@ _MAY_BE_EMPTY = ["mla_dimensions", "latent_dims", "heads", "head_dims", "topk", 
 
 def declared_errors(backend: type) -> Iterator[str]:
     """What is wrong with a kernel's lists, one sentence each; nothing of a class that is not built on our interface."""
-    if not issubclass(backend, KernelBackend):
+    if not issubclass(backend, kernel.KernelBackend):
         return
     role = role_of(backend)
-    caches = INDEX_LAYOUTS if role is Role.INDEXER else CACHE_LAYOUTS
+    caches = INDEX_LAYOUTS if role is Role.INDEXER else cache_layout.CACHE_LAYOUTS
     numbers = (_is_positive, "positive numbers")
     dtypes = (lambda each: isinstance(each, torch.dtype), "torch dtypes")
     # Of each list, what an element is, and how that is said.
@@ -234,7 +231,7 @@ def declared_errors(backend: type) -> Iterator[str]:
         "slot_dtypes": dtypes,
         "kv_cache_dtypes": _one_of(caches),
         "extra_kv_cache_dtypes": _one_of(caches),
-        "tile_scales": _one_of(TILE_SCALES),
+        "tile_scales": _one_of(entry_formats.TILE_SCALES),
         "calls": _one_of(_CALLS.get(role, ("decode", "prefill"))),
         "index_spaces": _one_of(tuple(IndexSpace)),
         "heads": numbers,
