@@ -12,14 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends import eager, interface
+from mla_conformance.backends import eager, interface, kernel, references
 from mla_conformance.backends.generations import eager as theirs
-from mla_conformance.backends.generations import earlier
-from mla_conformance.backends.generations.present import planned_runs
-from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS
 
@@ -50,7 +47,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
     chunks = PLANNERS[planner](contexts, workspace_tokens=len(contexts) * 16, page_size=16)
     queries = data.draw(st.lists(st.integers(0, 4), min_size=len(contexts), max_size=len(contexts)))
     starts = list(accumulate(queries, initial=0))
-    plan = planned_runs(metadata(queries, chunks))
+    plan = present.planned_runs(metadata(queries, chunks))
     assert [chunk.index for runs in plan for chunk in runs] == list(range(sum(map(len, plan))))
     for planned, runs in zip(chunks, plan, strict=True):
         assert planner == "equal" or len(runs) == 1
@@ -264,8 +261,8 @@ def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, gener
     body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
     body += "    def get_prefill_impl_cls(): ...\n" if generation == "earlier" else ""
     (tmp_path / "mine.py").write_text(f"{source}class Mine(MLAPrefillBackend):\n{body}")
-    with pytest.raises(BackendReferenceError, match=said):
-        load_backend(parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
+    with pytest.raises(references.BackendReferenceError, match=said):
+        load_backend(references.parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
 
 
 def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
@@ -292,7 +289,7 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)
         config = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
-        assert len(backend.validate_configuration(DeviceCapability(9, 0), config)) == 1
+        assert len(backend.validate_configuration(kernel.DeviceCapability(9, 0), config)) == 1
         instance = backend(**SIZES)
         assert instance.supports_quant_output(None)
         assert instance._target.vllm_config.model_config.hf_text_config.v_head_dim == SMALL.v_head_dim

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.backends import references, registry
+from mla_conformance.backends import kernel, references, registry
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
 from mla_conformance.backends.roles import ROLES, Role
@@ -134,7 +133,7 @@ def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses
 
 def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(monkeypatch: Any) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
-    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0), Role.PREFILL)
+    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), kernel.DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
     mine = type("Mine", (EagerPrefillBackend,), {"missing_dependencies": classmethod(lambda cls: ["install x"])})
     monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(mine)])

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends import loading, references, roles
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
+from mla_conformance.trials import trial
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary import capabilities
 
 MODULE = "tensorrt_llm._torch.attention_backend.trtllm"
-ROLES, CONTEXT = (Role.PREFILL, Role.DECODE), Context()
+ROLES, CONTEXT = (roles.Role.PREFILL, roles.Role.DECODE), trial.Context()
 SIZES = ["kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "predicted_tokens_per_seq"]
 NAMES: dict[str, Any] = {
     "MLAParams": make_dataclass("MLAParams", [(name, int) for name in SIZES], kw_only=True),
@@ -101,7 +99,7 @@ def library(recorded: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Cal
         methods = {name: recorded(f"tensorrt-llm {label}", f"{path}.{name}", told) for name in names.split()}
         installed(MODULE, TrtllmAttentionWrapper=type("TrtllmAttentionWrapper", (), methods), **NAMES)
         for role in ROLES:
-            adapter = load_role(parse_reference(f"TRTLLM[{device}]"), role)
+            adapter = loading.load_role(references.parse_reference(f"TRTLLM[{device}]"), role)
             monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
         return Subject.of(f"TRTLLM[{device}]", torch.device("cpu"))
 
@@ -136,7 +134,7 @@ def test_right_ones_pass(device: str, label: str, library: Any) -> None:
         found = judge_one(subject, Case.parse(case), CONTEXT)
         claimed = device == "sm100" or ":call=decode" not in case
         assert found.status is (Status.PASS if claimed else Status.UNSUPPORTED), f"{case}: {found.message}"
-    assert "kv_cache_dtype fp8 not supported" in subject.unsupported(CAPABILITIES["kv_cache_fp8"].cases[0])
+    assert "kv_cache_dtype fp8 not supported" in subject.unsupported(capabilities.CAPABILITIES["kv_cache_fp8"].cases[0])
 
 
 @pytest.mark.parametrize(
@@ -163,5 +161,5 @@ def test_one_that_scales_otherwise_fails_in_each_capability(device: str, library
 def test_other_versions_say_so(attributes: Any, installed: Any) -> None:
     installed(MODULE, **attributes)
     for role in ROLES:
-        (reason,) = load_role(parse_reference("TRTLLM[sm90]"), role).broken_dependencies()
+        (reason,) = loading.load_role(references.parse_reference("TRTLLM[sm90]"), role).broken_dependencies()
         assert reason.startswith("package tensorrt-llm ") and "called otherwise" in reason

@@ -61,13 +61,13 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 
 def load_all(setup: messages.Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
+    loading.load_adapters()
     if setup.role:
         role_file.take_up(setup.role, setup.array)
     tolerance()
     for role in ("", *ROLES):
         lists_of(role)
     judge_one.load_all()
-    loading.load_adapters()
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
