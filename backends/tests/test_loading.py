@@ -1,6 +1,8 @@
 """Loading: what a user may write for a backend, and the sentence for everything that is not one."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,22 @@ def test_a_name_stands_for_a_class_in_each_role() -> None:
     assert load_role(ragged, Role.DECODE) is None and load_role(eager, Role.DECODE).get_name() == "EAGER"
     with pytest.raises(BackendReferenceError, match=r"'NOPE'; expected one of EAGER, TORCH_SDPA, .*file\.py:Class"):
         parse_reference("NOPE")
+
+
+ALONE = """
+import sys
+from mla_conformance.backends import loading, references, roles
+loading.load_role(references.parse_reference("EAGER"), roles.Role.DECODE)
+print(*sorted(name.removeprefix("mla_conformance.backends.") for name in sys.modules if "backends." in name))
+loading.load_adapters()
+"""
+
+
+def test_a_kernel_is_imported_without_what_other_roles_and_interfaces_need() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=120)
+    found = set(done.stdout.split())
+    assert {"decode", "eager_decode", "online_softmax"} <= found
+    assert not found.intersection(ROLES) - {"decode"} and not [each for each in found if "generations" in each]
 
 
 def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:

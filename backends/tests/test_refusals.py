@@ -117,14 +117,6 @@ def test_operands_that_do_not_fit_are_refused(text: str, kernels: Any, changes: 
             called(kernel, text, **changes)
 
 
-def test_operands_that_fit_are_not() -> None:
-    """Nor are rows behind those that the metadata counts."""
-    kernels = {PREFILL: PREFILLS, DECODE: DECODES, f"{PREFILL};pad=2": PREFILLS[:1]}
-    for text in (*kernels, SPARSE, TOPK, PREPARE):
-        for kernel in kernels.get(text, (EAGER.get(Case.parse(text).role),)):
-            called(kernel, text)
-
-
 def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
     said = "unknown cache layout 'fp7'; expected one of auto, fp8, fp8_ds_mla, fp8_v4"
     for layouts in (("fp7", None), ("auto", None, "fp7")):
