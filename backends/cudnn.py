@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import flashinfer, kernel, library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, writable
-from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 
 CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -84,7 +82,7 @@ CudnnPrefillBackend.also("graph", libraries=(CUDNN,), declaration=_GRAPH)
 
 
 class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
-    libraries = (FLASHINFER, CUDNN)
+    libraries = (flashinfer.FLASHINFER, CUDNN)
     head_dims = ((192, 128), (128, 128))  # that its documentation gives
     declaration = packaged.declared(
         f"flashinfer-python {_FRONTEND}",
@@ -96,8 +94,8 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
     )
 
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
-        entry = FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        entry = flashinfer.FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
+        workspace = torch.empty(flashinfer.WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         queries, keys, longest_query, longest_key = batch.lengths
         starts = {"q": (queries, q), "o": (queries, output), "k": (keys, k), "v": (keys, v)}
         options: dict[str, Any] = {
@@ -136,11 +134,11 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
 
     def taken(self, batch: RaggedBatch, out: Tensor | None) -> RaggedBatch:
         if out is None or self._output_scale is None or out.dtype != torch.float8_e4m3fn:
-            raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only; pass out in e4m3 and output_scale")
+            raise kernel.UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only; pass out in e4m3 and output_scale")
         return batch.without_empty_requests()
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
+        raise kernel.UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
 
 
 def lengths(start_loc: Tensor) -> Tensor:

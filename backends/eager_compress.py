@@ -5,16 +5,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, eager, eager_prepare
-from mla_conformance.backends.operands import takes
+from mla_conformance.backends import compress, eager_prepare, online_softmax, operands
 
 
-class EagerCompressBackend(eager.Eager, compress.MLACompressBackend):
+class EagerCompressBackend(online_softmax.Eager, compress.MLACompressBackend):
     """Every convention; the state of a token is its key state, and its scores with what belongs to its place."""
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
-    @takes(compress.MLACompressBackend.run_compress)
+    @operands.takes(compress.MLACompressBackend.run_compress)
     def run_compress(self, x: Any) -> None:
         metadata = self._compress_metadata
         compress.check_compress_call(self, metadata, x)

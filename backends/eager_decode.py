@@ -6,11 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, decode, eager, tree
+from mla_conformance.backends import cache_dtypes, decode
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.online_softmax import Eager, LatentSoftmax, SoftmaxState
 
 
-class EagerLatentDecode(eager.LatentSoftmax, eager.Eager, decode.LatentDecode):
+class EagerLatentDecode(LatentSoftmax, Eager, decode.LatentDecode):
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
@@ -31,12 +32,12 @@ class EagerLatentDecode(eager.LatentSoftmax, eager.Eager, decode.LatentDecode):
             output[rows], lse[:, rows] = self._finish(state)
         return output.to(ql_nope.dtype), lse
 
-    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> eager.SoftmaxState:
+    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
         self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
-    ) -> eager.SoftmaxState:
+    ) -> SoftmaxState:
         state = self._initial(q, q[..., : self.kv_lora_rank])
         for tile in tiles:
             keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
@@ -73,17 +74,3 @@ class EagerLatentDecode(eager.LatentSoftmax, eager.Eager, decode.LatentDecode):
 
 class EagerDecodeBackend(EagerLatentDecode, decode.MLADecodeBackend):
     run_decode = EagerLatentDecode._run
-
-
-class EagerTreeBackend(EagerLatentDecode, tree.MLATreeBackend):
-    run_tree_decode = EagerLatentDecode._run
-
-    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
-        """[T, tile] mask: all tokens before the query tokens, and of these those that the request's mask names."""
-        mask = self._mask(request, queries)
-        number = torch.arange(tile.start, tile.stop, device=mask.device) - (seq_len - queries)
-        return (number < 0) | mask[:, number.clamp(min=0)]
-
-    def _mask(self, request: int, queries: int) -> Tensor:
-        start = int(self._decode_metadata.tree_mask_start_loc[request])
-        return self._decode_metadata.tree_mask[start : start + queries**2].view(queries, queries)

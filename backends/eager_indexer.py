@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, eager, indexer
+from mla_conformance.backends import cache_dtypes, indexer, online_softmax
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.selected import NO_KEY
@@ -14,7 +14,7 @@ from mla_conformance.reference.selected import NO_KEY
 _ROWS = 256  # rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB
 
 
-class EagerIndexerBackend(eager.Eager, indexer.MLAIndexerBackend):
+class EagerIndexerBackend(online_softmax.Eager, indexer.MLAIndexerBackend):
     token_tile: ClassVar[int] = 512
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(indexer.INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import eager, prepare
+from mla_conformance.backends import online_softmax, prepare
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -17,7 +17,7 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> T
     return torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
 
 
-class EagerPrepareBackend(eager.Eager, prepare.MLAPrepareBackend):
+class EagerPrepareBackend(online_softmax.Eager, prepare.MLAPrepareBackend):
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
+from mla_conformance.backends.online_softmax import Eager, LatentSoftmax, SoftmaxState
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.backends.slots import slots_at

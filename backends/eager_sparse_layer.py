@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse
+from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse, kernel, operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.operands import takes
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -30,7 +28,7 @@ class _OfAnyLength(eager_indexer.EagerIndexerBackend):
         return super()._slots(k, request, positions).where(positions < self._sparse_metadata.seq_lens[request], 0)
 
 
-class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
+class EagerSparseLayerBackend(kernel.NamedKernel, MLASparseLayerBackend):
     """Either layout of both caches, any conventions of the indexer but the Hadamard transform."""
 
     name: ClassVar[str] = "EAGER"
@@ -50,7 +48,7 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         sizes = {name: getattr(config, name) for name in ("num_heads", "scale", "qk_nope_head_dim", "v_head_dim")}
         self._attention = eager_sparse.EagerSparseBackend(**sizes, **entries)
 
-    @takes(MLASparseLayerBackend.run_sparse_layer)
+    @operands.takes(MLASparseLayerBackend.run_sparse_layer)
     def run_sparse_layer(self, x: Any) -> Tensor:
         check_sparse_layer_call(self, self._metadata, x)
         self._attention.prepare_metadata(self._metadata.attention)

@@ -5,16 +5,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import online_softmax, topk
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
-from mla_conformance.backends.eager import Eager
-from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
 LEAST = -(2**40)  # below the key of every logit
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class EagerTopKBackend(Eager, MLATopKBackend):
+class EagerTopKBackend(online_softmax.Eager, topk.MLATopKBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supports_pools: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(
@@ -22,11 +21,11 @@ class EagerTopKBackend(Eager, MLATopKBackend):
     )
 
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        check_topk_call(self, self._topk_metadata, logits, topk_tokens)
+        topk.check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         return self._selected(logits, topk_tokens).int()
 
     def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
-        check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
+        topk.check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
         tokens = self._expanded(self._selected(logits, topk_tokens // pool), pool)
         return (torch.cat((tokens, self._tails(pool)), dim=1) if tail else tokens).int()
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
-from mla_conformance.backends.cache_dtypes import layout_of
+from mla_conformance.backends import cache_dtypes, library_roles, packaged
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
@@ -86,7 +85,7 @@ _KEPT = packaged.declared(
 
 
 def _is_v32(config: Any) -> bool:
-    return config.call == "decode" and layout_of(config.kv_cache_dtype) == _V32
+    return config.call == "decode" and cache_dtypes.layout_of(config.kv_cache_dtype) == _V32
 
 
 class FlashMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import kernel, library_roles, packaged, tree
 from mla_conformance.backends.conversions import (
     RaggedBatch,
     aligned,
@@ -15,8 +15,6 @@ from mla_conformance.backends.conversions import (
     starts_of,
     writable,
 )
-from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.tree import TreeBatch
 
 FLASHINFER = packaged.in_extra("flashinfer", "flashinfer", "flashinfer-python")
 TVM_FFI = packaged.in_extra("flashinfer", "tvm_ffi", "apache-tvm-ffi")
@@ -67,7 +65,7 @@ class FlashInferPrefillBackend(library_roles.RaggedPrefillBackend):
             self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(self._buffer, "NHD", backend=self.variant)
         sizes = (*batch.lengths[:2], self.num_heads, self.num_heads, q.shape[-1])
-        dtypes = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": output_dtype(q.dtype)}
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": kernel.output_dtype(q.dtype)}
         wrapper.plan(*sizes, head_dim_vo=v_columns, causal=batch.causal, sm_scale=self.scale, **dtypes)
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
@@ -115,7 +113,7 @@ class FlashInferTreeBackend(library_roles.PagedTreeBackend):
             yield f"keys of {columns} columns not supported (at most {_WIDTHS[-1]})"
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        metadata, batch = self._decode_metadata, TreeBatch.of(self._decode_metadata, kv_cache.shape[1])
+        metadata, batch = self._decode_metadata, tree.TreeBatch.of(self._decode_metadata, kv_cache.shape[1])
         columns = ql_nope.shape[-1] + q_pe.shape[-1]
         width = next(width for width in _WIDTHS if width >= columns)
         q = pad_head_dim(torch.cat([ql_nope, q_pe], dim=-1), width)

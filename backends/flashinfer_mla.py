@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import decode, library_roles, packaged
 from mla_conformance.backends.conversions import aligned, starts_of
-from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
@@ -65,7 +64,7 @@ class FlashInferMLADecodeBackend(library_roles.PagedDecodeBackend):
         self._planned: tuple[_Form, Any] | None = None
         self._host_scale = 1.0
 
-    def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
+    def prepare_metadata(self, decode_metadata: decode.MLACommonDecodeMetadata) -> None:
         super().prepare_metadata(decode_metadata)
         if self._planned is not None:
             form, _ = self._planned

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 _Answer = TypeVar("_Answer")
 MESSAGE = 4 * 2**10  # bytes that are shown of a message
 LINE = 64 * 2**10  # bytes of the longest line or text; a command to copy may be that long
+HUB = "hub:"  # what references of a hub's kernels begin with
 
 
 class ForeignError(Exception):

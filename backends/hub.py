@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.foreign import BackendReferenceError, cut, one_line
+from mla_conformance.backends.foreign import HUB, BackendReferenceError, cut, one_line
 from mla_conformance.backends.roles import ROLES
 
-HUB = "hub:"
 _KERNELS = Library("kernels", "kernels", "pip install 'mla-conformance[hub]'")
 _REMOTE = re.compile(r"([\w.-]+/[\w.-]+)@(\w[\w./-]*)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -14,11 +14,10 @@ from torch import Tensor
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.roles import INDEX_LAYOUTS, IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
-INDEX_LAYOUTS = ("auto", "fp8_index")  # keys and queries of the model's dtype, or both in e4m3
 Queries = Annotated[Tensor, Form("T, H, D", "codes")]
 Weights = Annotated[Tensor, Form("T, H", torch.float32)]
 Keys = Annotated[Tensor, Form("blocks, page, width", "entries")]

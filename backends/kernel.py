@@ -176,6 +176,11 @@ def expect_one(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
 
+def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Numbers as a tensor."""
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
 class PagedKernel(KernelBackend):
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
 

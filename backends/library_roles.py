@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache, conversions, decode, indexer, interface, packaged, topk, tree
+from mla_conformance.backends import cache, conversions, decode, indexer, interface, operands, packaged, topk, tree
 from mla_conformance.backends.kernel import UnsupportedConfiguration, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
-from mla_conformance.backends.operands import takes
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -32,7 +31,7 @@ class RaggedPrefillBackend(packaged.LibraryKernel, interface.MLAPrefillBackend):
         super().prepare_metadata(prefill_metadata)
         self._plans: dict[int | None, Any] = {}
 
-    @takes(interface.MLAPrefillBackend.run_prefill_new_tokens)
+    @operands.takes(interface.MLAPrefillBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         interface.check_unquantised(self, x.output_scale)
         if x.return_softmax_lse and not self.returns_lse:
@@ -179,17 +178,17 @@ class CacheKernel(packaged.LibraryKernel, cache.MLACacheBackend):
     gather_latent: Any
     gather_index: Any
 
-    @takes(cache.MLACacheBackend.run_write_latent)
+    @operands.takes(cache.MLACacheBackend.run_write_latent)
     def run_write_latent(self, x: Any) -> None:
         if self._is_written("write_latent", x, kv_c=x.kv_c, k_pe=x.k_pe):
             self.write_latent(x)
 
-    @takes(cache.MLACacheBackend.run_write_index)
+    @operands.takes(cache.MLACacheBackend.run_write_index)
     def run_write_index(self, x: Any) -> None:
         if self._is_written("write_index", x, k=x.k):
             self.write_index(x)
 
-    @takes(cache.MLACacheBackend.run_gather_latent)
+    @operands.takes(cache.MLACacheBackend.run_gather_latent)
     def run_gather_latent(self, x: Any) -> None:
         as_stored = x.workspace.dtype == x.kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else x.workspace.dtype
@@ -198,7 +197,7 @@ class CacheKernel(packaged.LibraryKernel, cache.MLACacheBackend):
         cache.check_workspace(self, x.kv_cache, x.workspace)
         self.gather_latent(self._looked_up(x, workspace=x.workspace))
 
-    @takes(cache.MLACacheBackend.run_gather_index)
+    @operands.takes(cache.MLACacheBackend.run_gather_index)
     def run_gather_index(self, x: Any) -> None:
         cache.require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
         cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import cache, declaration, foreign, hub, indexer, sglang_dsa
-from mla_conformance.backends.generations import adapted, earlier, layer_adapter, present, sparse_layer_adapter
-from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
-from mla_conformance.backends.roles import ROLES, IndexSpace, Role, role_of
+from mla_conformance.backends import declaration, foreign, kernel, registry
+from mla_conformance.backends.references import HUB, BackendReference, BackendReferenceError, hub, plugins
+from mla_conformance.backends.roles import INDEX_LAYOUTS, ROLES, IndexSpace, Role, role_of
+from mla_conformance.reference import cache_layout, entry_formats
 from mla_conformance.reference.dimensions import MLADimensions
-from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
@@ -62,8 +60,8 @@ def _load_named(backend: BackendReference) -> Any:
     def load() -> Any:
         if plugin:
             return as_backend(plugin.load())
-        if backend.reference.startswith(hub.HUB):
-            return as_backend(hub.load(backend.reference, import_file))
+        if backend.reference.startswith(HUB):
+            return as_backend(hub().load(backend.reference, import_file))
         module = import_file(Path(location)) if location.endswith(".py") else import_module(location)
         if not hasattr(module, name):
             raise BackendReferenceError(f"'{backend.reference}': no class {name} in {location}")
@@ -111,34 +109,53 @@ def _checked(loaded: Any, reference: str) -> type:
 
 
 _ADAPTED: dict[type, Any] = {}
+_ADAPTERS = {
+    "layer": "generations.layer_adapter.AdaptedLayerBackend",
+    "sparse layer": "generations.sparse_layer_adapter.AdaptedSparseLayer",
+    "earlier prefill": "generations.earlier.EarlierAdapter",
+    "present prefill": "generations.present.PresentAdapter",
+    "prefill": "generations.adapted.AdaptedPrefillBackend",
+    "part of a sparse layer": "sglang_dsa.SGLangDSABackend",
+}
+"""What drives classes of other interfaces as ours: it is imported when such a class comes, or all of it before."""
+
+
+def _adapter(interface: str) -> Any:
+    return registry.resolve_obj_by_qualname(f"mla_conformance.backends.{_ADAPTERS[interface]}")
+
+
+def load_adapters() -> None:
+    """Have them in memory before code of others runs, which may write where they are imported from."""
+    for interface in _ADAPTERS:
+        _adapter(interface)
 
 
 def as_backend(loaded: Any) -> Any:
     """``loaded`` itself if it is no class or fits our interface, else a class that drives it, always the same."""
     if not isinstance(loaded, type):
         return loaded
-    if loaded in _ADAPTED:
-        return _ADAPTED[loaded]
-    cls: Any = loaded
-    # Known by what it has, since a class that was written for a vLLM derives from none of ours.
+    if loaded not in _ADAPTED:
+        interface = _other_interface(loaded)
+        _ADAPTED[loaded] = _adapter(interface).adapt(loaded) if interface else loaded
+    return _ADAPTED[loaded]
+
+
+def _other_interface(cls: Any) -> str:
+    """The one that a class is of, by what it has, since one that was written for a vLLM derives from none of ours."""
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
-    adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and foreign.is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        is_sparse = getattr(cls, "is_sparse", bool)()
-        adapter = sparse_layer_adapter.AdaptedSparseLayer if is_sparse else layer_adapter.AdaptedLayerBackend
-    elif callable(getattr(cls, "get_prefill_impl_cls", None)):
-        adapter = earlier.EarlierAdapter
-    elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
-        adapter = present.PresentAdapter
-    elif callable(chunk) and foreign.is_from_vllm(cls):
-        adapter = adapted.AdaptedPrefillBackend
-    elif callable(getattr(cls, "set_dsa_prefill_impl", None)):
-        adapter = sglang_dsa.SGLangDSABackend
-    return _ADAPTED.setdefault(loaded, adapter.adapt(cls) if adapter else cls)
+        return "sparse layer" if getattr(cls, "is_sparse", bool)() else "layer"
+    if callable(getattr(cls, "get_prefill_impl_cls", None)):
+        return "earlier prefill"
+    if callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
+        return "present prefill"
+    if callable(chunk) and foreign.is_from_vllm(cls):
+        return "prefill"
+    return "part of a sparse layer" if callable(getattr(cls, "set_dsa_prefill_impl", None)) else ""
 
 
-def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:
+def resolve_backend(backend: BackendReference, device_capability: kernel.DeviceCapability | None, role: Role) -> Any:
     """The class that a backend's calls of a role go to on such a device; see :func:`load_role` for what it raises."""
     loaded = load_role(backend, role)
     # A class without ``resolve``, such as vLLM's, serves them itself.
@@ -146,7 +163,7 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
 
 
 def unavailable_reasons(
-    backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
+    backend: BackendReference, device_capability: kernel.DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
     """Why a backend cannot run on this machine, in no role if none is named; empty if it can."""
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
@@ -173,7 +190,7 @@ def unavailable_reasons(
     return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
+def _requirements(loaded: Any, device_capability: kernel.DeviceCapability | None) -> list[str]:
     reasons = []
     if not foreign.yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
         needed, got = getattr(loaded, "needed_capability", ""), device_capability or "none"
@@ -192,18 +209,20 @@ def _import_reason(error: foreign.ForeignError) -> str:
     return str(cause) if isinstance(cause, BackendReferenceError) else str(error)
 
 
-_CALLS = {indexer.MLAIndexerBackend: ("logits", "topk"), cache.MLACacheBackend: cache.CACHE_CALLS}
-_CACHES = ("auto", "fp8", *TILED_FORMATS)
+_CALLS = {
+    Role.INDEXER: ("logits", "topk"),
+    Role.CACHE: tuple(entry.removeprefix("run_") for entry in Role.CACHE.entries),
+}
 _MAY_BE_EMPTY = ["mla_dimensions", "latent_dims", "heads", "head_dims", "topk", "extra_kv_cache_dtypes"]
 """What lists ``supported_...`` mean anything, or nothing further, where they are empty."""
 
 
 def declared_errors(backend: type) -> Iterator[str]:
     """What is wrong with a kernel's lists, one sentence each; nothing of a class that is not built on our interface."""
-    if not issubclass(backend, KernelBackend):
+    if not issubclass(backend, kernel.KernelBackend):
         return
-    caches = indexer.INDEX_LAYOUTS if issubclass(backend, indexer.MLAIndexerBackend) else _CACHES
-    calls = next((names for kind, names in _CALLS.items() if issubclass(backend, kind)), ("decode", "prefill"))
+    role = role_of(backend)
+    caches = INDEX_LAYOUTS if role is Role.INDEXER else cache_layout.CACHE_LAYOUTS
     numbers = (_is_positive, "positive numbers")
     dtypes = (lambda each: isinstance(each, torch.dtype), "torch dtypes")
     # Of each list, what an element is, and how that is said.
@@ -212,8 +231,8 @@ def declared_errors(backend: type) -> Iterator[str]:
         "slot_dtypes": dtypes,
         "kv_cache_dtypes": _one_of(caches),
         "extra_kv_cache_dtypes": _one_of(caches),
-        "tile_scales": _one_of(TILE_SCALES),
-        "calls": _one_of(calls),
+        "tile_scales": _one_of(entry_formats.TILE_SCALES),
+        "calls": _one_of(_CALLS.get(role, ("decode", "prefill"))),
         "index_spaces": _one_of(tuple(IndexSpace)),
         "heads": numbers,
         "head_dims": numbers,

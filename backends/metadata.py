@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.kernel import int32, output_dtype
 from mla_conformance.reference.chunking import ContextChunk
 
 
@@ -32,11 +32,6 @@ class MLACommonPrefillMetadata:
     q_data_type: torch.dtype | None = None  # dtype of the queries
     output_dtype: torch.dtype | None = None  # dtype of the unquantised output
     query_lens_cpu: Tensor | None = None  # [B] int32, on the CPU
-
-
-def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Numbers as a tensor."""
-    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def chunked_context_metadata(

@@ -7,11 +7,12 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
-from mla_conformance.backends import hub
-from mla_conformance.backends.foreign import BackendReferenceError
+from mla_conformance.backends.foreign import HUB, BackendReferenceError
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
@@ -30,8 +31,8 @@ class BackendReference:
 
     @property
     def file(self) -> Path | None:
-        if self.reference.startswith(hub.HUB):
-            return hub.adapter_of(self.reference)
+        if self.reference.startswith(HUB):
+            return hub().adapter_of(self.reference)
         location = self.reference.rpartition(":")[0]
         return Path(location) if location.endswith(".py") else None
 
@@ -39,7 +40,7 @@ class BackendReference:
         """Where its classes stand, found without importing them: names of modules, or the path of its file."""
         location = self.reference.rpartition(":")[0]
         if location:
-            return [str(path) for path in [self.file] if path] if self.reference.startswith(hub.HUB) else [location]
+            return [str(path) for path in [self.file] if path] if self.reference.startswith(HUB) else [location]
         plugin = plugins().get(self.name)
         paths = [member.get_path(self.variant) for member in self.members()]
         return [plugin.module] if plugin else [path.rpartition(".")[0] for path in paths]
@@ -77,8 +78,8 @@ def known_variants() -> list[BackendReference]:
 
 def parse_reference(reference: str) -> BackendReference:
     """The backend that ``reference`` names, without importing it; BackendReferenceError of what leads nowhere."""
-    if reference.startswith(hub.HUB):
-        return BackendReference(*hub.parse(reference))
+    if reference.startswith(HUB):
+        return BackendReference(*hub().parse(reference))
     if ":" not in reference:
         if reference.endswith(".py"):
             classes = _classes(_existing(reference, reference), reference)
@@ -97,14 +98,19 @@ def parse_reference(reference: str) -> BackendReference:
 
 def require_class(reference: str) -> None:
     """Refuse a class whose name does not stand in its file, of which nothing is carried out, unless it makes names."""
-    if reference.startswith(hub.HUB):
-        reference = f"{hub.required_adapter(reference)}:Backend"
+    if reference.startswith(HUB):
+        reference = f"{hub().required_adapter(reference)}:Backend"
     location, _, name = reference.rpartition(":")
     if not location.endswith(".py"):
         return
     source = _existing(location, reference).read_text(encoding="utf-8", errors="replace")
     if not re.search(rf"\b{re.escape(name)}\b", source) and not _MAKES_NAMES.search(source):
         raise BackendReferenceError(f"no class {name} in {location}; {_classes(Path(location), location, name)}")
+
+
+def hub() -> Any:
+    """With what looks for packages, which other references do without."""
+    return import_module("mla_conformance.backends.hub")
 
 
 def _existing(location: str, reference: str) -> Path:

@@ -67,8 +67,8 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     EAGER = (
         "eager.EagerPrefillBackend",
-        "earlier=eager.EarlierEagerPrefillBackend",
-        "present=eager.PresentEagerPrefillBackend",
+        "earlier=generations.eager.EarlierEagerPrefillBackend",
+        "present=generations.eager.PresentEagerPrefillBackend",
     )
     TORCH_SDPA = "torch_sdpa.TorchSDPAPrefillBackend", "efficient=torch_sdpa.TorchEfficientPrefillBackend"
     FLEX_ATTENTION = "flex_attention.FlexAttentionPrefillBackend"
@@ -147,7 +147,7 @@ class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
 
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
-    EAGER = "eager_decode.EagerTreeBackend"
+    EAGER = "eager_tree.EagerTreeBackend"
     TORCH_SDPA_TREE = "torch_sdpa.TorchSDPATreeBackend"
     SGLANG_TRITON_TREE = "sglang_triton.SGLangTritonTreeBackend", "interpreted"
     FLASHINFER_TREE = "flashinfer.FlashInferTreeBackend"

@@ -84,6 +84,9 @@ def role_of(loaded: type) -> Role:
     return next(told, Role.PREFILL)
 
 
+INDEX_LAYOUTS = ("auto", "fp8_index")  # keys and queries of an indexer: of the model's dtype, or both in e4m3
+
+
 class IndexSpace(StrEnum):
     """What the numbers of a list of selected keys count, from 0."""
 

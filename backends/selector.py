@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, get_device_capability
+from mla_conformance.backends import interface, kernel
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
@@ -17,7 +16,7 @@ _BLACKWELL_GLM = (_TRTLLM, _GPU[0], *_BLACKWELL[2:])
 
 
 def priorities(
-    device_capability: DeviceCapability | None, mla_dimensions: MLADimensions
+    device_capability: kernel.DeviceCapability | None, mla_dimensions: MLADimensions
 ) -> tuple[MLAPrefillBackendEnum, ...]:
     """Backends in the order in which they are tried on a device."""
     if device_capability is None:
@@ -28,10 +27,10 @@ def priorities(
 
 
 def select_mla_prefill_backend(
-    device_capability: DeviceCapability | None,
-    selector_config: MLAPrefillSelectorConfig,
+    device_capability: kernel.DeviceCapability | None,
+    selector_config: interface.MLAPrefillSelectorConfig,
     explicit: MLAPrefillBackendEnum | None = None,
-) -> type[MLAPrefillBackend]:
+) -> type[interface.MLAPrefillBackend]:
     """``explicit`` if given, else the first valid one by priority; ValueError, with every reason, if none is."""
     candidates = (explicit,) if explicit else priorities(device_capability, selector_config.mla_dimensions)
     asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"
@@ -51,11 +50,11 @@ def select_mla_prefill_backend(
     raise ValueError(rejected)
 
 
-def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[MLAPrefillBackend]:
+def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[interface.MLAPrefillBackend]:
     """The backend that a vLLM configuration selects, by default for the current CUDA device, or the CPU."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = vllm_config.model_config
-    dimensions = MLADimensions(**{name: getattr(model.hf_text_config, name) for name in HEAD_DIMS})
-    asked = MLAPrefillSelectorConfig(dtype=model.dtype, mla_dimensions=dimensions)
+    dimensions = MLADimensions(**{name: getattr(model.hf_text_config, name) for name in kernel.HEAD_DIMS})
+    asked = interface.MLAPrefillSelectorConfig(dtype=model.dtype, mla_dimensions=dimensions)
     explicit = vllm_config.attention_config.mla_prefill_backend
-    return select_mla_prefill_backend(get_device_capability(device), asked, explicit)
+    return select_mla_prefill_backend(kernel.get_device_capability(device), asked, explicit)

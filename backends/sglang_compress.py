@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, packaged, sglang_triton
+from mla_conformance.backends import compress, operands, packaged, sglang_triton
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.operands import takes
 
 _MOST_TOKENS = 1 << 16
 _OTHER_PAGES = "pages of {c.state_block_size} states not supported (supported: multiples of 4)"
@@ -37,7 +36,7 @@ class SGLangCompressBackend(packaged.LibraryKernel, compress.MLACompressBackend)
 
     refused = {_OTHER_PAGES: lambda c, _: c.compression.overlap and c.state_block_size % 4}
 
-    @takes(compress.MLACompressBackend.run_compress)
+    @operands.takes(compress.MLACompressBackend.run_compress)
     def run_compress(self, call: Any) -> None:
         x, how = self._compress_metadata, self.compression
         compress.check_compress_call(self, x, call)

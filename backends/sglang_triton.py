@@ -5,11 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import kernel, library_roles, packaged, tree
 from mla_conformance.backends.conversions import RaggedBatch, starts_of, writable
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.tree import TreeBatch
 
 _SPLITS = 8  # SGLang's default of triton_attention_num_kv_splits
 _KEYS_OF_A_SPLIT = 32
@@ -182,7 +180,7 @@ class SGLangTritonTreeBackend(library_roles.PagedTreeBackend):
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         q, latent, metadata = torch.cat([ql_nope, q_pe], dim=-1), self.kv_lora_rank, self._decode_metadata
-        batch = TreeBatch.of(metadata, kv_cache.shape[1])
+        batch = tree.TreeBatch.of(metadata, kv_cache.shape[1])
         keys = kv_cache.flatten(0, 1).unsqueeze(1)
         of_each = list(zip(batch.slots, batch.contexts.tolist(), strict=True))
         cached, new = [x[:context] for x, context in of_each], [x[context:] for x, context in of_each]
@@ -268,6 +266,6 @@ def addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     apart, rest = divmod(cache.stride(0), width)
     if rest:
         said = f"blocks that are {cache.stride(0)} elements apart, no whole number of entries of {width}, not supported"
-        raise UnsupportedConfiguration(f"SGLANG_TRITON_CACHE: {said}")
+        raise kernel.UnsupportedConfiguration(f"SGLANG_TRITON_CACHE: {said}")
     rows = cache.as_strided(((blocks - 1) * apart + page, width), (width, 1))
     return rows, torch.where(slots < 0, _NONE, slots // page * apart + slots % page).long()

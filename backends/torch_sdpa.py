@@ -7,19 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import decode, library_roles, packaged, tree
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, pad_head_dim
-from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands, positions_of
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.packaged import DeviceCapability, LseClass, Precision, Rounding
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
-from mla_conformance.backends.tree import MLATreeBackend, TreeBatch, check_tree_operands
-from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
+from mla_conformance.reference import cache_layout
 
 MASK_ALIGNMENT = 16  # keys of a row are a multiple of this, for kernels that load masks in vectors
 _GATHERED_ELEMENTS = 2**28  # elements of keys that are gathered at once: half a GiB of 16 bits
-APPROXIMATE = Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL)
+APPROXIMATE = packaged.Rounding(lse=packaged.LseClass.APPROXIMATE_EXP, dequantised_keys=packaged.Precision.MODEL)
 APPROXIMATE_EXP = ("16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp")
 EFFICIENT = (
     ("the LSE is padded to a multiple of 32 rows", "cut off"),
@@ -39,7 +36,7 @@ class TorchRows(NamedKernel):
     kv_lora_rank: int
 
     @classmethod
-    def resolve(cls, device_capability: DeviceCapability | None) -> Any:
+    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> Any:
         return cls if device_capability is None else cls.on_gpu or cls
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -80,7 +77,7 @@ class TorchEfficientRows(TorchRows):
     kernel = "efficient attention"
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
         return device_capability is not None
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +94,7 @@ _OF_PAGES = packaged.declared(
 )
 
 
-class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
+class TorchSDPADecodeBackend(TorchRows, decode.MLADecodeBackend):
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len = None
     supports_nonuniform_queries = True
@@ -115,7 +112,7 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, page, token = self._decode_metadata, kv_cache.shape[1], torch.arange(len(ql_nope), device=q_pe.device)
-        check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
+        decode.check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         # The request of each query token, and the last position in the whole sequence that it sees; -1 for none.
         starts, table = metadata.query_start_loc, metadata.block_table
         request = torch.searchsorted(starts[1:], token.to(starts.dtype), right=True).clamp(max=starts.shape[0] - 2)
@@ -123,7 +120,7 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         last = (totals[request] - starts[1:][request] + token).masked_fill(token >= starts[-1], -1)
         tokens = max(1, min(metadata.max_seq_len, table.shape[1] * page))
         position = torch.arange(tokens + -tokens % MASK_ALIGNMENT, device=kv_cache.device)
-        positions, columns = positions_of(metadata, position), (position // page).clamp(max=table.shape[1] - 1)
+        positions, columns = decode.positions_of(metadata, position), (position // page).clamp(max=table.shape[1] - 1)
         # Float8 as bytes, since it cannot be indexed everywhere.
         entries = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
 
@@ -153,8 +150,8 @@ _OF_LISTS = packaged.declared(
 
 
 class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
-    supported_kv_cache_dtypes = list(CACHE_LAYOUTS)
-    supported_extra_kv_cache_dtypes = list(CACHE_LAYOUTS)
+    supported_kv_cache_dtypes = list(cache_layout.CACHE_LAYOUTS)
+    supported_extra_kv_cache_dtypes = list(cache_layout.CACHE_LAYOUTS)
     supports_topk_length = True
     cudagraph_support = packaged.UNIFORM_BATCH
     declaration = packaged.further(
@@ -190,7 +187,7 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
 TorchSDPASparseBackend.on_gpu = TorchEfficientSparseBackend
 
 
-class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
+class TorchSDPATreeBackend(TorchRows, tree.MLATreeBackend):
     name = "TORCH_SDPA_TREE"
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
     declaration = packaged.declared(
@@ -211,8 +208,8 @@ class TorchSDPATreeBackend(TorchRows, MLATreeBackend):
         self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         metadata, layout, columns = self._decode_metadata, self.kv_cache_dtype, self.kv_lora_rank + q_pe.shape[-1]
-        check_tree_operands(self, metadata, ql_nope, q_pe, kv_cache)
-        batch, starts = TreeBatch.of(metadata, kv_cache.shape[1]), metadata.query_start_loc.tolist()
+        tree.check_tree_operands(self, metadata, ql_nope, q_pe, kv_cache)
+        batch, starts = tree.TreeBatch.of(metadata, kv_cache.shape[1]), metadata.query_start_loc.tolist()
         longest = int(batch.lengths.max())
         shape = (len(ql_nope), longest + -longest % MASK_ALIGNMENT)
         slots, visible = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)

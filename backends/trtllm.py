@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import library_roles, packaged
+from mla_conformance.backends import kernel, library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.kernel import HeadSizes
 from mla_conformance.backends.packaged import declared
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.reference import dimensions
 
 _NOTE = "the package index has a stub, its wheels are at --extra-index-url https://pypi.nvidia.com"
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
+class _TrtllmKernel(packaged.LibraryKernel, kernel.HeadSizes):
     name = "TRTLLM"
     libraries = (packaged.in_extra("tensorrt-llm", "tensorrt_llm._torch.attention_backend.trtllm", note=_NOTE),)
     devices = packaged.Devices("9.0 or 10.x", (9, 0), (11, 0))
@@ -85,7 +84,7 @@ class _TrtllmKernel(packaged.LibraryKernel, HeadSizes):
 class TrtllmPrefillBackend(_TrtllmKernel, library_roles.RaggedPrefillBackend):
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")
-    supported_mla_dimensions = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
+    supported_mla_dimensions = [dimensions.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
     declaration = declared(
         "tensorrt-llm",
         ("without latents it neither rotates nor writes the cache", "none are handed over, and a cache of one block"),

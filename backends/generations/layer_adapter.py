@@ -15,12 +15,10 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, runs_on
+from mla_conformance.backends.layer import context_parallel, layer_config, mla_batch
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
-from mla_conformance.backends.layer.context_parallel import Sharding
-from mla_conformance.backends.layer.layer_config import get_current_config
-from mla_conformance.backends.layer.mla_batch import BatchForm, LayerRequest, common_metadata, count_decodes
 from mla_conformance.backends.layer.mla_impl import is_dense, stored_weight
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.reference import dimensions
 
 
 @dataclass
@@ -61,15 +59,15 @@ class AdaptedLayerBuilder:
         return AdaptedLayerMetadata(self._builder.build(common_prefix_len, translated))
 
     def build_from_requests(
-        self, requests: Sequence[LayerRequest], cuda_graph_pad_size: int = -1
+        self, requests: Sequence[mla_batch.LayerRequest], cuda_graph_pad_size: int = -1
     ) -> AdaptedLayerMetadata:
         """The metadata of a batch whose prefills come first: its decodes are moved before them, as an engine does."""
         order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
         if cuda_graph_pad_size > 0 and requests[0].is_prompt:
             raise kernel.UnsupportedConfiguration("rows of padding behind prefills not supported")
-        form = {"block_size": self._page, "device": self._device, "sharding": Sharding()}
+        form = {"block_size": self._page, "device": self._device, "sharding": context_parallel.Sharding()}
         moved = [requests[request] for request in order]
-        built = self.build(0, common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
+        built = self.build(0, mla_batch.common_metadata(moved, padding=max(cuda_graph_pad_size, 0), **form))
         if order != list(range(len(requests))):
             lengths = [request.query_len for request in requests]
             rows = torch.arange(sum(lengths)).split(lengths)
@@ -81,8 +79,8 @@ class AdaptedLayerImpl:
     """One ``MLAAttention`` over an attention backend, with the interface of ``MLAAttentionImpl`` as it was before."""
 
     def __init__(self, wrapped: Any, *, num_heads: int, kv_lora_rank: int, kv_b_proj: Any, **others: Any) -> None:
-        config, self.wrapped = get_current_config(), wrapped
-        dims = MLADimensions(**{name: others[name] for name in kernel.HEAD_DIMS})
+        config, self.wrapped = layer_config.get_current_config(), wrapped
+        dims = dimensions.MLADimensions(**{name: others[name] for name in kernel.HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
         dtype, cache = config.model_config.dtype, config.cache_config
         sizes = (config.scheduler_config.max_num_seqs, kv_lora_rank + dims.qk_rope_head_dim, num_heads)
@@ -223,7 +221,7 @@ class AdaptedLayerBackend:
         return reasons
 
     @classmethod
-    def unsupported_batch(cls, batch: BatchForm) -> list[str]:
+    def unsupported_batch(cls, batch: mla_batch.BatchForm) -> list[str]:
         reasons = []
         if batch.prefills and batch.padding:
             reasons.append("rows of padding behind prefills: vLLM leaves them undefined")
@@ -236,6 +234,6 @@ class AdaptedLayerBackend:
             if support != "single_only":
                 threshold = max(threshold, *batch.decodes, 1)
             lengths = torch.tensor([*batch.decodes, *batch.prefills])
-            if count_decodes(lengths, threshold, support != "varlen") != len(batch.decodes):
+            if mla_batch.count_decodes(lengths, threshold, support != "varlen") != len(batch.decodes):
                 reasons.append("a decode that its builder takes for a prefill, or the reverse, over a cache of codes")
         return reasons

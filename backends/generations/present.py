@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_conformance.backends import metadata as ours
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import PrefillKernelBackend
-from mla_conformance.backends.metadata import int32
+from mla_conformance.backends.kernel import int32
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.generations.adapted import default_dtype, load_layer
-from mla_conformance.backends.metadata import int32
+from mla_conformance.backends.kernel import int32
 from mla_conformance.backends.packaged import environment
 from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, SparseLayerWeights
 

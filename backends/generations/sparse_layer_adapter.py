@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import block_size, foreign, graph_support, operands, packaged, sparse
+from mla_conformance.backends import block_size, foreign, graph_support, kernel, operands, packaged, sparse
 from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of, default_dtype, load_layer, runs_on
-from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, unless
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 
 _LAYERS = "vllm.models.deepseek_v32.attention"
@@ -63,7 +62,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         return cls.wrapped
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, device_capability: kernel.DeviceCapability | None) -> bool:
         return runs_on(cls.driven(), device_capability)
 
     @classmethod
@@ -73,7 +72,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
 
     @classmethod
     def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLASparseLayerConfig
+        cls, device_capability: kernel.DeviceCapability | None, selector_config: MLASparseLayerConfig
     ) -> list[str]:
         reasons = super().validate_configuration(device_capability, selector_config)
         if reasons:
@@ -89,7 +88,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
         yield from super()._reasons(config)
         form, latent = config.preparation, (config.kv_lora_rank, config.qk_rope_head_dim)
-        yield from unless(
+        yield from kernel.unless(
             (latent == (512, 64), f"latent dims (L, R) = {latent} not supported (supported: (512, 64))"),
             (config.num_heads <= 128, f"{config.num_heads} heads not supported (supported: up to 128)"),
             (not config.is_neox_style, "a layer that rotates halves not supported (rotates neighbours)"),
@@ -125,7 +124,7 @@ class AdaptedSparseLayer(MLASparseLayerBackend):
         yarn = {"rope_type": "yarn", "factor": math.e, "mscale_all_dim": 10 * (math.sqrt(config.scale / base) - 1)}
         yarn |= {"mscale": 1.0, "original_max_position_embeddings": self._room.longest}
         model = SimpleNamespace(
-            **{name: getattr(config, name) for name in (*HEAD_DIMS, "kv_lora_rank", "rms_norm_eps")},
+            **{name: getattr(config, name) for name in (*kernel.HEAD_DIMS, "kv_lora_rank", "rms_norm_eps")},
             hidden_size=hidden,
             q_lora_rank=latent,
             num_attention_heads=config.num_heads,

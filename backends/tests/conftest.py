@@ -16,19 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import loading, references
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging import verdict
 from mla_conformance.reference.attention import attention
-from mla_conformance.roles.table import build_problem
+from mla_conformance.roles import table
+from mla_conformance.trials import trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, judge_one
 
 LATENT = 512
-CONTEXT = Context()
+CONTEXT = trial.Context()
 _RECORDED = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
 
 
@@ -136,14 +135,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
     """``passes("NAME", role, *cases)``: the adapter passes them on a CPU, where a stand-in is all that it needs."""
 
     def check(name: str, role: Role, *cases: str) -> Subject:
-        adapter = load_role(parse_reference(name), role)
+        adapter = loading.load_role(references.parse_reference(name), role)
         for needed in ("missing_dependencies", "broken_dependencies"):
             monkeypatch.setattr(adapter, needed, list)
         monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
         subject = Subject.of(name, torch.device("cpu"))
         for case in cases:
-            found = judge_one(subject, Case.parse(case), CONTEXT)
-            assert found.status is Status.PASS, f"{case}: {found.message}"
+            found = trial.judge_one(subject, Case.parse(case), CONTEXT)
+            assert found.status is verdict.Status.PASS, f"{case}: {found.message}"
         return subject
 
     return check
@@ -168,7 +167,7 @@ def prepared() -> Callable[[Subject, str], tuple[Any, Any]]:
 
     def make(subject: Subject, text: str) -> tuple[Any, Any]:
         case = Case.parse(text)
-        kernel, (call,) = subject.create(case), build_problem(case, torch.device("cpu")).calls
+        kernel, (call,) = subject.create(case), table.build_problem(case, torch.device("cpu")).calls
         call.prepare(kernel)
         return kernel, call
 

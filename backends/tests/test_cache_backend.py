@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mla_conformance.backends import cache_dtypes, eager_cache, sglang_triton
+from mla_conformance.backends import cache_dtypes, eager_cache, roles, sglang_triton
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.roles import Role
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 
 BF16, INT = torch.bfloat16, torch.int32
@@ -88,15 +87,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(call: str, name: 
     with pytest.raises(ValueError, match=said):
         getattr(backend(), f"run_{call}")(**given)
     assert torch.equal(given[written], before)
-
-
-def test_what_fits_is_written() -> None:
-    for call, given in CALLS.items():
-        written, before = next(iter(given.items()))
-        copy = before.clone()
-        getattr(backend(), f"run_{call}")(**{**given, written: copy})
-        assert not torch.equal(copy, before), call
-        assert call != "slot_mapping" or copy.tolist() == [23, 8, 4, -1]
 
 
 def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
@@ -225,7 +215,7 @@ def test_latents_are_written_and_gathered(layout: str, passes: Any) -> None:
     fields, read = f"cache={layout};page=16", ";dequantise=1" if layout != "auto" else ""
     written = f"latent_write:call=write_latent;{fields};q=[5,1];kv=[60,0];pad=1;layout=sliced"
     gathered = f"latent_gather:call=gather_latent;{fields}{read};q=[20,0,17];kv=[7,0,20]"
-    passes("SGLANG_TRITON_CACHE", Role.CACHE, written, gathered)
+    passes("SGLANG_TRITON_CACHE", roles.Role.CACHE, written, gathered)
 
 
 @pytest.mark.usefixtures("library")

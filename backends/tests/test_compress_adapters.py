@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, sglang_compress
-from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends import compress, kernel, roles, sglang_compress
 
 _FILE = "sglang/kernels/ops/attention/dsv4/compress.py"
 _D, _R = 512, 64
@@ -91,13 +89,13 @@ _CASES = (
 
 def test_entries_are_those_of_the_states(recorded: Any, installed: Any, passes: Any) -> None:
     installed("sglang.kernels.ops.attention.dsv4.compress", **vars(Library(recorded)))
-    passes("SGLANG_COMPRESS", Role.COMPRESS, *_CASES)
+    passes("SGLANG_COMPRESS", roles.Role.COMPRESS, *_CASES)
 
 
 def test_a_wrong_kernel_is_told(recorded: Any, installed: Any, passes: Any) -> None:
     installed("sglang.kernels.ops.attention.dsv4.compress", **vars(Library(recorded, "unturned")))
     with pytest.raises(AssertionError, match=r"entry 1 of request 0.* 4 of 6 entries are wrong"):
-        passes("SGLANG_COMPRESS", Role.COMPRESS, _CASES[0])
+        passes("SGLANG_COMPRESS", roles.Role.COMPRESS, _CASES[0])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +112,6 @@ def test_a_wrong_kernel_is_told(recorded: Any, installed: Any, passes: Any) -> N
 def test_what_its_engine_has_no_kernel_for_is_refused(changed: dict[str, Any], page: int, reason: str) -> None:
     how = {"head_dim": _D, "rope_dim": _R, "ratio": 4, "overlap": True, "norm": True, "eps": 1e-6} | changed
     config = compress.MLACompressSelectorConfig(torch.bfloat16, torch.float32, compress.Compression(**how), 64, page)
-    reasons = sglang_compress.SGLangCompressBackend.validate_configuration(DeviceCapability(9, 0), config)
+    reasons = sglang_compress.SGLangCompressBackend.validate_configuration(kernel.DeviceCapability(9, 0), config)
     found = [each for each in reasons if "dependencies" not in each]
     assert reason in "; ".join(found) and bool(found) == bool(reason)

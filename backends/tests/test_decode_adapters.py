@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends import loading, references
 from mla_conformance.backends.roles import Role
 
 Kernel = Callable[..., Any]
@@ -216,7 +215,7 @@ def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Callable[[str], lis
 
 
 def _adapter(key: str) -> Any:
-    return load_role(parse_reference(key.split()[0]), Role.DECODE)
+    return loading.load_role(references.parse_reference(key.split()[0]), Role.DECODE)
 
 
 @pytest.mark.parametrize("key", STAND_INS)

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends import decode, flashinfer, flashinfer_mla, roles
 from mla_conformance.backends.cudnn import CudnnFp8, Key, layouts, lengths, offsets
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.flashinfer import FlashInferPrefillBackend
-from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
-from mla_conformance.backends.roles import Role
-from mla_conformance.reference.quantization import quantize_e4m3
+from mla_conformance.reference import quantization
 
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
-RAGGED: Any = FlashInferPrefillBackend.variants
-PAGED: Any = FlashInferMLADecodeBackend.variants
+RAGGED: Any = flashinfer.FlashInferPrefillBackend.variants
+PAGED: Any = flashinfer_mla.FlashInferMLADecodeBackend.variants
 BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
@@ -109,12 +106,12 @@ def library(request: Any, recorded: Any, planned: Any, installed: Any, mla_kerne
 def test_conventions_of_decode(variant: Any, page: Any, library: Any, passes: Any) -> None:
     batches = ["q=[1,1];kv=[64,129];pad=1", "q=[4,1,3];kv=[61,16,1]"][: 1 + (variant == "fa3")]
     cases = [f"decode:heads=2;page={page};{batch}" for batch in batches]
-    passes(f"FLASHINFER_MLA[{variant}]", Role.DECODE, *cases)
+    passes(f"FLASHINFER_MLA[{variant}]", roles.Role.DECODE, *cases)
 
 
 def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, passes: Any, prepared: Any) -> None:
     """A replayed graph makes no call; it reads what prepare_metadata has left in the buffers of its shape's wrapper."""
-    subject = passes("FLASHINFER_MLA[fa2]", Role.DECODE)
+    subject = passes("FLASHINFER_MLA[fa2]", roles.Role.DECODE)
     backend, call = prepared(subject, "decode:heads=2;page=16;q=[1,1];kv=[64,129]")
     call.invoke(backend, None)
     metadata = backend._decode_metadata
@@ -129,7 +126,7 @@ def test_an_e4m3_cache_needs_the_newer_version_hopper_and_bfloat16_and_its_scale
 ) -> None:
     backend, hopper = PAGED["fa3"], DeviceCapability(9, 0)
     monkeypatch.setattr(backend, "libraries", ())
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 64, 512, 64)
+    config = decode.MLADecodeSelectorConfig(torch.bfloat16, "fp8", 64, 512, 64)
     assert bool(backend.validate_configuration(hopper, config)) == (library.version == OLD)
     assert backend.validate_configuration(hopper, config._replace(dtype=torch.float16))
     monkeypatch.setattr(PAGED["fa2"], "libraries", ())
@@ -154,7 +151,7 @@ def test_outputs_in_codes_are_divided_by_the_scale(passes: Any, prepared: Any, k
         assert float(tensors["scale_s"] * tensors["descale_s"]) == 1.0 and key.causal
         start = batch.query_start_loc
         output, lse = kernel(tensors["q"], tensors["k"], tensors["v"], start, start, key.scale, True)
-        tensors["o"].copy_(quantize_e4m3(output.double() * float(tensors["scale_o"]), 1.0))
+        tensors["o"].copy_(quantization.quantize_e4m3(output.double() * float(tensors["scale_o"]), 1.0))
         tensors["stats"].copy_(lse.mT)
         return "plan"
 
@@ -162,7 +159,7 @@ def test_outputs_in_codes_are_divided_by_the_scale(passes: Any, prepared: Any, k
     codes = "dtype=e4m3;heads=2;pad=1"
     batches = "q=[0,3,0,4]", "q=[1];lse=0"
     cases = (f"quant_output_fp8:call=new_tokens;{codes};quant=fp8;oscale=20000;{batch}" for batch in batches)
-    subject = passes("CUDNN[fp8]", Role.PREFILL, *cases)
+    subject = passes("CUDNN[fp8]", roles.Role.PREFILL, *cases)
     assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
     for call, said in (
         ("new_tokens;q=[3]", "pass out in e4m3 and output_scale"),

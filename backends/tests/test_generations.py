@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends import eager, generations, interface
-from mla_conformance.backends.generations.present import planned_runs
-from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends import eager, interface, kernel, references
+from mla_conformance.backends.generations import eager as theirs
+from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS
 
@@ -48,7 +47,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
     chunks = PLANNERS[planner](contexts, workspace_tokens=len(contexts) * 16, page_size=16)
     queries = data.draw(st.lists(st.integers(0, 4), min_size=len(contexts), max_size=len(contexts)))
     starts = list(accumulate(queries, initial=0))
-    plan = planned_runs(metadata(queries, chunks))
+    plan = present.planned_runs(metadata(queries, chunks))
     assert [chunk.index for runs in plan for chunk in runs] == list(range(sum(map(len, plan))))
     for planned, runs in zip(chunks, plan, strict=True):
         assert planner == "equal" or len(runs) == 1
@@ -74,7 +73,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
         assert all(stop < start or continues for stop, start, continues in joints)
 
 
-class Spy(eager.PresentEagerPrefillBackend):
+class Spy(theirs.PresentEagerPrefillBackend):
     """Keeps what it was called with."""
 
     writes = True
@@ -185,9 +184,9 @@ def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the
         )
         return {"run_prefill_context_chunk": chunk}
 
-    impl = type("Impl", (eager.EagerPrefillImpl,), {"requires_v_padding": True, **padded(eager.EagerPrefillImpl)})
+    impl = type("Impl", (theirs.EagerPrefillImpl,), {"requires_v_padding": True, **padded(theirs.EagerPrefillImpl)})
     earlier_one = type(
-        "Earlier", (eager.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
+        "Earlier", (theirs.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
     )
     for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
@@ -202,7 +201,7 @@ class OwnMetadata(MLACommonPrefillMetadata):
     steps: str = ""
 
 
-class Builder(eager.EarlierEagerPrefillBackend):
+class Builder(theirs.EarlierEagerPrefillBackend):
     """Records what the metadata builder does."""
 
     log: list[str]
@@ -215,7 +214,7 @@ class Builder(eager.EarlierEagerPrefillBackend):
     def create_builder_state(cls, vllm_config: Any, kv_cache_spec: Any, layer_names: Any, device: Any) -> Any:
         cls.log.append("state")
         assert (kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, device) == (1, 40, CPU)
-        return generations.earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
+        return earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
 
     @classmethod
     def post_process_prefill_metadata(
@@ -244,7 +243,7 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    backend = as_backend(type("Only", (eager.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
+    backend = as_backend(type("Only", (theirs.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     assert (
         backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head))
         == []
@@ -262,8 +261,8 @@ def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, gener
     body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
     body += "    def get_prefill_impl_cls(): ...\n" if generation == "earlier" else ""
     (tmp_path / "mine.py").write_text(f"{source}class Mine(MLAPrefillBackend):\n{body}")
-    with pytest.raises(BackendReferenceError, match=said):
-        load_backend(parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
+    with pytest.raises(references.BackendReferenceError, match=said):
+        load_backend(references.parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
 
 
 def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
@@ -285,12 +284,12 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         "supported_mla_dimensions": [TheirDimensions(**vars(SMALL))],
         "supports_quant_output": lambda self, key: key == "their key",
     }
-    for kind in (eager.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
+    for kind in (theirs.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
         backend = as_backend(type("Theirs", (kind,), members))
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)
         config = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
-        assert len(backend.validate_configuration(DeviceCapability(9, 0), config)) == 1
+        assert len(backend.validate_configuration(kernel.DeviceCapability(9, 0), config)) == 1
         instance = backend(**SIZES)
         assert instance.supports_quant_output(None)
         assert instance._target.vllm_config.model_config.hf_text_config.v_head_dim == SMALL.v_head_dim

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import eager_prepare, prepare
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
-from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.lmdeploy_triton import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
-from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.roles import Role
 
 HEADS, DIM, PAGE = 32, 128, 64
@@ -23,7 +22,7 @@ PACKAGES: Any = {
         "vllm.third_party.deep_gemm",
     ),
 }
-PREPARATION = IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
+PREPARATION = prepare.IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
 
 
 def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
@@ -131,15 +130,15 @@ def _scores(a: Any) -> Tensor:
     return out
 
 
-def _prepared(tokens: int, a: Any, heads: int = 1) -> EagerPrepareBackend:
+def _prepared(tokens: int, a: Any, heads: int = 1) -> eager_prepare.EagerPrepareBackend:
     """Who turns and quantises what the kernels are given, by the table that they are given."""
     interleaved, eps = a["rope_interleaved"], a.get("eps", 1e-6)
     asked = PREPARATION._replace(is_neox_style=not interleaved, fold_scales=False, eps=eps)
-    backend = EagerPrepareBackend(heads, 1.0, asked, None)
+    backend = eager_prepare.EagerPrepareBackend(heads, 1.0, asked, None)
     assert a["cos"].shape == a["sin"].shape == (tokens, 64)
     table = torch.cat((a["cos"][:, :32], a["sin"][:, :32]), dim=1)
     assert torch.equal(a["cos"][:, 32:], a["cos"][:, :32])
-    backend.prepare_metadata(PrepareMetadata(torch.arange(tokens), table))
+    backend.prepare_metadata(prepare.PrepareMetadata(torch.arange(tokens), table))
     return backend
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import aiter_triton, dependencies, packaged
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends import aiter_triton, dependencies, kernel, packaged
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.roles import Role
@@ -114,8 +112,8 @@ def package(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
         sys.modules.update(modules)
 
 
-def _library(module: str) -> Library:
-    return Library(module, "the-library", "pip install 'mla-conformance[the-extra]'", "a note")
+def _library(module: str) -> dependencies.Library:
+    return dependencies.Library(module, "the-library", "pip install 'mla-conformance[the-extra]'", "a note")
 
 
 def test_missing_names_the_command_and_the_note() -> None:
@@ -181,7 +179,7 @@ def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) 
     for role in roles_of(reference):
         variant = load_role(reference, role)
         compiled = variant.__bases__[1]
-        said = unavailable_reasons(reference, DeviceCapability(9, 0), role)[0]
+        said = unavailable_reasons(reference, kernel.DeviceCapability(9, 0), role)[0]
         assert said.startswith("needs compute capability none")
         assert variant.supports_compute_capability(None) and variant.declaration.emulated
         assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated

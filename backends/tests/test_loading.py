@@ -1,15 +1,16 @@
 """Loading: what a user may write for a backend, and the sentence for everything that is not one."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mla_conformance.backends import references, registry
+from mla_conformance.backends import kernel, references, registry
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
 from mla_conformance.backends.roles import ROLES, Role
@@ -50,6 +51,22 @@ def test_a_name_stands_for_a_class_in_each_role() -> None:
     assert load_role(ragged, Role.DECODE) is None and load_role(eager, Role.DECODE).get_name() == "EAGER"
     with pytest.raises(BackendReferenceError, match=r"'NOPE'; expected one of EAGER, TORCH_SDPA, .*file\.py:Class"):
         parse_reference("NOPE")
+
+
+ALONE = """
+import sys
+from mla_conformance.backends import loading, references, roles
+loading.load_role(references.parse_reference("EAGER"), roles.Role.DECODE)
+print(*sorted(name.removeprefix("mla_conformance.backends.") for name in sys.modules if "backends." in name))
+loading.load_adapters()
+"""
+
+
+def test_a_kernel_is_imported_without_what_other_roles_and_interfaces_need() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=120)
+    found = set(done.stdout.split())
+    assert {"decode", "eager_decode", "online_softmax"} <= found
+    assert not found.intersection(ROLES) - {"decode"} and not [each for each in found if "generations" in each]
 
 
 def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:
@@ -134,7 +151,7 @@ def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses
 
 def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(monkeypatch: Any) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
-    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0), Role.PREFILL)
+    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), kernel.DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
     mine = type("Mine", (EagerPrefillBackend,), {"missing_dependencies": classmethod(lambda cls: ["install x"])})
     monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(mine)])

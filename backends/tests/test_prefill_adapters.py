@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import conversions, flash_attn
+from mla_conformance.backends import conversions, flash_attn, loading, references, roles
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
-from mla_conformance.backends.loading import load_backend, load_role
 from mla_conformance.backends.metadata import prefill_metadata
-from mla_conformance.backends.references import parse_reference
-from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.cases import case
+from mla_conformance.reference import dimensions
 from mla_conformance.trials.subject import Subject
 
 HEADS, ROPE, SCALE = 2, 64, 0.11
@@ -144,7 +141,7 @@ def _longest(starts: torch.Tensor) -> int:
 
 
 def _adapter(name: str) -> Any:
-    return load_role(parse_reference(name), Role.PREFILL)
+    return loading.load_role(references.parse_reference(name), roles.Role.PREFILL)
 
 
 _VARLEN = "flash_attn_varlen_func"
@@ -218,7 +215,7 @@ def test_conventions_without_an_lse(key: str, asked: str, library: Any, passes: 
     """New tokens, into ``out`` or not, in e4m3 where that is asked for, and what needs an LSE."""
     library(key)
     new = ";".join(filter(None, ("new_tokens:heads=2;q=[3,0,33];pad=1", asked)))
-    subject = passes(key.split()[0], Role.PREFILL, f"{new};lse=0", f"{new};lse=0;out=1")
+    subject = passes(key.split()[0], roles.Role.PREFILL, f"{new};lse=0", f"{new};lse=0;out=1")
     for needs in (new, new.replace("new_tokens:", "context_chunk:").replace(";quant=fp8", "") + ";kv=[5,0,7]"):
         backend, call = prepared(subject, needs)
         with pytest.raises(UnsupportedConfiguration, match="LSE"):
@@ -228,8 +225,8 @@ def test_conventions_without_an_lse(key: str, asked: str, library: Any, passes: 
 def test_cases_that_need_an_lse_are_unsupported(library: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(library(WITHOUT_LSE[1]), "supports_compute_capability", lambda device_capability: True)
     subject = Subject.of("TRITON_ATTN", torch.device("cpu"))
-    alone, whole = (Case.of(capability="new_tokens", q=(9,), lse=lse) for lse in (False, True))
-    chunk = Case.of(capability="new_tokens", call="context_chunk", q=(9,), kv=(20,))
+    alone, whole = (case.Case.of(capability="new_tokens", q=(9,), lse=lse) for lse in (False, True))
+    chunk = case.Case.of(capability="new_tokens", call="context_chunk", q=(9,), kv=(20,))
     assert [*map(subject.unsupported, (alone, whole, chunk))] == [[], *[["LSE not declared"]] * 2]
 
 
@@ -244,7 +241,7 @@ HEAD_DIMS = {
 @pytest.mark.parametrize("name", HEAD_DIMS)
 def test_says_which_head_dims_it_takes(name: str) -> None:
     for (nope, rope, value), takes in HEAD_DIMS[name].items():
-        dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
+        dims = dimensions.MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
         assert _adapter(name).supports_mla_dimensions(dims) == takes, dims
 
 
@@ -285,7 +282,7 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
 )
 def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatch: Any) -> None:
     """What is taken on a device, and behind it what is missing there."""
-    (major, chosen, *missing), family = told.split(), load_backend(parse_reference(name))
+    (major, chosen, *missing), family = told.split(), loading.load_backend(references.parse_reference(name))
     for variant, kernel in family.variants.items():
         reasons = ["missing"] if variant in missing else []
         monkeypatch.setattr(kernel, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
@@ -294,7 +291,7 @@ def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatc
 
 def test_a_family_has_no_kernel_itself(prepared: Any) -> None:
     subject = Subject.of("FLASH_ATTN", torch.device("cpu"))
-    subject._classes[Role.PREFILL] = flash_attn.FlashAttnPrefillBackend
+    subject._classes[roles.Role.PREFILL] = flash_attn.FlashAttnPrefillBackend
     kernel, call = prepared(subject, "new_tokens:heads=2;q=[3]")
     with pytest.raises(NotImplementedError, match="choose one of fa2, torch, fa3, fa4"):
         call.invoke(kernel, None)

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import registry
+from mla_conformance.backends import eager, indexer, interface, registry, topk
 from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
-from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, unavailable_reasons
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig
@@ -27,7 +24,6 @@ from mla_conformance.backends.registry import (
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.selector import get_mla_prefill_backend, priorities, select_mla_prefill_backend
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
-from mla_conformance.backends.topk import MLATopKSelectorConfig
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 
@@ -50,7 +46,7 @@ def test_an_override_lasts_until_it_is_cleared(overridden: MLAPrefillBackendEnum
     register_mla_prefill_backend(overridden, PATH)
     assert overridden.is_overridden() and overridden.get_class() is TorchSDPAPrefillBackend
     assert not overridden.variants()
-    decorated = type("Decorated", (EagerPrefillBackend,), {"__module__": __name__})
+    decorated = type("Decorated", (eager.EagerPrefillBackend,), {"__module__": __name__})
     assert register_mla_prefill_backend(overridden)(decorated) is decorated
     assert overridden.get_path() == f"{__name__}.Decorated"
     overridden.clear_override()
@@ -132,7 +128,7 @@ def test_a_cpu_selects_the_kernel_that_it_has_and_an_explicit_choice_is_taken() 
 
 
 def test_an_invalid_explicit_choice_gives_all_its_reasons_and_nobody_elses() -> None:
-    config = MLAPrefillSelectorConfig(torch.float64, R1)
+    config = interface.MLAPrefillSelectorConfig(torch.float64, R1)
     with pytest.raises(ValueError, match="requested MLA prefill backend is not valid") as caught:
         select_mla_prefill_backend(HOPPER, config, MLAPrefillBackendEnum.TORCH_SDPA)
     assert "TORCH_SDPA: compute capability 9.0 not supported; dtype torch.float64 not supported" in str(caught.value)
@@ -141,7 +137,7 @@ def test_an_invalid_explicit_choice_gives_all_its_reasons_and_nobody_elses() -> 
 
 @pytest.mark.parametrize("capability", [None, HOPPER, BLACKWELL])
 def test_without_a_valid_backend_every_candidate_gives_its_reason(capability: Any) -> None:
-    config = MLAPrefillSelectorConfig(torch.float64, R1)  # which no library's kernel takes
+    config = interface.MLAPrefillSelectorConfig(torch.float64, R1)  # which no library's kernel takes
     with pytest.raises(ValueError, match="no valid MLA prefill backend for") as caught:
         select_mla_prefill_backend(capability, config)
     _, *lines = str(caught.value).splitlines()
@@ -158,7 +154,7 @@ def test_priorities_follow_the_device_and_the_model() -> None:
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SCORES, SELECTION, PREPARATION = MLAIndexerSelectorConfig, MLATopKSelectorConfig, MLAPrepareSelectorConfig
+SCORES, SELECTION, PREPARATION = indexer.MLAIndexerSelectorConfig, topk.MLATopKSelectorConfig, MLAPrepareSelectorConfig
 MODEL = IndexPreparation(128, 32, False, True, True, "float32", False, 1e-6)
 SECOND: dict[str, Any] = {"extra_kv_cache_dtype": "fp8_v4", "extra_block_size": 64, "extra_topk": 64}
 MIXED, KEYS, SHARING = "fp8_ds_mla", "fp8_index", "SGLANG_TRITON_SPARSE"

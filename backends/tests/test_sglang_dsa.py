@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import prepare, sglang_dsa, sparse_layer
+from mla_conformance.backends import loading, prepare, roles, sglang_dsa, sparse_layer
 from mla_conformance.backends.generations.sglang import PAGE, Part, parts
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.loading import as_backend
-from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.backends.sglang_dsa import SGLangDSABackend
 
 FORM = prepare.IndexPreparation(128, 64, True, False, False, "float32", True, 1e-6)
@@ -118,6 +116,6 @@ def test_a_class_of_sglang_is_driven_by_its_own_name() -> None:
     class Theirs:
         def set_dsa_prefill_impl(self) -> None: ...
 
-    driven = as_backend(Theirs)
-    assert role_of(driven) is Role.SPARSE_LAYER and driven is as_backend(Theirs)
+    driven = loading.as_backend(Theirs)
+    assert roles.role_of(driven) is roles.Role.SPARSE_LAYER and driven is loading.as_backend(Theirs)
     assert (driven.wrapped, driven.get_name(), dict(driven.variants)) == (Theirs, "Theirs", {})

@@ -13,12 +13,13 @@ from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_compress import EagerCompressBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend, EagerTreeBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
+from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases, honest_attention, honest_cache
 from mla_conformance.defects.known import Emulation, Honest, behind, but, instead, variant

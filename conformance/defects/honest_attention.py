@@ -9,10 +9,10 @@ import torch
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import LseClass, Precision
-from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
+from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.defects import bases
 from mla_conformance.defects.known import Honest, behind, but, instead, variant

@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_conformance.backends.eager_decode import EagerTreeBackend
+from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.defects.known import Defects, before, behind, but, instead
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.backends.eager_decode import EagerDecodeBackend, EagerTreeBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role

@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from mla_conformance.backends import loading
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
@@ -58,6 +59,7 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 
 def load_all(setup: messages.Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
+    loading.load_adapters()
     if setup.role:
         role_file.take_up(setup.role, setup.array)
     tolerance()

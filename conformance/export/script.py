@@ -75,7 +75,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     if issubclass(found.subject.class_of(found.case.role), InterpretedKernel):  # set before a library is imported
         loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
-    needs = own.needs if own else found.subject.declarations[found.case.role].distributions
+    needs = own.needs if own else found.subject.declared(found.case.role).distributions
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
     return {
         "found": found,
@@ -134,7 +134,7 @@ def _reported(found: Reproduced) -> list[str]:
 def _budget(found: Reproduced) -> dict[str, str]:
     """Element rule and LSE rule of SPEC 4.2 with the numbers of this kernel, over the script's sums of a row."""
     numbers, operands = tolerance(), found.call.operands()
-    declared = found.subject.declarations[found.case.role].rounding_of(found.problem.dtype)
+    declared = found.subject.declared(found.case.role).rounding_of(found.problem.dtype)
     most_keys = max(found.call.key_lens)
     allowed = roundoffs(found.problem.output_dtype, declared, numbers, keys=most_keys, dequantised=operands.dequantised)
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores

@@ -3,19 +3,21 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from mla_conformance.backends.metadata import int32 as int32
+from mla_conformance.backends.kernel import int32 as int32
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, edges, segments, start_loc
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import local_positions, write_entries
+
+if TYPE_CHECKING:
+    from mla_conformance.backends.sparse import MLASparseMetadata
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -108,8 +110,10 @@ def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -
 
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
-) -> MLASparseMetadata:
+) -> "MLASparseMetadata":
     """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
+    from mla_conformance.backends.sparse import MLASparseMetadata  # which cases without lists do without
+
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
     return MLASparseMetadata(
         **batch_metadata(batch, lengths, rank),

@@ -104,7 +104,7 @@ PREFILLING = {
 """A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""
-IMPORTS = "from mla_conformance.backends.eager import *\nfrom {module} import {kernel}\n"
+IMPORTS = "from mla_conformance.backends.generations.eager import *\nfrom {module} import {kernel}\n"
 DEFECT = {
     "present": IMPORTS + "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
     "earlier": IMPORTS + "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"

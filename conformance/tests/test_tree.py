@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.eager_decode import EagerTreeBackend
+from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.tree import MLATreeMetadata
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status

@@ -4,9 +4,10 @@ On a device without graphs the replay is a call with the same buffers, so that a
 Calls are made here without the driver's synchronisation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from random import Random
 from typing import Any
 
@@ -19,10 +20,12 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.trials.session import small_batches
 from mla_conformance.trials.trial import Trial
 
 _WARM_CALLS = 2
+MANY_BATCHES = 132  # between two calls: a kernel may remember 128, or number what it has met in seven bits
+_REQUESTS = (1, 2, 3, 5, 2, 4)  # of those, in turn
+WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
 _PARTS = ("attention", "index")  # what metadata of a sparse layer consist of
 _stream: Any = torch.cuda.Stream
 
@@ -129,6 +132,20 @@ def sparse_layer_graph(trial: Trial) -> None:
     beyond: dict[str, Any] = {"q": (*case.q, 1), "kv": (*case.kv, 9), "decodes": size + 1}
     trial.conforms(trial.build(replace(case, **beyond)), step="one request more than captured, called")
     whole.judge(batch(size, 5), "replayed after a call without the graph")
+
+
+def small_batches(case: Case) -> Iterator[Case]:
+    """Batches that differ in their longest request, each a token longer than the one before."""
+    for longest, requests in enumerate(islice(cycle(_REQUESTS), MANY_BATCHES), 1):
+        draw, seed = Random(f"{case.id}|{longest}"), case.seed + 1000 + longest
+        size = len(case.q) if case.role in WHOLE_LAYERS else requests
+        lengths = [longest, *(draw.randint(1, min(longest, 4)) for _ in range(size - 1))]
+        draw.shuffle(lengths)
+        if not case.kv:
+            yield replace(case, q=tuple(lengths), seed=seed)
+        else:
+            q = case.q if case.role in WHOLE_LAYERS else tuple(islice(cycle(case.q), size))
+            yield replace(case, q=q, kv=tuple(lengths), seed=seed)
 
 
 def captured_batch(case: Case) -> Case:

@@ -30,13 +30,11 @@ from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
+from mla_conformance.trials.graph import MANY_BATCHES, WHOLE_LAYERS, small_batches
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14  # between the first call and the first again: a kernel may remember a dozen
-_MANY_BATCHES = 132  # a kernel may also remember 128, or number what it has met in seven bits
-_REQUESTS = (1, 2, 3, 5, 2, 4)  # of those, in turn
 _STEPS = 3
-_WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
 
 
 class Session:
@@ -126,8 +124,8 @@ def many_batches(trial: Trial) -> None:
     for number, batch in enumerate(batches, 1):
         made.call(trial.build(batch), f"batch {number}, of {len(batch.q)} requests", in_place=True)
     # What has no room for all of them has lost the first ones, or the last.
-    for number in (1, 2, _MANY_BATCHES - 2, _MANY_BATCHES - 1):
-        made.call(trial.build(batches[number - 1]), f"batch {number} again, behind all {_MANY_BATCHES}", in_place=True)
+    for number in (1, 2, MANY_BATCHES - 2, MANY_BATCHES - 1):
+        made.call(trial.build(batches[number - 1]), f"batch {number} again, behind all {MANY_BATCHES}", in_place=True)
     made.is_as_new()
 
 
@@ -156,7 +154,7 @@ def _batches(case: Case) -> Iterator[Case]:
     sizes = cycle((2 * len(known) + 1, len(known) + 1, 1, len(known) + 2, len(known)))
     for number, size in enumerate(islice(sizes, _BATCHES), 1):
         batch = case
-        if case.role not in _WHOLE_LAYERS:  # whose batch is bound to its order and workspace
+        if case.role not in WHOLE_LAYERS:  # whose batch is bound to its order and workspace
             rows = Random(f"{case.id}|{size}").sample([*known] * -(-size // len(known)), size)
             q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
             batch = replace(case, q=q, kv=kv, seed=case.seed + 100 + size)
@@ -165,20 +163,6 @@ def _batches(case: Case) -> Iterator[Case]:
             yield replace(batch, kv=tuple(draw.randint(0, length) for length in batch.kv), seed=seed)
         else:
             yield replace(batch, q=tuple(draw.randint(min(1, length), length) for length in batch.q), seed=seed)
-
-
-def small_batches(case: Case) -> Iterator[Case]:
-    """Batches that differ in their longest request, each a token longer than the one before."""
-    for longest, requests in enumerate(islice(cycle(_REQUESTS), _MANY_BATCHES), 1):
-        draw, seed = Random(f"{case.id}|{longest}"), case.seed + 1000 + longest
-        size = len(case.q) if case.role in _WHOLE_LAYERS else requests
-        lengths = [longest, *(draw.randint(1, min(longest, 4)) for _ in range(size - 1))]
-        draw.shuffle(lengths)
-        if not case.kv:
-            yield replace(case, q=tuple(lengths), seed=seed)
-        else:
-            q = case.q if case.role in _WHOLE_LAYERS else tuple(islice(cycle(case.q), size))
-            yield replace(case, q=q, kv=tuple(lengths), seed=seed)
 
 
 def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
@@ -199,7 +183,7 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
         yield _later(fewer, to_page + 2), "the next step, without the last request"
     for number in range(1, _STEPS):
         yield _requeried(case, number), f"other numbers of new tokens, batch {number}"
-    if case.kv and case.role not in _WHOLE_LAYERS:
+    if case.kv and case.role not in WHOLE_LAYERS:
         yield replace(case, q=(max(case.q) + 1,) * len(case.q)), "one new token more for each request"
     yield _later(case, 1), "step 1 once more"
 

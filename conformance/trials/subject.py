@@ -43,6 +43,7 @@ class Subject:
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
     _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _declared: dict[Role, Declaration] = field(default_factory=dict, init=False, repr=False, compare=False)
     _missing: dict[Role, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -71,10 +72,15 @@ class Subject:
             self._classes[role] = named
         return self._classes[role]
 
-    @cached_property
+    def declared(self, role: Role) -> Declaration:
+        """What the backend declares in a role that can run here."""
+        if role not in self._declared:
+            self._declared[role] = DEFINITIONS[role].declared(self.class_of(role))
+        return self._declared[role]
+
+    @property
     def declarations(self) -> dict[str, Declaration]:
-        usable = [role for role in self.roles if not self.missing_role(role)]
-        return {str(role): DEFINITIONS[role].declared(self.class_of(role)) for role in usable}
+        return {str(role): self.declared(role) for role in self.roles if not self.missing_role(role)}
 
     @cached_property
     def unavailable(self) -> list[str]:
@@ -97,7 +103,7 @@ class Subject:
             return missing
         dtype = TORCH_DTYPES[case.dtype]
         needs = find_capability(case.capability).needs
-        if needs and not getattr(self.declarations[case.role], needs):
+        if needs and not getattr(self.declared(case.role), needs):
             return [f"not declared {needs}"]
         kernel = self.class_of(case.role)
         reasons = DEFINITIONS[case.role].reasons(kernel, case, dtype, get_device_capability(self.device))

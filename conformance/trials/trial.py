@@ -126,8 +126,8 @@ class Trial:
 
     @cached_property
     def declaration(self) -> Declaration:
-        question = partial(getattr, self.subject, "declarations")
-        declared = self.query("asked what it declares, it", question, dict[str, Declaration])[self.case.role]
+        question = partial(self.subject.declared, self.case.role)
+        declared = self.query("asked what it declares, it", question, Declaration)
         assert isinstance(declared, Declaration)
         return declared
 

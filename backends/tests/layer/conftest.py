@@ -10,19 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
+from mla_conformance.backends import eager, eager_decode
+from mla_conformance.backends.layer import attention_impl, mla_layer
 from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec, layer_config
 from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
-from mla_conformance.backends.layer.mla_layer import mla_backend
 
 CPU = torch.device("cpu")
 HEADS, NOPE, ROPE, VALUE, LATENT, PAGE = 3, 16, 8, 12, 32, 4
 
 
-class Decode(EagerDecodeBackend):
+class Decode(eager_decode.EagerDecodeBackend):
     """Without several tokens of a request on ranks."""
 
     supports_causal_dcp = False
@@ -50,7 +48,7 @@ class World:
     max_model_len: int = 4
     speculative: int | None = 7
     ranks: int = 1
-    prefill: Any = EagerPrefillBackend
+    prefill: Any = eager.EagerPrefillBackend
     decode: Any = Decode
 
     def __post_init__(self) -> None:
@@ -63,7 +61,7 @@ class World:
             ranks=self.ranks,
             drafted=self.speculative,
         )
-        self.backend = mla_backend(self.prefill, self.decode)
+        self.backend = mla_layer.mla_backend(self.prefill, self.decode)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
         self.weight = normal(99, LATENT, HEADS, NOPE + VALUE) / LATENT**0.5
         self.cache = torch.full((64, PAGE, LATENT + ROPE), torch.nan)
@@ -108,7 +106,7 @@ class Batch:
         tokens = sum(request.query_len for request in self.requests)
         return normal(77, tokens, HEADS * (NOPE + ROPE)), normal(78, tokens, LATENT), normal(79, tokens, 1, ROPE)
 
-    def common(self) -> CommonAttentionMetadata:
+    def common(self) -> attention_impl.CommonAttentionMetadata:
         """The batch for the second route, made of the first one's pieces."""
         return common_metadata(self.requests, padding=0, block_size=PAGE, device=CPU, sharding=Sharding())
 

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends import block_size
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
-from mla_conformance.backends.layer.layer_config import MLAAttentionSpec, workspace_tokens
+from mla_conformance.backends.layer import attention_impl, layer_config
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
 
 CPU = torch.device("cpu")
 
 
-def common(queries: list[int], seqs: list[int], **changes: Any) -> CommonAttentionMetadata:
+def common(queries: list[int], seqs: list[int], **changes: Any) -> attention_impl.CommonAttentionMetadata:
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     lengths = torch.tensor(seqs, dtype=torch.int32)
     given: dict[str, Any] = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lengths}
@@ -23,7 +22,7 @@ def common(queries: list[int], seqs: list[int], **changes: Any) -> CommonAttenti
     given |= {"max_query_len": max(queries, default=0), "max_seq_len": max(seqs, default=0)}
     given |= {"block_table_tensor": torch.zeros(len(queries), 8, dtype=torch.int32)}
     given |= {"slot_mapping": torch.zeros(max(sum(queries), 0), dtype=torch.int64)}
-    return CommonAttentionMetadata(**(given | changes))
+    return attention_impl.CommonAttentionMetadata(**(given | changes))
 
 
 def test_the_fields_of_a_mixed_batch(world: Any) -> None:
@@ -130,7 +129,7 @@ def test_the_workspace_rule(world: Any) -> None:
     def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
         config = world(max_model_len=max_model_len, max_seqs=max_seqs).config
         config.cache_config.block_size = page
-        return workspace_tokens(config)
+        return layer_config.workspace_tokens(config)
 
     assert (tokens(1000, 4, 16), tokens(10, 4, 16), tokens(163840, 256, 64)) == (8000, 256, 131072)
     assert tokens(163840, 2048, 64) == 131072
@@ -183,10 +182,10 @@ def test_sizes_that_the_kernel_lacks_are_refused(world: Any) -> None:
     sized = type("Sized", (world().decode,), {"supported_latent_dims": [(512, 64)]})
     with pytest.raises(ValueError, match=r"expected a head size of \[576\], got 40; it is L \+ R"):
         world(decode=sized).builder()
-    sizes = staticmethod(lambda: [MultipleOf(32)])
+    sizes = staticmethod(lambda: [block_size.MultipleOf(32)])
     paged = type("Paged", (world().decode,), {"get_supported_kernel_block_sizes": sizes})
     with pytest.raises(ValueError, match=r"expected a block size of \[MultipleOf\(32\)\], got 4 tokens"):
         world(decode=paged).builder()
     w = world()
     with pytest.raises(ValueError, match=r"expected a block size of .* got 0 tokens"):
-        w.backend.get_builder_cls()(MLAAttentionSpec(block_size=0, head_size=40), [], w.config, CPU)
+        w.backend.get_builder_cls()(layer_config.MLAAttentionSpec(block_size=0, head_size=40), [], w.config, CPU)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends import block_size, kernel
+from mla_conformance.backends.layer import context_parallel
 from mla_conformance.backends.layer.attention_impl import (
     AttentionImpl,
     AttentionMetadataBuilder,
@@ -18,7 +18,6 @@ from mla_conformance.backends.layer.attention_layer import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 
 
 def answering(**answers: Any) -> type[AttentionBackend]:
@@ -30,12 +29,12 @@ def answering(**answers: Any) -> type[AttentionBackend]:
 def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
     settings: dict[str, Any] = {"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "auto", "block_size": 16}
     settings |= dict.fromkeys(("use_mla", "has_sink", "use_sparse", "use_mm_prefix"), False)
-    settings |= {"device_capability": DeviceCapability(9, 0), "attn_type": AttentionType.DECODER}
+    settings |= {"device_capability": kernel.DeviceCapability(9, 0), "attn_type": AttentionType.DECODER}
     return backend.validate_configuration(**(settings | changes))
 
 
 def test_the_reasons_come_in_the_order_of_vllm() -> None:
-    answers = {"get_supported_head_sizes": [576], "get_supported_kernel_block_sizes": [MultipleOf(64)]}
+    answers = {"get_supported_head_sizes": [576], "get_supported_kernel_block_sizes": [block_size.MultipleOf(64)]}
     picky = answering(**answers, supports_compute_capability=False, supports_combination="not together")
     picky.supported_kv_cache_dtypes = ["fp8"]
     asked = dict.fromkeys(("use_mla", "has_sink", "use_sparse", "use_mm_prefix"), True)
@@ -72,7 +71,7 @@ class Impl(AttentionImpl[Any]):
 def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
     alone = Impl(4)
     assert alone.ranks_at_construction == (1, 0) and not alone.need_to_return_lse_for_decode
-    with dcp_group(Lockstep(4).groups[3]):
+    with context_parallel.dcp_group(context_parallel.Lockstep(4).groups[3]):
         impl = Impl(4)
     assert impl.ranks_at_construction == (4, 3) and impl.need_to_return_lse_for_decode
     assert Impl(4).ranks_at_construction == (1, 0)
