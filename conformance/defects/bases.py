@@ -178,6 +178,15 @@ def clear(x: torch.Tensor) -> None:
     x.zero_()
 
 
+def overwrite(x: torch.Tensor, values: torch.Tensor) -> None:
+    x.copy_(values)
+
+
+def weighed_with_zero(state: SoftmaxState, values: torch.Tensor) -> SoftmaxState:
+    """A state to which values [..., 1 or N, V] are added with a weight of 0, which leaves a NaN a NaN."""
+    return state._replace(weighted=state.weighted + (0.0 * values).flatten(0, -2).sum(dim=0))
+
+
 def several(self: Any) -> bool:
     """Whether a request of a decode's batch has several query tokens."""
     return int(self._decode_metadata.query_lens_cpu.max()) > 1

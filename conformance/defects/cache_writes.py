@@ -54,10 +54,8 @@ class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
     """Codes of an fp8 cache are of the values as they are."""
     one_scale_for_all_tiles = behind("largest", lambda largest: largest.amax(dim=1, keepdim=True).expand_as(largest))
     """All tiles of an entry get the scale of the largest value in it."""
-
-    def only_the_first_token_written__store(self, cache, entries, slots):
-        """Of several tokens in a call only the first one is written."""
-        super()._store(cache, entries[:1], slots[:1])
+    only_the_first_token_written = before("store", lambda entries, slots: (entries[:1], slots[:1]))
+    """Of several tokens in a call only the first one is written."""
 
     def tokens_of_a_page_clobber_each_other__before_store(self, slots, *, cache):
         """Each token writes its whole page back as it was read, so that the last token of a page is all that stays."""

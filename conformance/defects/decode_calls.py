@@ -6,7 +6,8 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, codes, nth
+from mla_conformance.defects import bases
+from mla_conformance.defects.bases import all_or_nothing, codes, nth, weighed_with_zero
 from mla_conformance.defects.known import Defects, behind, but, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
@@ -14,7 +15,7 @@ _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp
 """Some of their cases have rows of padding as well."""
 
 
-class _Determinism(SplitDecode, Defects, killed_by="determinism"):
+class _Determinism(bases.SplitDecode, Defects, killed_by="determinism"):
     @but(split=96, when=lambda self, parts: len(parts) == 16 and nth(self, 2))
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
         """With sixteen splits the reduction is a race that is lost every other time."""
@@ -75,7 +76,7 @@ class _Scribbles(EagerPrefillBackend):
         return super().run_prefill_new_tokens(*operands, **options)
 
 
-class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
+class _OtherLayeredDecode(bases.LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
         """In a cache of codes, the last page of a row of padding is number -1 of its table."""
         if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
@@ -172,7 +173,7 @@ class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
         return self.gathered
 
 
-class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
+class _Replays(bases.CapturableDecode, Defects, killed_by="cuda_graph"):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
@@ -238,7 +239,7 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
             return state
         first = slice(0, min(-seq_len % self.key_tile, int(lengths[following])))
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
-        return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
+        return weighed_with_zero(state, self._values(rows))
 
     def decode_maximum_over_the_batch__attend(self, q, request, seq_len, kv_cache, k_scale):
         """Scores are checked against the largest of all requests so far, and one that is not below it ends the

@@ -10,7 +10,7 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import mixed_entries, packed, pages_of, several, without_keys
-from mla_conformance.defects.known import Defects, before, but
+from mla_conformance.defects.known import Defects, before, behind, but, together
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
@@ -51,6 +51,13 @@ class _KnowsTokens(MLACommonImpl, Defects, part="impl_class"):
 
 
 class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_class"):
+    dcp_every_rank_takes_itself_for_the_first = together(
+        behind("sharding", lambda sharding: sharding._replace(rank=0)),
+        behind("assemble", lambda self, metadata: replace(metadata, dcp_rank=self.dcp_rank)),
+        killed_by="layer_dcp",
+    )
+    """Slots and lengths are those of rank 0 on every rank."""
+
     @but(killed_by="graph_padding", related=("cache_write",))
     def ascend_dummy_slots_invalidated_too_late__behind_assemble(self, metadata):
         """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
@@ -82,16 +89,6 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_cla
                 slots.append(block * self.block_size + offset)
         new = torch.tensor(slots, device=metadata.slot_mapping.device)
         return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(slots) :])))
-
-    @but(killed_by="layer_dcp")
-    class dcp_every_rank_takes_itself_for_the_first:
-        """Slots and lengths are those of rank 0 on every rank."""
-
-        def _sharding(self):
-            return super()._sharding()._replace(rank=0)
-
-        def _assemble(self, *batch, **options):
-            return replace(super()._assemble(*batch, **options), dcp_rank=self.dcp_rank)
 
 
 class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="impl_class"):

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
 from mla_conformance.backends.prepare import BLOCK
 from mla_conformance.defects.bases import packed_rows
-from mla_conformance.defects.known import Defects, before, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
@@ -24,6 +24,13 @@ class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", r
     """Queries pass through the Hadamard transform, and keys do not."""
     prepare_hadamard_unnormalised = behind("transformed", lambda transformed, *, x: transformed * x.shape[-1] ** 0.5)
     """The Hadamard transform lacks the factor D^-1/2."""
+    prepare_largest_before_hadamard = together(
+        before(
+            "transformed", lambda self, x: vars(self).update(_before=x.unflatten(-1, (-1, min(BLOCK, x.shape[-1]))))
+        ),
+        before("largest", lambda self, blocks: self.__dict__.pop("_before", blocks)),
+    )
+    """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
 
     def prepare_hadamard_before_rotation__turned(self, x):
         """Queries and keys pass through the Hadamard transform before they are rotated."""
@@ -32,16 +39,6 @@ class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", r
     def prepare_hadamard_over_64_columns__transformed(self, x):
         """The butterflies stop at 64 columns, so that the halves of a head are transformed apart."""
         return super()._transformed(x.unflatten(-1, (-1, min(64, x.shape[-1])))).flatten(-2)
-
-    class prepare_largest_before_hadamard:
-        """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
-
-        def _transformed(self, x):
-            self._before = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
-            return super()._transformed(x)
-
-        def _largest(self, blocks):
-            return super()._largest(self.__dict__.pop("_before", blocks))
 
 
 class _IndexRotation(EagerPrepareBackend, Defects, killed_by="index_rotation", related=_EARLIER):

@@ -25,6 +25,8 @@ class _Masks(EagerTreeBackend, Defects, killed_by="tree_decode"):
     """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
     tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, _number(mask) % 32])
     """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
+    tree_root_left_out = behind("mask", lambda mask: mask & ((_number(mask) > 0) | (_number(mask).unsqueeze(1) == 0)))
+    """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
 
     def tree_siblings_see_each_other__behind_mask(self, mask):
         """Drafts of one parent see each other."""
@@ -34,11 +36,6 @@ class _Masks(EagerTreeBackend, Defects, killed_by="tree_decode"):
         """Of the ancestors the parent alone is seen."""
         number = _number(mask)
         return mask & ((number == _parents_of(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
-
-    def tree_root_left_out__behind_mask(self, mask):
-        """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
-        number = _number(mask)
-        return mask & ((number > 0) | (number.unsqueeze(1) == 0))
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
         """The bits of a packed mask are read from the highest on, and were written from the lowest."""
