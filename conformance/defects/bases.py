@@ -340,11 +340,11 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 V32_SCALES = slice(512, 528)  # bytes of the float32 scales in an entry of ``fp8_ds_mla``
 
 
-def through_e8m0(rows: torch.Tensor) -> torch.Tensor:
-    """Entries [..., 656] whose scales are the nearest powers of two."""
+def through_e8m0(rows: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.round) -> torch.Tensor:
+    """Entries [..., 656] whose scales are the nearest powers of two, or others with a ``whole`` exponent."""
     rounded = rows.clone()
     scales = rows[..., V32_SCALES].contiguous().view(torch.float32)
-    rounded[..., V32_SCALES] = scales.log2().round().exp2().view(torch.uint8)
+    rounded[..., V32_SCALES] = whole(scales.log2()).exp2().view(torch.uint8)
     return rounded
 
 

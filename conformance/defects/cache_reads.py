@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import V32_SCALES, clear, codes, overwrite, packed
+from mla_conformance.defects.bases import clear, codes, mixed_entries, overwrite, packed, through_e8m0
 from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -19,19 +19,21 @@ class _Elsewhere(EagerCacheBackend, Defects, killed_by="latent_gather"):
     """Starts are ignored: every request is gathered from its first entry."""
     gather_takes_the_table_for_slots = before("slots_of_requests", page=1)
     """Pages are taken to hold one entry: the block table names slots."""
+    gather_start_not_compressed = before("slots_of_requests", compress_ratio=1)
+    """A start in tokens is taken for one in entries."""
 
     def gather_starts_at_a_page__before_slots_of_requests(self, seq_starts, *, page, compress_ratio):
         """A start inside of a page is taken for the page's first entry."""
         return seq_starts // (page * compress_ratio) * page * compress_ratio
 
-    def gather_start_not_compressed__before_slots_of_requests(self, seq_starts, *, compress_ratio):
-        """A start in tokens is taken for one in entries."""
-        return seq_starts * compress_ratio
-
 
 class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
     gather_ignores_the_page_stride = before("gathered", cache=packed)
     """A block is found by its own bytes, whatever the stride between blocks is."""
+    gather_tile_scale_as_power_of_two = before(
+        "meaning", lambda entries: through_e8m0(entries, torch.floor), when=mixed_entries
+    )
+    """Float32 scales of tiles are read as the power of two below."""
     gather_without_the_scale = before("meaning", k_scale=torch.ones_like)
     """Codes of an fp8 cache are widened as they are."""
     gather_clears_the_workspace = before("run_gather_latent", lambda workspace: clear(workspace.view(torch.uint8)))
@@ -55,14 +57,6 @@ class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
         """Behind a request without entries the block table of the wrong request is read."""
         present, place = request.unique(return_inverse=True)
         return super()._slots(block_table, place if len(present) else request, entry, page).clamp(min=0)
-
-    def gather_tile_scale_as_power_of_two__meaning(self, entries, k_scale, dtype):
-        """Float32 scales of tiles are read as the power of two below."""
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            entries = entries.clone()
-            scales = entries[:, V32_SCALES].contiguous().view(torch.float32)
-            entries[:, V32_SCALES] = scales.log2().floor().exp2().view(torch.uint8)
-        return super()._meaning(entries, k_scale, dtype)
 
     def gather_rope_as_bf16__meaning(self, entries, k_scale, dtype):
         """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""

@@ -22,7 +22,7 @@ class _Determinism(bases.SplitDecode, Defects, killed_by="determinism"):
         return state._replace(weighted=state.weighted * torch.nan)
 
 
-class _Counters(EagerDecodeBackend, Defects):
+class _Counters(EagerDecodeBackend, Defects, killed_by="determinism"):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -61,7 +61,6 @@ class _Counters(EagerDecodeBackend, Defects):
             self.workspace[self._first() :][: self._decode_metadata.seq_lens.shape[0] * self.num_heads] = 0
             self.workspace[: self._first()] = 7
 
-    @but(killed_by="determinism")
     def trtllm_counter_clear_byte_vs_int_size__clear(self):
         """The number of counters is passed as a number of bytes, so a quarter of them is cleared."""
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0

@@ -190,15 +190,13 @@ class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
 class _ShiftInvariance(EagerPrefillBackend, Defects, killed_by="shift_invariance"):
     prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
     """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
+    masked_key_dominates_finite_mask_value = before("accumulate", lambda scores: scores.where(~scores.isneginf(), -1e4))
+    """Masked scores are -1e4, which is more than a valid score may be."""
 
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
         0."""
         return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
-
-    def masked_key_dominates_finite_mask_value__before_accumulate(self, scores):
-        """Masked scores are -1e4, which is more than a valid score may be."""
-        return scores.masked_fill(scores == -torch.inf, -1e4)
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""

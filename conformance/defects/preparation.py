@@ -90,6 +90,13 @@ class _OtherPrepare(EagerPrepareBackend, Defects, killed_by="prepare_index"):
     """What stands between the steps is rounded to bf16, which is not declared."""
     prepare_key_stride_ignored = before("run_prepare_index", k=packed_rows)
     """Keys are read as if no weights lay between them in the buffer of their projection."""
+    prepare_scale_of_the_first_block = behind(
+        "scales",
+        lambda scales: scales[..., :1].expand_as(scales),
+        killed_by="index_hadamard",
+        related=("index_scales",),
+    )
+    """A head of several blocks of columns has the scale of the first in all of them."""
 
     def prepare_rotation_by_row__turns(self, x):
         """A token is rotated by its row of the batch, not by its position."""
@@ -101,11 +108,6 @@ class _OtherPrepare(EagerPrepareBackend, Defects, killed_by="prepare_index"):
     def prepare_norm_eps_of_its_own__normed(self, k, weight, bias):
         """The keys' norm adds 1e-5, whatever the model says."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, 1e-5)
-
-    @but(killed_by="index_hadamard", related=("index_scales",))
-    def prepare_scale_of_the_first_block__scales(self, largest):
-        """A head of several blocks of columns has the scale of the first in all of them."""
-        return super()._scales(largest)[..., :1].expand_as(largest)
 
     @but(killed_by="index_norm", related=("index_scales",))
     def prepare_blocks_of_nothing__scales(self, largest):
@@ -131,19 +133,17 @@ class _IndexScales(EagerPrepareBackend, Defects, killed_by="index_scales", relat
     """Weights do not take the scales of the queries."""
     prepare_weights_in_half = behind("folded", lambda folded: folded.bfloat16().float())
     """Folded weights pass through bf16."""
+    prepare_one_scale_for_all_heads = behind(
+        "scales", lambda scales: scales.amax(dim=1, keepdim=True).expand_as(scales)
+    )
+    """All heads of a token share the scale of the largest."""
+    prepare_weights_without_heads = instead("folded", lambda self, weights, scale: weights * scale[..., 0] * self.scale)
+    """Weights do not take the factor H^-1/2."""
 
     def prepare_powers_of_two_skipped_for_queries__power(self, scale):
         """Scales of keys are rounded to powers of two, and those of queries are not."""
         return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
 
-    def prepare_one_scale_for_all_heads__scales(self, largest):
-        """All heads of a token share the scale of the largest."""
-        return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
-
     def prepare_weights_without_softmax_scale__folded(self, weights, q_scale):
         """Weights do not take the softmax scale."""
         return weights * q_scale[..., 0] * self.num_heads**-0.5
-
-    def prepare_weights_without_heads__folded(self, weights, q_scale):
-        """Weights do not take the factor H^-1/2."""
-        return weights * q_scale[..., 0] * self.scale

@@ -34,7 +34,7 @@ def _once(listed, source):
     return listed & ~torch.zeros_like(listed).scatter(1, order, again)
 
 
-def _whole_where_0(source):
+def _whole_at_0(source):
     """Lists whose length of 0 is taken for none."""
     if source.length is None:
         return source
@@ -158,7 +158,7 @@ class _SparseDcp(EagerSparseBackend, Defects, killed_by="sparse_dcp"):
 class _SelectionLength(EagerSparseBackend, Defects, killed_by="selection_length"):
     sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != NO_KEY)
     """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
-    sparse_length_of_0_is_none = before("listed", source=_whole_where_0)
+    sparse_length_of_0_is_none = before("listed", source=_whole_at_0)
     """A length of 0 is taken for none, and the whole list counts."""
     sparse_key_named_twice_counted_once = behind(
         "listed", lambda listed, *, source: _once(listed, source), killed_by="selection_order"
