@@ -239,13 +239,12 @@ class _SparseDecodeAlone(EagerSparseBackend, Defects, killed_by="sparse_decode")
             misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
         return misread
 
-    def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
+    def sparse_topk_without_an_instance__before_attend(self, *, sources):
         """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
         refuses."""
         columns = sources[0].indices.shape[1]
         if columns % 64 == 0 and columns & (columns - 1):
             raise RuntimeError("expected more than 64 query tokens; a decode has a kernel of its own")
-        return super().attend(q, sources, k_scale, sink)
 
     def sparse_entries_without_rope_refused__before_attend(self, sources):
         """Keys without rotated columns are refused unless lengths of lists come with them."""
