@@ -8,7 +8,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import all_or_nothing, codes, nth, weighed_with_zero
-from mla_conformance.defects.known import Defects, behind, but, variant
+from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
@@ -66,16 +66,25 @@ class _Counters(EagerDecodeBackend, Defects, killed_by="determinism"):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-_PLAN: list[object] = [None]  # what the last decode has prepared in a workspace that prefills use as well
+_PLAN: dict[str, object] = {}  # what the last decode has prepared in a workspace that prefills use as well
 
 
 class _Scribbles(EagerPrefillBackend):
     def run_prefill_new_tokens(self, *operands, **options):
-        _PLAN[0] = None
+        _PLAN.clear()
         return super().run_prefill_new_tokens(*operands, **options)
 
 
 class _OtherLayeredDecode(bases.LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
+    graph_eager_workspace_aliasing = together(
+        before("prepare_metadata", lambda decode_metadata: _PLAN.update(made=decode_metadata)),
+        before("tiles", lambda self, keys: keys if _PLAN.get("made") is self._decode_metadata else -(-keys // 2)),
+        killed_by="mixed_batch",
+        related=(),
+        prefill_backend=_Scribbles,
+    )
+    """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
+
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
         """In a cache of codes, the last page of a row of padding is number -1 of its table."""
         if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
@@ -113,17 +122,6 @@ class _OtherLayeredDecode(bases.LayeredDecode, Defects, killed_by="graph_padding
         result = super().run_decode(*operands, **options)
         self._decode_metadata = kept
         return result
-
-    @but(killed_by="mixed_batch", related=(), prefill_backend=_Scribbles)
-    class graph_eager_workspace_aliasing:
-        """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
-
-        def prepare_metadata(self, decode_metadata):
-            _PLAN[0] = decode_metadata
-            super().prepare_metadata(decode_metadata)
-
-        def _tiles(self, keys):
-            return super()._tiles(keys if _PLAN[0] is self._decode_metadata else -(-keys // 2))
 
 
 class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):

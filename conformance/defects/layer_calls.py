@@ -27,27 +27,6 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="call_order", part="de
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-class _KnowsTokens(MLACommonImpl, Defects, killed_by="layer_dcp", part="impl_class"):
-    def _absorbed_decode(self, q, kv_cache, attn_metadata, k_scale):
-        self._several = attn_metadata.max_decode_query_len > 1
-        return super()._absorbed_decode(q, kv_cache, attn_metadata, k_scale)
-
-    @but(killed_by="layer_combinations")
-    def layer_tail_of_heads_projected_as_one_with_several_tokens__v_up_proj(self, x):
-        """With several query tokens, heads behind whole tiles of 16 are projected with the weights of the first of
-        them."""
-        whole, exact = self.num_heads // 16 * 16, self.W_UV
-        if self._several and whole:
-            self.W_UV = exact[torch.arange(self.num_heads, device=exact.device).clamp(max=whole)]
-        projected = super()._v_up_proj(x)
-        self.W_UV = exact
-        return projected
-
-    def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
-        """With several query tokens, what ranks behind the eighth hold is left out."""
-        return without_keys(output, lse) if self._several and self.dcp_rank >= 8 else None
-
-
 class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, killed_by="layer_dcp", part="builder_class"):
     dcp_every_rank_takes_itself_for_the_first = together(
         behind("sharding", lambda sharding: sharding._replace(rank=0)),
@@ -123,6 +102,23 @@ class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="i
             decodes = attn_metadata.decode_requests
             several = attn_metadata.query_lens_cpu[decodes] > 1
             result[(attn_metadata.query_start_loc[1:][decodes] - 1)[several].long()] = 0.0
+
+    @but("v_up_proj__absorbed_decode")
+    def layer_tail_of_heads_projected_as_one_with_several_tokens(self, x, *, attn_metadata):
+        """With several query tokens, heads behind whole tiles of 16 are projected with the weights of the first of
+        them."""
+        whole, exact = self.num_heads // 16 * 16, self.W_UV
+        if attn_metadata.max_decode_query_len > 1 and whole:
+            self.W_UV = exact[torch.arange(self.num_heads, device=exact.device).clamp(max=whole)]
+        projected = super()._v_up_proj(x)
+        self.W_UV = exact
+        return projected
+
+    @but("before_merge_over_ranks__absorbed_decode", killed_by="layer_dcp")
+    def layer_ranks_behind_eight_lost_with_several_tokens(self, output, lse, *, attn_metadata):
+        """With several query tokens, what ranks behind the eighth hold is left out."""
+        lost = attn_metadata.max_decode_query_len > 1 and self.dcp_rank >= 8
+        return without_keys(output, lse) if lost else None
 
     @but(killed_by="layer_dcp")
     def dcp_gathered_context_not_reordered__put_in_order(self, every, index, shares):
