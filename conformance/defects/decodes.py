@@ -209,11 +209,11 @@ class _SplitLse(SplitDecode, Defects, killed_by="decode_lse"):
     decode_lse_of_first_split_with_many_heads = together(
         behind(
             "combine",
-            lambda self, _, *, parts: vars(self).update(_one=parts[0]),
+            lambda self, _, *, parts: self.__dict__.update(_one=parts[0]),
             when=lambda self: self.num_heads >= 32,
         ),
         behind(
-            "finish", lambda self, output, lse, *, state: (output, super()._finish(vars(self).pop("_one", state))[1])
+            "finish", lambda self, output, lse, *, state: (output, super()._finish(self.__dict__.pop("_one", state))[1])
         ),
         split=512,
     )

@@ -260,7 +260,7 @@ class _TopK(EagerTopKBackend, Honest):
 
 class _Prepare(EagerPrepareBackend, Honest):
     stored_intermediates = together(
-        before("query", lambda self, q: vars(self).update(_model=q.dtype)),
+        before("query", lambda self, q: self.__dict__.update(_model=q.dtype)),
         behind("normed", lambda self, normed: self._stored(normed)),
         instead("stored", lambda self, x: x.to(self._model).float()),
         declaration=Declaration(intermediates=Precision.MODEL, emulated=True),

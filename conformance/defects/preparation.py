@@ -26,7 +26,7 @@ class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", r
     """The Hadamard transform lacks the factor D^-1/2."""
     prepare_largest_before_hadamard = together(
         before(
-            "transformed", lambda self, x: vars(self).update(_before=x.unflatten(-1, (-1, min(BLOCK, x.shape[-1]))))
+            "transformed", lambda self, x: self.__dict__.update(_before=x.unflatten(-1, (-1, min(BLOCK, x.shape[-1]))))
         ),
         before("largest", lambda self, blocks: self.__dict__.pop("_before", blocks)),
     )

@@ -91,12 +91,12 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
     sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
     """The weights of the heads take the scales of the queries' codes twice."""
     sparse_layer_selects_before_it_writes = together(
-        instead("write_index_keys", lambda self, *written: vars(self).update(_late=written)),
+        instead("write_index_keys", lambda self, *written: self.__dict__.update(_late=written)),
         behind("select", lambda self, _: super()._write_index_keys(*self._late)),
     )
     """Tokens are selected before the index keys of the step stand in the cache."""
     sparse_layer_head_weights_forgotten = together(
-        behind("codes", lambda self, codes, scale: vars(self).update(_scale=scale)),
+        behind("codes", lambda self, codes, scale: self.__dict__.update(_scale=scale)),
         before(
             "best",
             lambda self, weights, *, q: (
