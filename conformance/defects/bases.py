@@ -178,6 +178,15 @@ def clear(x: torch.Tensor) -> None:
     x.zero_()
 
 
+def overwrite(x: torch.Tensor, values: torch.Tensor) -> None:
+    x.copy_(values)
+
+
+def weighed_with_zero(state: SoftmaxState, values: torch.Tensor) -> SoftmaxState:
+    """A state to which values [..., 1 or N, V] are added with a weight of 0, which leaves a NaN a NaN."""
+    return state._replace(weighted=state.weighted + (0.0 * values).flatten(0, -2).sum(dim=0))
+
+
 def several(self: Any) -> bool:
     """Whether a request of a decode's batch has several query tokens."""
     return int(self._decode_metadata.query_lens_cpu.max()) > 1
@@ -331,11 +340,11 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 V32_SCALES = slice(512, 528)  # bytes of the float32 scales in an entry of ``fp8_ds_mla``
 
 
-def through_e8m0(rows: torch.Tensor) -> torch.Tensor:
-    """Entries [..., 656] whose scales are the nearest powers of two."""
+def through_e8m0(rows: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.round) -> torch.Tensor:
+    """Entries [..., 656] whose scales are the nearest powers of two, or others with a ``whole`` exponent."""
     rounded = rows.clone()
     scales = rows[..., V32_SCALES].contiguous().view(torch.float32)
-    rounded[..., V32_SCALES] = scales.log2().round().exp2().view(torch.uint8)
+    rounded[..., V32_SCALES] = whole(scales.log2()).exp2().view(torch.uint8)
     return rounded
 
 

@@ -138,11 +138,10 @@ class _Sparse(EagerSparseBackend, Defects, killed_by="memory_bounds"):
 class _Indexer(EagerIndexerBackend, Defects, killed_by="memory_bounds"):
     indexer_reads_a_vector_behind_the_weights = before("logits", weights=a_vector_behind)
     """Weights are loaded in vectors, one more than there are."""
-
-    def indexer_reads_a_tile_behind_the_gathered_keys__before_logits(self, k):
-        """The last tile of gathered keys is loaded whole."""
-        if self._sparse_metadata.block_table is None:
-            reads(k, end(k), _page(k))
+    indexer_reads_a_tile_behind_the_gathered_keys = before(
+        "logits", lambda k: reads(k, end(k), _page(k)), when=lambda self: self._sparse_metadata.block_table is None
+    )
+    """The last tile of gathered keys is loaded whole."""
 
 
 class _Layer(MLACommonImpl, Defects, killed_by="memory_bounds", part="impl_class"):

@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.defects.bases import V32_SCALES, codes, packed
+from mla_conformance.defects.bases import clear, codes, mixed_entries, overwrite, packed, through_e8m0
 from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -19,21 +19,25 @@ class _Elsewhere(EagerCacheBackend, Defects, killed_by="latent_gather"):
     """Starts are ignored: every request is gathered from its first entry."""
     gather_takes_the_table_for_slots = before("slots_of_requests", page=1)
     """Pages are taken to hold one entry: the block table names slots."""
+    gather_start_not_compressed = before("slots_of_requests", compress_ratio=1)
+    """A start in tokens is taken for one in entries."""
 
     def gather_starts_at_a_page__before_slots_of_requests(self, seq_starts, *, page, compress_ratio):
         """A start inside of a page is taken for the page's first entry."""
         return seq_starts // (page * compress_ratio) * page * compress_ratio
 
-    def gather_start_not_compressed__before_slots_of_requests(self, seq_starts, *, compress_ratio):
-        """A start in tokens is taken for one in entries."""
-        return seq_starts * compress_ratio
-
 
 class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
     gather_ignores_the_page_stride = before("gathered", cache=packed)
     """A block is found by its own bytes, whatever the stride between blocks is."""
+    gather_tile_scale_as_power_of_two = before(
+        "meaning", lambda entries: through_e8m0(entries, torch.floor), when=mixed_entries
+    )
+    """Float32 scales of tiles are read as the power of two below."""
     gather_without_the_scale = before("meaning", k_scale=torch.ones_like)
     """Codes of an fp8 cache are widened as they are."""
+    gather_clears_the_workspace = before("run_gather_latent", lambda workspace: clear(workspace.view(torch.uint8)))
+    """Rows behind those that are gathered are filled with zeros."""
 
     @but("run_gather_latent")
     def gather_tail_skipped_by_the_ratio(
@@ -49,22 +53,10 @@ class _LatentGatherCache(EagerCacheBackend, Defects, killed_by="latent_gather"):
         rows = int(cu_seq_lens[-1])
         workspace[rows : rows + kv_cache.shape[1]] = workspace[max(0, rows - 1) : rows]
 
-    def gather_clears_the_workspace__before_run_gather_latent(self, workspace):
-        """Rows behind those that are gathered are filled with zeros."""
-        workspace.view(torch.uint8).zero_()
-
     def gather_counts_requests_without_entries__slots(self, block_table, request, entry, page):
         """Behind a request without entries the block table of the wrong request is read."""
         present, place = request.unique(return_inverse=True)
         return super()._slots(block_table, place if len(present) else request, entry, page).clamp(min=0)
-
-    def gather_tile_scale_as_power_of_two__meaning(self, entries, k_scale, dtype):
-        """Float32 scales of tiles are read as the power of two below."""
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            entries = entries.clone()
-            scales = entries[:, V32_SCALES].contiguous().view(torch.float32)
-            entries[:, V32_SCALES] = scales.log2().floor().exp2().view(torch.uint8)
-        return super()._meaning(entries, k_scale, dtype)
 
     def gather_rope_as_bf16__meaning(self, entries, k_scale, dtype):
         """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""
@@ -113,6 +105,12 @@ class _SlotMapping(EagerCacheBackend, Defects, killed_by="slot_mapping"):
     """Every token gets a slot of its own, although an entry stands for several."""
     slots_interleave_ignored = before("run_slot_mapping", cp_kv_cache_interleave_size=1)
     """Entries are dealt out to ranks one by one, whatever their interleave is."""
+    slots_padding_is_slot_0 = behind(
+        "run_slot_mapping", lambda _, *, slot_mapping: overwrite(slot_mapping, slot_mapping.clamp(min=0))
+    )
+    """Tokens that write nothing get slot 0."""
+    slots_in_int32 = behind("run_slot_mapping", lambda _, *, slot_mapping: overwrite(slot_mapping, slot_mapping.int()))
+    """Block times page wraps in 32 bits."""
 
     def slots_written_by_the_first_token__before_run_slot_mapping(self, positions, *, compress_ratio):
         """The first token of an entry writes it, before the others are there."""
@@ -125,14 +123,6 @@ class _SlotMapping(EagerCacheBackend, Defects, killed_by="slot_mapping"):
         before, counted = slot_mapping.clone(), int(query_start_loc[-1])
         super().run_slot_mapping(slot_mapping, query_start_loc, *further, **world)
         slot_mapping[counted:] = before[counted:]
-
-    def slots_padding_is_slot_0__behind_run_slot_mapping(self, _, *, slot_mapping):
-        """Tokens that write nothing get slot 0."""
-        slot_mapping.clamp_(min=0)
-
-    def slots_in_int32__behind_run_slot_mapping(self, _, *, slot_mapping):
-        """Block times page wraps in 32 bits."""
-        slot_mapping.copy_(slot_mapping.int())
 
     @but("behind_run_slot_mapping")
     def slots_of_all_ranks(
@@ -154,18 +144,16 @@ class _SlotMapping(EagerCacheBackend, Defects, killed_by="slot_mapping"):
 class _GlobalSlots(EagerCacheBackend, Defects, killed_by="global_slots"):
     list_page_of_64 = before("run_global_slots", block_size=64)
     """Pages are taken to hold 64 entries."""
-
-    def list_positions_passed_on__behind_run_global_slots(self, _, *, out, token_indices):
-        """Positions in a request are passed on as slots."""
-        out.copy_(token_indices)
+    list_positions_passed_on = behind(
+        "run_global_slots", lambda _, *, out, token_indices: overwrite(out, token_indices)
+    )
+    """Positions in a request are passed on as slots."""
+    list_padding_becomes_slot_0 = behind("run_global_slots", lambda _, *, out: overwrite(out, out.clamp(min=0)))
+    """What has no slot in a list becomes slot 0, which readers take for an entry."""
 
     def list_of_the_row_number__before_run_global_slots(self, req_id_per_token, *, out, block_table):
         """The number of a row is taken for that of its request."""
         return torch.arange(len(out), device=out.device).clamp(max=len(block_table) - 1).int()
-
-    def list_padding_becomes_slot_0__behind_run_global_slots(self, _, *, out):
-        """What has no slot in a list becomes slot 0, which readers take for an entry."""
-        out.clamp_(min=0)
 
     def list_beyond_the_table_clamped__before_run_global_slots(self, token_indices, *, block_table, block_size):
         """A position beyond the block table becomes a slot of its last column."""

@@ -21,20 +21,16 @@ class _Scales(EagerCacheBackend, Defects, killed_by="written_values", related=_L
         scales = self._of(largest)
         return scales, scales
 
+    def _of(self, largest):
+        least = (largest / E4M3_MAX).clamp(min=1e-4)
+        return self.whole(least.log2()).exp2() if self.tile_scales == "pow2" else least
+
     zero_tile_divides_by_zero = instead("of", lambda self, largest: largest / E4M3_MAX)
     """A tile of zeros has the scale 0, and codes that are no numbers."""
-
-    @but(related=())
-    def tile_scale_has_a_floor__of(self, largest):
-        """Float32 scales of tiles are 1e-4 at least, as those that are powers of two."""
-        least = (largest / E4M3_MAX).clamp(min=1e-4)
-        return least.log2().ceil().exp2() if self.tile_scales == "pow2" else least
-
-    @but(killed_by="latent_write", related=())
-    def tile_scale_of_two_rounded_down__of(self, largest):
-        """Powers of two are rounded down, so that the largest values saturate."""
-        least = (largest / E4M3_MAX).clamp(min=1e-4)
-        return least.log2().floor().exp2() if self.tile_scales == "pow2" else least
+    tile_scale_has_a_floor = variant(related=(), whole=torch.ceil)
+    """Float32 scales of tiles are 1e-4 at least, as those that are powers of two."""
+    tile_scale_of_two_rounded_down = variant(killed_by="latent_write", related=(), whole=torch.floor)
+    """Powers of two are rounded down, so that the largest values saturate."""
 
 
 class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
@@ -54,10 +50,8 @@ class _LatentWrite(EagerCacheBackend, Defects, killed_by="latent_write"):
     """Codes of an fp8 cache are of the values as they are."""
     one_scale_for_all_tiles = behind("largest", lambda largest: largest.amax(dim=1, keepdim=True).expand_as(largest))
     """All tiles of an entry get the scale of the largest value in it."""
-
-    def only_the_first_token_written__store(self, cache, entries, slots):
-        """Of several tokens in a call only the first one is written."""
-        super()._store(cache, entries[:1], slots[:1])
+    only_the_first_token_written = before("store", lambda entries, slots: (entries[:1], slots[:1]))
+    """Of several tokens in a call only the first one is written."""
 
     def tokens_of_a_page_clobber_each_other__before_store(self, slots, *, cache):
         """Each token writes its whole page back as it was read, so that the last token of a page is all that stays."""

@@ -4,11 +4,27 @@ import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.defects.bases import packed, slots_of
-from mla_conformance.defects.known import Defects, before, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
+
+
+def _ends_of(self, positions):
+    """[T] bool, tokens whose entries are written if a group ends before these positions."""
+    ends = (positions > 0) & (positions % self.compression.ratio == 0)
+    return (self._compress_metadata.state_slot_mapping >= 0) & ends
 
 
 class _OtherEnds(EagerCompressBackend, Defects, killed_by="compress_keys", related=("compress_continued",)):
     """Entries are written where other tokens than the last of a group stand."""
+
+    compress_written_a_token_early = instead("ends", lambda self: _ends_of(self, self._compress_metadata.positions + 2))
+    """An entry is written as soon as all but one of its tokens are there, without that one."""
+    compress_written_a_token_late = together(
+        instead("ends", lambda self: _ends_of(self, self._compress_metadata.positions)),
+        behind("window", lambda window: window - 1),
+        behind("numbers", lambda numbers: numbers - 1),
+        before("angles", lambda ends: ends - 1),
+    )
+    """An entry is written when the first token behind it comes, if one does."""
 
     def _slots(self, page):
         metadata, number = self._compress_metadata, self._numbers()
@@ -19,28 +35,6 @@ class _OtherEnds(EagerCompressBackend, Defects, killed_by="compress_keys", relat
     def _numbers(self):
         """[T] entries that tokens belong to."""
         return self._compress_metadata.positions // self.compression.ratio
-
-    def compress_written_a_token_early__ends(self):
-        """An entry is written as soon as all but one of its tokens are there, without that one."""
-        place = (self._compress_metadata.positions + 2) % self.compression.ratio
-        return (self._compress_metadata.state_slot_mapping >= 0) & (place == 0)
-
-    class compress_written_a_token_late:
-        """An entry is written when the first token behind it comes, if one does."""
-
-        def _ends(self):
-            metadata = self._compress_metadata
-            behind = (metadata.positions > 0) & (metadata.positions % self.compression.ratio == 0)
-            return (metadata.state_slot_mapping >= 0) & behind
-
-        def _window(self, ends):
-            return super()._window(ends) - 1
-
-        def _numbers(self):
-            return super()._numbers() - 1
-
-        def _angles(self, ends):
-            return super()._angles(ends - 1)
 
     def compress_table_of_the_manager__numbers__slots(self, *, page):
         """Pages of entries are addressed as if the columns of the table counted tokens."""
@@ -74,11 +68,10 @@ class _CompressKeys(EagerCompressBackend, Defects, killed_by="compress_keys", re
     """Entries are rotated by the position of their last token."""
     compress_never_rotated = instead("rotated", lambda self, entries, turns: entries)
     """Entries stay as they came out of the norm."""
-
-    def compress_softmax_without_maximum__pooled(self, k, logits):
-        """Exponentials are taken of the scores as they are, and overflow."""
-        p = logits.exp()
-        return (p * k).sum(dim=1) / p.sum(dim=1)
+    compress_softmax_without_maximum = instead(
+        "pooled", lambda self, k, logits: (logits.exp() * k).sum(dim=1) / logits.exp().sum(dim=1)
+    )
+    """Exponentials are taken of the scores as they are, and overflow."""
 
     def compress_states_in_16_bits__before_store(self, rows, *, cache):
         """States are kept in bfloat16."""

@@ -6,19 +6,18 @@ import torch
 
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.defects import bases
 from mla_conformance.defects.bases import (
     codes,
     in_e4m3,
     mixed_entries,
-    nan_without_keys,
     on_ranks,
     packed,
     pages_of,
     several,
-    through_e8m0,
-    with_the_first_scale,
+    weighed_with_zero,
 )
-from mla_conformance.defects.known import Defects, before, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 
 _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 """The unused slots of every decode case are poisoned, so these fail with the capability that is about them."""
@@ -27,16 +26,15 @@ _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 class ReadsOn(EagerDecodeBackend, Defects, killed_by="paged_cache", related=_POISONED_TOO):
     """Reads to the end of the last page, and does something wrong with what it finds there."""
 
+    mla_last_page_nan_leak = instead("tail", lambda self, state, q, keys: weighed_with_zero(state, self._values(keys)))
+    """Values of the last page's unused slots are multiplied by weights of 0."""
+
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
         state = super()._attend(q, request, seq_len, kv_cache, k_scale)
         unused = slice(seq_len, -(-seq_len // kv_cache.shape[1]) * kv_cache.shape[1])
         if unused.start == unused.stop:
             return state
         return self._tail(state, q, self._dequantise(self._entries(kv_cache, request, unused), k_scale).unsqueeze(1))
-
-    def mla_last_page_nan_leak__tail(self, state, q, keys):
-        """Values of the last page's unused slots are multiplied by weights of 0."""
-        return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))
 
     def tma_overread_uninitialised_kv_tile__tail(self, state, q, keys):
         """Scores of unused slots are masked by adding -inf, which leaves a NaN a NaN."""
@@ -52,6 +50,12 @@ class _PagedCache(EagerDecodeBackend, Defects, killed_by="paged_cache"):
     """A page's address is its number times a packed page, whatever the stride between blocks is."""
     decode_page_number_in_two_bytes = behind("blocks", lambda blocks: blocks & 0xFFFF)
     """Page ids are packed into two bytes each."""
+    dense_mla_invalid_page_ids_cross_request = together(
+        before("attend", lambda self, seq_len: seq_len or int(not on_ranks(self))),
+        behind("blocks__entries", lambda blocks, *, kv_cache: blocks.clamp(0, len(kv_cache) - 1)),
+        related=("decode_multi_token",),
+    )
+    """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
 
     @but(related=("decode_multi_token",))
     def flashmla_kv_indices_loop_tokens_vs_pages__blocks(self, request, pages):
@@ -63,19 +67,7 @@ class _PagedCache(EagerDecodeBackend, Defects, killed_by="paged_cache"):
     def aiter_oob_page_id_folds_to_slot0_nan__behind_attend(self, state, *, kv_cache, k_scale):
         """The rest of the last tile is read from slot 0 of the cache, with weights of 0."""
         slot = self._values(self._dequantise(kv_cache[:1, 0].contiguous(), k_scale).unsqueeze(1))
-        return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
-
-    @but(related=("decode_multi_token",))
-    class dense_mla_invalid_page_ids_cross_request:
-        """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
-
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            self._last_block = kv_cache.shape[0] - 1
-            dead = seq_len == 0 and self._decode_metadata.dcp_world_size == 1
-            return super()._attend(q, request, 1 if dead else seq_len, kv_cache, k_scale)
-
-        def _blocks(self, request, pages):
-            return super()._blocks(request, pages).clamp(0, self._last_block)
+        return weighed_with_zero(state, slot)
 
     def decode_slot_in_fifteen_bits__entries(self, kv_cache, request, tile):
         """Page id times page size plus offset is a signed number of two bytes, too few for many large pages."""
@@ -138,7 +130,7 @@ def _locally_causal(self, queries, request, seq_len, tile):
 class _Dcp(EagerDecodeBackend, Defects, killed_by="dcp"):
     dcp_rank_in_three_bits = before("positions", lambda metadata: replace(metadata, dcp_rank=metadata.dcp_rank % 8))
     """The causal bound of several query tokens takes rank 8 for rank 0."""
-    dcp_empty_owner_zero_times_nan = behind("finish", nan_without_keys, when=on_ranks)
+    dcp_empty_owner_zero_times_nan = behind("finish", bases.nan_without_keys, when=on_ranks)
     """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
     dcp_causal_mask_on_local_len = instead("visible", _locally_causal)
     """The causal bound counts the tokens of this rank back from its own last one."""
@@ -167,7 +159,7 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="decode_combinations")
     dcp_assumes_packed_pages = before("entries", kv_cache=packed, when=on_ranks)
     """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""
     fp8_ds_mla_float_scale_read_as_e8m0 = before(
-        "dequantise", rows=through_e8m0, when=mixed_entries, killed_by="kv_cache_fp8_ds_mla"
+        "dequantise", rows=bases.through_e8m0, when=mixed_entries, killed_by="kv_cache_fp8_ds_mla"
     )
     """The float32 scales of a mixed entry pass through e8m0, which holds powers of two."""
 
@@ -187,4 +179,4 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="decode_combinations")
     @but(killed_by="kv_cache_fp8_ds_mla", when=lambda self: self.num_heads == 1 and mixed_entries(self))
     def decode_single_head_takes_first_scale_of_mixed_entries__before_dequantise(self, rows):
         """The kernel for one head reads all tiles of a mixed entry with the scale of the first."""
-        return with_the_first_scale(rows)
+        return bases.with_the_first_scale(rows)

@@ -6,22 +6,23 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, all_or_nothing, codes, nth
-from mla_conformance.defects.known import Defects, behind, but, variant
+from mla_conformance.defects import bases
+from mla_conformance.defects.bases import all_or_nothing, codes, nth, weighed_with_zero
+from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
 
 
-class _Determinism(SplitDecode, Defects, killed_by="determinism"):
+class _Determinism(bases.SplitDecode, Defects, killed_by="determinism"):
     @but(split=96, when=lambda self, parts: len(parts) == 16 and nth(self, 2))
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
         """With sixteen splits the reduction is a race that is lost every other time."""
         return state._replace(weighted=state.weighted * torch.nan)
 
 
-class _Counters(EagerDecodeBackend, Defects):
+class _Counters(EagerDecodeBackend, Defects, killed_by="determinism"):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -60,22 +61,30 @@ class _Counters(EagerDecodeBackend, Defects):
             self.workspace[self._first() :][: self._decode_metadata.seq_lens.shape[0] * self.num_heads] = 0
             self.workspace[: self._first()] = 7
 
-    @but(killed_by="determinism")
     def trtllm_counter_clear_byte_vs_int_size__clear(self):
         """The number of counters is passed as a number of bytes, so a quarter of them is cleared."""
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-_PLAN: list[object] = [None]  # what the last decode has prepared in a workspace that prefills use as well
+_PLAN: dict[str, object] = {}  # what the last decode has prepared in a workspace that prefills use as well
 
 
 class _Scribbles(EagerPrefillBackend):
     def run_prefill_new_tokens(self, *operands, **options):
-        _PLAN[0] = None
+        _PLAN.clear()
         return super().run_prefill_new_tokens(*operands, **options)
 
 
-class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
+class _OtherLayeredDecode(bases.LayeredDecode, Defects, killed_by="graph_padding", related=_PADDED_TOO):
+    graph_eager_workspace_aliasing = together(
+        before("prepare_metadata", lambda decode_metadata: _PLAN.update(made=decode_metadata)),
+        before("tiles", lambda self, keys: keys if _PLAN.get("made") is self._decode_metadata else -(-keys // 2)),
+        killed_by="mixed_batch",
+        related=(),
+        prefill_backend=_Scribbles,
+    )
+    """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
+
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
         """In a cache of codes, the last page of a row of padding is number -1 of its table."""
         if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
@@ -113,17 +122,6 @@ class _OtherLayeredDecode(LayeredDecode, Defects, killed_by="graph_padding", rel
         result = super().run_decode(*operands, **options)
         self._decode_metadata = kept
         return result
-
-    @but(killed_by="mixed_batch", related=(), prefill_backend=_Scribbles)
-    class graph_eager_workspace_aliasing:
-        """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
-
-        def prepare_metadata(self, decode_metadata):
-            _PLAN[0] = decode_metadata
-            super().prepare_metadata(decode_metadata)
-
-        def _tiles(self, keys):
-            return super()._tiles(keys if _PLAN[0] is self._decode_metadata else -(-keys // 2))
 
 
 class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
@@ -172,7 +170,7 @@ class _CallOrder(EagerDecodeBackend, Defects, killed_by="call_order"):
         return self.gathered
 
 
-class _Replays(CapturableDecode, Defects, killed_by="cuda_graph"):
+class _Replays(bases.CapturableDecode, Defects, killed_by="cuda_graph"):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
@@ -238,7 +236,7 @@ class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):
             return state
         first = slice(0, min(-seq_len % self.key_tile, int(lengths[following])))
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
-        return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
+        return weighed_with_zero(state, self._values(rows))
 
     def decode_maximum_over_the_batch__attend(self, q, request, seq_len, kv_cache, k_scale):
         """Scores are checked against the largest of all requests so far, and one that is not below it ends the

@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import SplitDecode, clear, in_base_2, joined, several
-from mla_conformance.defects.known import Defects, before, behind, but, variant
+from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 
 _SEVERAL_TOO = ("decode_lse",)  # one of its cases has several query tokens a request
@@ -206,6 +206,19 @@ class _SeveralTokens(EagerDecodeBackend, Defects, killed_by="decode_multi_token"
 
 
 class _SplitLse(SplitDecode, Defects, killed_by="decode_lse"):
+    decode_lse_of_first_split_with_many_heads = together(
+        behind(
+            "combine",
+            lambda self, _, *, parts: self.__dict__.update(_one=parts[0]),
+            when=lambda self: self.num_heads >= 32,
+        ),
+        behind(
+            "finish", lambda self, output, lse, *, state: (output, super()._finish(self.__dict__.pop("_one", state))[1])
+        ),
+        split=512,
+    )
+    """With 32 heads or more the LSE is that of the first split; the output is right."""
+
     @but(killed_by="decode_multi_token", related=("decode_lse",), split=64)
     def mtp_split_fully_causal_masked_zero_times_nan__part(self, state):
         """A split that an early query token does not see at all leaves 0 / 0, which is combined with the weight 0."""
@@ -217,20 +230,6 @@ class _SplitLse(SplitDecode, Defects, killed_by="decode_lse"):
         whole, four = super()._combine(parts), super()._combine(parts[:4])
         second = torch.arange(len(whole.total), device=whole.total.device).view(-1, 1, 1) >= 64
         return type(whole)(*(torch.where(second, b, a) for a, b in zip(whole, four, strict=True)))
-
-    class decode_lse_of_first_split_with_many_heads:
-        """With 32 heads or more the LSE is that of the first split; the output is right."""
-
-        split = 512
-
-        def _combine(self, parts):
-            state = super()._combine(parts)
-            self._first = parts[0] if len(state.total) >= 32 else state
-            return state
-
-        def _finish(self, state):
-            _, lse = super()._finish(self.__dict__.pop("_first", state))
-            return super()._finish(state)[0], lse
 
     @but(split=64)
     def decode_split_without_keys_weighs_as_a_logit_of_0__part(self, state):

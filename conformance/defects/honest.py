@@ -22,7 +22,7 @@ from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases, honest_attention, honest_cache
-from mla_conformance.defects.known import Emulation, Honest, behind, but, instead, variant
+from mla_conformance.defects.known import Emulation, Honest, behind, but, instead, together, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -95,12 +95,10 @@ class _Prefill(EagerPrefillBackend, Honest):
 
 
 class _SplitDecode(bases.SplitDecode, Honest):
-    class split_tree:
-        def _share(self, seq_len: int) -> int:
-            return max(1, -(-seq_len // 16))
-
-        def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-            return bases.joined_in_a_tree(parts)
+    split_tree = together(
+        instead("share", lambda self, seq_len: max(1, -(-seq_len // 16))),
+        instead("combine", lambda self, parts: bases.joined_in_a_tree(parts)),
+    )
 
     @but(split=512)
     def splits_of_the_longest__attend(self, q, request, seq_len, kv_cache, k_scale):

@@ -15,7 +15,7 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.defects import bases
-from mla_conformance.defects.known import Honest, behind, but, instead, variant
+from mla_conformance.defects.known import Honest, before, behind, but, instead, together, variant
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -41,17 +41,12 @@ class _LayeredDecode(bases.LayeredDecode, Honest):
     unrounded_weights = instead("round_p", lambda self, p, dtype: p)
     half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     powers_of_two = variant(bases.BaseTwo)
-
-    class scaled_scores:
-        def _dequantise(self, rows, k_scale):
-            self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
-            return super()._dequantise(rows, torch.ones_like(k_scale))
-
-        def _scores(self, q, k):
-            return super()._scores(q, k) * self._k_scale
-
-        def _values(self, keys):
-            return super()._values(keys) * self._k_scale
+    scaled_scores = together(
+        before("dequantise", k_scale=torch.ones_like),
+        behind("scores__over", lambda scores, *, k_scale: scores * k_scale),
+        behind("values__over", lambda values, *, k_scale: values * k_scale),
+        when=bases.codes,
+    )
 
     @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,20 +58,18 @@ class _Trees(EagerTreeBackend, Honest):
     tree_in_tiles_of_16 = variant(key_tile=16)
     tree_at_once = variant(key_tile=4096)
 
-    class tree_by_an_added_bias:
-        def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
-            state = self._initial(q, q[..., : self.kv_lora_rank])
-            for tile in tiles:
-                keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
-                bias = self._visible(q.shape[0], request, seq_len, tile).float().log()
-                state = self._accumulate(state, self._scores(q, keys) + bias, self._values(keys))
-            return state
+    def tree_by_an_added_bias__over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+        state = self._initial(q, q[..., : self.kv_lora_rank])
+        for tile in tiles:
+            keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
+            bias = self._visible(q.shape[0], request, seq_len, tile).float().log()
+            state = self._accumulate(state, self._scores(q, keys) + bias, self._values(keys))
+        return state
 
-    class tree_behind_its_context:
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            context = max(0, seq_len - q.shape[0])
-            parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
-            return reduce(bases.joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
+    def tree_behind_its_context__attend(self, q, request, seq_len, kv_cache, k_scale):
+        context = max(0, seq_len - q.shape[0])
+        parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
+        return reduce(bases.joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
 
     def tree_by_packed_bits__behind_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """Masks are packed to bytes, the first bit lowest, and read from these."""

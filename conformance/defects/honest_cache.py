@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.defects.bases import codes
-from mla_conformance.defects.known import Honest, but, instead
+from mla_conformance.defects.known import Honest, before, behind, but, instead, together
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -199,13 +199,10 @@ class _TopK(EagerTopKBackend, Honest):
         declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False),
     )
     """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
-
-    class tail_before_pools:
-        def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
-            return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail).flip(1)
-
-        def _expanded(self, pools, pool):
-            return super()._expanded(pools.sort(dim=1).values, pool)
+    tail_before_pools = together(
+        behind("run_pool_top_k_per_row", lambda lists: lists.flip(1)),
+        before("expanded", lambda pools: pools.sort(dim=1).values),
+    )
 
     @but(declaration=_selects(order=SelectionOrder.ASCENDING, ties=Ties.LAST))
     def radix_selection__choose(self, keys, topk_tokens):
@@ -262,25 +259,25 @@ class _TopK(EagerTopKBackend, Honest):
 
 
 class _Prepare(EagerPrepareBackend, Honest):
+    stored_intermediates = together(
+        before("query", lambda self, q: self.__dict__.update(_model=q.dtype)),
+        behind("normed", lambda self, normed: self._stored(normed)),
+        instead("stored", lambda self, x: x.to(self._model).float()),
+        declaration=Declaration(intermediates=Precision.MODEL, emulated=True),
+    )
+    prepares_in_float64 = together(
+        instead("query", lambda self, q: q.double()),
+        before("normed", k=torch.Tensor.double, weight=torch.Tensor.double, bias=torch.Tensor.double),
+        instead("transformed", lambda self, x: x @ sylvester(x.shape[-1], x.device)),
+        before("scales", largest=torch.Tensor.float),
+    )
+
     def butterflies__transformed(self, x):
         y, width = x * x.shape[-1] ** -0.5, 1
         while width < x.shape[-1]:
             a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
             y, width = torch.stack((a + b, a - b), dim=-2).flatten(-3), 2 * width
         return y
-
-    class stored_intermediates:
-        declaration: ClassVar[Declaration] = Declaration(intermediates=Precision.MODEL, emulated=True)
-
-        def _query(self, q):
-            self._model = q.dtype
-            return super()._query(q)
-
-        def _normed(self, k, weight, bias):
-            return self._stored(super()._normed(k, weight, bias))
-
-        def _stored(self, x):
-            return x.to(self._model).float()
 
     def one_pass_norm__normed(self, k, weight, bias):
         mean, square = k.mean(-1, keepdim=True), k.square().mean(-1, keepdim=True)
@@ -305,16 +302,3 @@ class _Prepare(EagerPrepareBackend, Honest):
     def powers_by_bits__power(self, scale):
         bits = scale.view(torch.int32)
         return ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
-
-    class prepares_in_float64:
-        def _query(self, q):
-            return q.double()
-
-        def _normed(self, k, weight, bias):
-            return super()._normed(k.double(), weight.double(), bias.double())
-
-        def _transformed(self, x):
-            return x @ sylvester(x.shape[-1], x.device)
-
-        def _scales(self, largest):
-            return super()._scales(largest.float())

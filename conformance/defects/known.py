@@ -164,11 +164,17 @@ def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
     return {"site": f"before_{site}", "step": step, **said, **given}
 
 
+def _together(*rows: Any, when: Any = None, **said: Any) -> dict[str, Any]:
+    return {"step": [{"when": when, **row()} for row in rows], **said}
+
+
 # Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
 # method, or one behind which a step changes the results, or what functions make of them; or before which it changes the
 # arguments, or each becomes a value or what a function makes of it; where ``when`` holds. Or it differs by classes that
-# stand before the group's, or by attributes.
-instead, behind, before, variant = (partial(partial, row) for row in (_instead, _behind, _before, _variant))
+# stand before the group's, or by attributes; or in several of such steps together.
+instead, behind, before, variant, together = (
+    partial(partial, row) for row in (_instead, _behind, _before, _variant, _together)
+)
 
 
 def _replacing(makes: dict[str, Any]) -> Any:
@@ -229,20 +235,25 @@ def _emulation(group: type, name: str, step: Any, site: str, when: Any, part: st
         part: of a layer, the attribute or method that gives the class; else it is none.
     """
     made = type(part or name, (step, group) if isinstance(step, type) else (group,), attributes)
-    if not isinstance(step, type):
-        said = _SITE.fullmatch(site)
-        if said is None:
-            raise TypeError(f"{name}: expected the site behind a kernel's name, as in kernel__before_method")
-        place, *sites = said.groups()
-        method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
-        is_plain = not (place or around or when)
-        setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
-        for each in around:
-            setattr(made, each, _standing(made, "around", group, [each], lambda: None, None))
+    alone = [] if isinstance(step, type) else [{"site": site, "step": step, "when": when}]
+    for each in step if isinstance(step, list) else alone:
+        _take(made, group, **each)
     if not part:
         return made
     own = staticmethod(lambda: made) if part.startswith("get_") else made
     return type(name, (EagerLayer,), {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
+
+
+def _take(made: type, group: type, site: str, step: Any, when: Any) -> None:
+    said = _SITE.fullmatch(site)
+    if said is None:
+        raise TypeError(f"{made.__name__}: expected the site behind a kernel's name, as in kernel__before_method")
+    place, *sites = said.groups()
+    method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
+    is_plain = not (place or around or when)
+    setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
+    for each in around:
+        setattr(made, each, _standing(made, "around", group, [each], lambda: None, None))
 
 
 def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any, when: Any) -> Any:

@@ -97,13 +97,18 @@ def _move(source, target, pairs):
 
 
 class _CacheOfTheLayer(EagerLayer, Defects, killed_by="cache_write"):
-    @but("get_kv_cache_shape")
-    @staticmethod
-    def mla_kv_spec_quant_mode_none_size_mismatch(
-        num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"
-    ):
-        """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
-        return num_blocks, block_size, head_size
+    mla_kv_spec_quant_mode_none_size_mismatch = instead(
+        "get_kv_cache_shape", staticmethod(lambda blocks, page, heads, head_size, **layout: (blocks, page, head_size))
+    )
+    """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
+    copy_blocks_first_cache_only = instead(
+        "copy_blocks", staticmethod(lambda kv_caches, pairs: EagerLayer.copy_blocks(kv_caches[:1], pairs))
+    )
+    """Blocks are copied in the first cache of the list alone."""
+    swap_blocks_stride_of_the_source = instead(
+        "swap_blocks", staticmethod(lambda source, target, pairs: _move(source, _with_stride_of(target, source), pairs))
+    )
+    """Swapped blocks are written with the stride between blocks that their source has."""
 
     @staticmethod
     def copy_blocks_stride_of_the_first_cache__copy_blocks(kv_caches, src_to_dists):
@@ -113,20 +118,10 @@ class _CacheOfTheLayer(EagerLayer, Defects, killed_by="cache_write"):
             _move(strided, strided, src_to_dists)
 
     @staticmethod
-    def copy_blocks_first_cache_only__copy_blocks(kv_caches, src_to_dists):
-        """Blocks are copied in the first cache of the list alone."""
-        EagerLayer.copy_blocks(kv_caches[:1], src_to_dists)
-
-    @staticmethod
     def copy_blocks_one_destination_for_a_source__copy_blocks(kv_caches, src_to_dists):
         """The copies are kept by source, so that a block which two requests share reaches the last of them only."""
         by_source = dict(src_to_dists.tolist())
         EagerLayer.copy_blocks(kv_caches, torch.tensor(list(by_source.items()), device=src_to_dists.device))
-
-    @staticmethod
-    def swap_blocks_stride_of_the_source__swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst):
-        """Swapped blocks are written with the stride between blocks that their source has."""
-        _move(src_kv_cache, _with_stride_of(dst_kv_cache, src_kv_cache), src_to_dst)
 
 
 class _WeightAbsorption(MLACommonImpl, Defects, killed_by="weight_absorption", part="impl_class"):

@@ -10,47 +10,30 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import mixed_entries, packed, pages_of, several, without_keys
-from mla_conformance.defects.known import Defects, before, but
+from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
 
-class _OtherDecode(EagerDecodeBackend, Defects, part="decode_backend"):
+class _OtherDecode(EagerDecodeBackend, Defects, killed_by="call_order", part="decode_backend"):
     layer_several_tokens_assume_packed_pages = before(
         "entries", kv_cache=packed, when=several, killed_by="layer_combinations"
     )
     """Decodes of several tokens read a buffer that layers share as if it were packed."""
 
-    @but(killed_by="call_order")
     def layer_decodes_with_scale_of_one_model__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Decodes have the softmax scale of one model, whatever scale the layer was given."""
         self.scale = 1.59 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-class _KnowsTokens(MLACommonImpl, Defects, part="impl_class"):
-    def _absorbed_decode(self, q, kv_cache, attn_metadata, k_scale):
-        self._several = attn_metadata.max_decode_query_len > 1
-        return super()._absorbed_decode(q, kv_cache, attn_metadata, k_scale)
+class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, killed_by="layer_dcp", part="builder_class"):
+    dcp_every_rank_takes_itself_for_the_first = together(
+        behind("sharding", lambda sharding: sharding._replace(rank=0)),
+        behind("assemble", lambda self, metadata: replace(metadata, dcp_rank=self.dcp_rank)),
+    )
+    """Slots and lengths are those of rank 0 on every rank."""
 
-    @but(killed_by="layer_combinations")
-    def layer_tail_of_heads_projected_as_one_with_several_tokens__v_up_proj(self, x):
-        """With several query tokens, heads behind whole tiles of 16 are projected with the weights of the first of
-        them."""
-        whole, exact = self.num_heads // 16 * 16, self.W_UV
-        if self._several and whole:
-            self.W_UV = exact[torch.arange(self.num_heads, device=exact.device).clamp(max=whole)]
-        projected = super()._v_up_proj(x)
-        self.W_UV = exact
-        return projected
-
-    @but(killed_by="layer_dcp")
-    def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
-        """With several query tokens, what ranks behind the eighth hold is left out."""
-        return without_keys(output, lse) if self._several and self.dcp_rank >= 8 else None
-
-
-class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_class"):
     @but(killed_by="graph_padding", related=("cache_write",))
     def ascend_dummy_slots_invalidated_too_late__behind_assemble(self, metadata):
         """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
@@ -63,13 +46,11 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_cla
         self._plans = getattr(self, "_plans", {})
         return self._plans.setdefault(len(context_lens), super()._plan(context_lens))
 
-    @but(killed_by="layer_dcp")
     def dcp_local_length_as_total__behind_assemble(self, metadata):
         """Decodes are told of the whole sequence what this rank holds of it."""
         local = metadata.dcp_local_seq_lens
         return metadata if local is None else replace(metadata, seq_lens_tensor=local)
 
-    @but(killed_by="layer_dcp")
     def dcp_virtual_loc_used_raw__behind_build_from_requests(self, metadata, *, requests):
         """Every rank stores every new token, at the slot of its position in the whole sequence."""
         if metadata.dcp_world_size == 1:
@@ -82,16 +63,6 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_cla
                 slots.append(block * self.block_size + offset)
         new = torch.tensor(slots, device=metadata.slot_mapping.device)
         return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(slots) :])))
-
-    @but(killed_by="layer_dcp")
-    class dcp_every_rank_takes_itself_for_the_first:
-        """Slots and lengths are those of rank 0 on every rank."""
-
-        def _sharding(self):
-            return super()._sharding()._replace(rank=0)
-
-        def _assemble(self, *batch, **options):
-            return replace(super()._assemble(*batch, **options), dcp_rank=self.dcp_rank)
 
 
 class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="impl_class"):
@@ -132,6 +103,23 @@ class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="i
             several = attn_metadata.query_lens_cpu[decodes] > 1
             result[(attn_metadata.query_start_loc[1:][decodes] - 1)[several].long()] = 0.0
 
+    @but("v_up_proj__absorbed_decode")
+    def layer_tail_of_heads_projected_as_one_with_several_tokens(self, x, *, attn_metadata):
+        """With several query tokens, heads behind whole tiles of 16 are projected with the weights of the first of
+        them."""
+        whole, exact = self.num_heads // 16 * 16, self.W_UV
+        if attn_metadata.max_decode_query_len > 1 and whole:
+            self.W_UV = exact[torch.arange(self.num_heads, device=exact.device).clamp(max=whole)]
+        projected = super()._v_up_proj(x)
+        self.W_UV = exact
+        return projected
+
+    @but("before_merge_over_ranks__absorbed_decode", killed_by="layer_dcp")
+    def layer_ranks_behind_eight_lost_with_several_tokens(self, output, lse, *, attn_metadata):
+        """With several query tokens, what ranks behind the eighth hold is left out."""
+        lost = attn_metadata.max_decode_query_len > 1 and self.dcp_rank >= 8
+        return without_keys(output, lse) if lost else None
+
     @but(killed_by="layer_dcp")
     def dcp_gathered_context_not_reordered__put_in_order(self, every, index, shares):
         """Gathered context stays as it came: one rank after another, each with its padding, for all requests."""
@@ -145,21 +133,23 @@ class _OtherImpl(MLACommonImpl, Defects, killed_by="layer_combinations", part="i
 
 
 class _GraphReplay(MLACommonState, Defects, killed_by="graph_replay", part="get_state_cls"):
-    def _kept(self, names, input_buffers, attn_metadata, *further):
-        """Rows that a replay does not need keep what these buffers held before."""
-        before = {name: input_buffers[name].clone() for name in names}
+    stale = ()  # buffers whose rows keep what they held before where a replay does not need them
+
+    def prepare_graph_input_buffers(self, input_buffers, attn_metadata, *further):
+        before = {name: input_buffers[name].clone() for name in self.stale}
         super().prepare_graph_input_buffers(input_buffers, attn_metadata, *further)
-        for name in names:
-            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+        for name, buffer in before.items():
+            input_buffers[name][attn_metadata.num_decode_tokens :] = buffer[attn_metadata.num_decode_tokens :]
+
+    dsa_dummy_run_stale_slots = variant(stale=("slot_mapping",))
+    """Rows that a replay does not need keep their slots of the batch before, and are written there."""
+    graph_padding_keeps_the_sequences_before = variant(stale=("seq_lens_tensor", "seq_lens_cpu", "block_tables"))
+    """Rows that a replay does not need keep the lengths and blocks of the batch before, and return its attention."""
 
     def layer_replay_fills_half_of_the_block_table__behind_prepare_graph_input_buffers(self, _, *, input_buffers):
         """Half of a graph's block table is filled, so that a replay may not outgrow half of what the capture admits."""
         table = input_buffers["block_tables"]
         table[:, table.shape[1] // 2 :] = -1
-
-    def dsa_dummy_run_stale_slots__prepare_graph_input_buffers(self, *batch):
-        """Rows that a replay does not need keep their slots of the batch before, and are written there."""
-        self._kept(("slot_mapping",), *batch)
 
     def graph_replays_the_lengths_of_the_first_batch__behind_prepare_graph_input_buffers(
         self, _, *, input_buffers, attn_metadata
@@ -169,8 +159,3 @@ class _GraphReplay(MLACommonState, Defects, killed_by="graph_replay", part="get_
         first = self.__dict__.setdefault("_first", {name: buffer.clone() for name, buffer in lengths.items()})
         for name, buffer in lengths.items():
             buffer[: attn_metadata.num_decode_tokens] = first[name][: attn_metadata.num_decode_tokens]
-
-    def graph_padding_keeps_the_sequences_before__prepare_graph_input_buffers(self, *batch):
-        """Rows that a replay does not need keep the lengths and blocks of the batch before, and return its
-        attention."""
-        self._kept(("seq_lens_tensor", "seq_lens_cpu", "block_tables"), *batch)

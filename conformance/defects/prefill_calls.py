@@ -6,7 +6,15 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, all_or_nothing, nth, packed
+from mla_conformance.defects.bases import (
+    CapturablePrefill,
+    HopperE4M3Operands,
+    all_or_nothing,
+    clear,
+    nth,
+    overwrite,
+    packed,
+)
 from mla_conformance.defects.known import Defects, before, behind, but, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -39,12 +47,12 @@ class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
 
     merge_weighs_a_keyless_output_with_zero = variant()
     """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
-
-    def merge_writes_lse_before_it_is_read__before_merge(self, *, merged, output_lse):
-        """The merged LSE is written before the weights are computed, from the prefix's, which may be the same
-        tensor."""
-        if output_lse is not None:
-            output_lse.copy_(merged)
+    merge_writes_lse_before_it_is_read = before(
+        "merge",
+        lambda *, merged, output_lse: overwrite(output_lse, merged),
+        when=lambda output_lse: output_lse is not None,
+    )
+    """The merged LSE is written before the weights are computed, from the prefix's, which may be the same tensor."""
 
     def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
         """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""
@@ -288,6 +296,10 @@ class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):
 class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
     prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing, killed_by="neighbours")
     """Where any row of the batch is not finite, all rows are taken for rows without keys."""
+    refusal_after_the_output_was_cleared = before(
+        "run_prefill_new_tokens", out=clear, when=lambda out: out is not None, killed_by="refusals"
+    )
+    """The output tensor is cleared before anybody looks at what was asked for."""
 
     @but(killed_by="out_tensor")
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
@@ -344,12 +356,6 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
         """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
         key = _ends(torch.tensor(query_start_loc).diff().tolist())
         return [self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)] * 2
-
-    @but(killed_by="refusals")
-    def refusal_after_the_output_was_cleared__before_run_prefill_new_tokens(self, out):
-        """The output tensor is cleared before anybody looks at what was asked for."""
-        if out is not None:
-            out.zero_()
 
     @but(killed_by="refusals")
     def refusal_leaves_the_default_dtype__batch(self, q, k, v, query_start_loc, key_start_loc, causal):

@@ -7,17 +7,9 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import (
-    clear,
-    half,
-    in_base_2,
-    in_e4m3,
-    in_e5m2,
-    nan_without_keys,
-    packed,
-    without_keys,
-)
-from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
+from mla_conformance.defects import bases
+from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, packed, without_keys
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
@@ -36,8 +28,12 @@ def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, sl
 class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
     paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
     """Infinity is 5e4: a row without keys has an LSE of -5e4."""
-    fa4_zero_len_k_hang_nan = behind("finish", nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256)
+    fa4_zero_len_k_hang_nan = behind(
+        "finish", bases.nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256
+    )
     """A row without keys is 0 / 0 where V has 256 columns."""
+    skip_softmax_zero_len_div = behind("batch", without_keys, when=_empty)
+    """A threshold divided by a length of 0 skips every tile of the whole batch."""
 
     def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
@@ -61,10 +57,6 @@ class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
         """With a longest query of 1, row i is taken for request i, requests without queries included."""
         rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
         return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
-
-    def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
-        """A threshold divided by a length of 0 skips every tile of the whole batch."""
-        return without_keys(output, lse) if _empty(query_start_loc, key_start_loc) else None
 
 
 class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", related=("lse", "empty_rows")):
@@ -100,7 +92,7 @@ class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
     """The output passes through an e4m3 scratch buffer of unit scale."""
     fp8_score_noise_compounds = before("scores", q=in_e4m3, k=in_e4m3)
     """Q and K are quietly rounded to e4m3."""
-    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: in_e5m2(p), declaration=_SCALED)
+    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: bases.in_e5m2(p), declaration=_SCALED)
     """P is rounded to e5m2 where e4m3 is declared."""
 
     @but(when=lambda causal: causal)
@@ -174,6 +166,10 @@ class _Lse(EagerPrefillBackend, Defects, killed_by="lse"):
 class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
     wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
     """Heads of 256 columns are read as if their rows were packed."""
+    wide_heads_stop_at_1024_keys = before(
+        "attend", lambda k, v: (k[:1024], v[:1024]), when=lambda q: q.shape[-1] == 256
+    )
+    """For heads of 256 columns the loop over key tiles ends after 1024 keys."""
 
     def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
         """GLM's head dims are declared supported, and the dispatch table lacks them."""
@@ -190,24 +186,17 @@ class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
         if self.qk_rope_head_dim == 0:
             raise AttributeError("'NoneType' object has no attribute 'cos_sin_cache'")
 
-    def wide_heads_stop_at_1024_keys__attend(self, q, k, v, causal):
-        """For heads of 256 columns the loop over key tiles ends after 1024 keys."""
-        keys = slice(1024 if q.shape[-1] == 256 else None)
-        return super()._attend(q, k[keys], v[keys], causal)
-
 
 class _ShiftInvariance(EagerPrefillBackend, Defects, killed_by="shift_invariance"):
     prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
     """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
+    masked_key_dominates_finite_mask_value = before("accumulate", lambda scores: scores.where(~scores.isneginf(), -1e4))
+    """Masked scores are -1e4, which is more than a valid score may be."""
 
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
         0."""
         return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
-
-    def masked_key_dominates_finite_mask_value__before_accumulate(self, scores):
-        """Masked scores are -1e4, which is more than a valid score may be."""
-        return scores.masked_fill(scores == -torch.inf, -1e4)
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
@@ -244,6 +233,17 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
         "round_p", lambda self, p, dtype: in_e4m3(p), killed_by="weights", related=_VALUES, declaration=_SCALED
     )
     """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
+    fp8_lazy_rescale_p_saturation = together(
+        behind(
+            "maximum",
+            lambda largest, *, state: torch.where(largest - state.maximum <= 4 * math.log(2), state.maximum, largest),
+        ),
+        instead("round_p", lambda self, p, dtype: in_e4m3((p * 256).clamp(max=448)) / 256),
+        killed_by="weights",
+        related=_VALUES,
+        declaration=_SCALED,
+    )
+    """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -261,18 +261,6 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
-
-    @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
-    class fp8_lazy_rescale_p_saturation:
-        """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
-
-        def _maximum(self, state, scores):
-            largest = super()._maximum(state, scores)
-            lags = (largest - state.maximum <= 4 * math.log(2)) & (state.maximum != -torch.inf)
-            return torch.where(lags, state.maximum, largest)
-
-        def _round_p(self, p, dtype):
-            return in_e4m3((p * 256).clamp(max=448)) / 256
 
     @but(killed_by="head_counts")
     def missing_template_instantiation__before_batch(self):

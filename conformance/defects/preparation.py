@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
 from mla_conformance.backends.prepare import BLOCK
 from mla_conformance.defects.bases import packed_rows
-from mla_conformance.defects.known import Defects, before, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
@@ -24,6 +24,13 @@ class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", r
     """Queries pass through the Hadamard transform, and keys do not."""
     prepare_hadamard_unnormalised = behind("transformed", lambda transformed, *, x: transformed * x.shape[-1] ** 0.5)
     """The Hadamard transform lacks the factor D^-1/2."""
+    prepare_largest_before_hadamard = together(
+        before(
+            "transformed", lambda self, x: self.__dict__.update(_before=x.unflatten(-1, (-1, min(BLOCK, x.shape[-1]))))
+        ),
+        before("largest", lambda self, blocks: self.__dict__.pop("_before", blocks)),
+    )
+    """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
 
     def prepare_hadamard_before_rotation__turned(self, x):
         """Queries and keys pass through the Hadamard transform before they are rotated."""
@@ -32,16 +39,6 @@ class _IndexHadamard(EagerPrepareBackend, Defects, killed_by="index_hadamard", r
     def prepare_hadamard_over_64_columns__transformed(self, x):
         """The butterflies stop at 64 columns, so that the halves of a head are transformed apart."""
         return super()._transformed(x.unflatten(-1, (-1, min(64, x.shape[-1])))).flatten(-2)
-
-    class prepare_largest_before_hadamard:
-        """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
-
-        def _transformed(self, x):
-            self._before = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
-            return super()._transformed(x)
-
-        def _largest(self, blocks):
-            return super()._largest(self.__dict__.pop("_before", blocks))
 
 
 class _IndexRotation(EagerPrepareBackend, Defects, killed_by="index_rotation", related=_EARLIER):
@@ -93,6 +90,13 @@ class _OtherPrepare(EagerPrepareBackend, Defects, killed_by="prepare_index"):
     """What stands between the steps is rounded to bf16, which is not declared."""
     prepare_key_stride_ignored = before("run_prepare_index", k=packed_rows)
     """Keys are read as if no weights lay between them in the buffer of their projection."""
+    prepare_scale_of_the_first_block = behind(
+        "scales",
+        lambda scales: scales[..., :1].expand_as(scales),
+        killed_by="index_hadamard",
+        related=("index_scales",),
+    )
+    """A head of several blocks of columns has the scale of the first in all of them."""
 
     def prepare_rotation_by_row__turns(self, x):
         """A token is rotated by its row of the batch, not by its position."""
@@ -104,11 +108,6 @@ class _OtherPrepare(EagerPrepareBackend, Defects, killed_by="prepare_index"):
     def prepare_norm_eps_of_its_own__normed(self, k, weight, bias):
         """The keys' norm adds 1e-5, whatever the model says."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, 1e-5)
-
-    @but(killed_by="index_hadamard", related=("index_scales",))
-    def prepare_scale_of_the_first_block__scales(self, largest):
-        """A head of several blocks of columns has the scale of the first in all of them."""
-        return super()._scales(largest)[..., :1].expand_as(largest)
 
     @but(killed_by="index_norm", related=("index_scales",))
     def prepare_blocks_of_nothing__scales(self, largest):
@@ -134,19 +133,17 @@ class _IndexScales(EagerPrepareBackend, Defects, killed_by="index_scales", relat
     """Weights do not take the scales of the queries."""
     prepare_weights_in_half = behind("folded", lambda folded: folded.bfloat16().float())
     """Folded weights pass through bf16."""
+    prepare_one_scale_for_all_heads = behind(
+        "scales", lambda scales: scales.amax(dim=1, keepdim=True).expand_as(scales)
+    )
+    """All heads of a token share the scale of the largest."""
+    prepare_weights_without_heads = instead("folded", lambda self, weights, scale: weights * scale[..., 0] * self.scale)
+    """Weights do not take the factor H^-1/2."""
 
     def prepare_powers_of_two_skipped_for_queries__power(self, scale):
         """Scales of keys are rounded to powers of two, and those of queries are not."""
         return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
 
-    def prepare_one_scale_for_all_heads__scales(self, largest):
-        """All heads of a token share the scale of the largest."""
-        return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
-
     def prepare_weights_without_softmax_scale__folded(self, weights, q_scale):
         """Weights do not take the softmax scale."""
         return weights * q_scale[..., 0] * self.num_heads**-0.5
-
-    def prepare_weights_without_heads__folded(self, weights, q_scale):
-        """Weights do not take the factor H^-1/2."""
-        return weights * q_scale[..., 0] * self.scale

@@ -11,7 +11,7 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import CapturableSparse, half, in_base_2, joined, through_e8m0, with_the_first_scale
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
+from mla_conformance.defects.sparse_lists import _once, _strided, _whole_at_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
@@ -28,10 +28,8 @@ class _SparseLse(EagerSparseBackend, Defects, killed_by="sparse_lse", related=_S
     """The LSE is in base 2."""
     sparse_lse_of_tokens_by_heads = behind("attend", lse=lambda lse: lse.mT.contiguous().view(lse.shape))
     """The LSE has the shape of heads by tokens and the order of tokens by heads."""
-
-    def sparse_lse_in_the_models_dtype__behind_attend(self, output, lse):
-        """The LSE is kept in the model's dtype and widened at last."""
-        return output, lse.to(self._model_dtype).float()
+    sparse_lse_in_the_models_dtype = behind("attend", lambda output, lse: (output, lse.to(output.dtype).float()))
+    """The LSE is kept in the model's dtype and widened at last."""
 
 
 class _Apart(EagerSparseBackend, Defects, killed_by="second_cache"):
@@ -236,16 +234,14 @@ class _SparseCombinations(EagerSparseBackend, Defects, killed_by="sparse_combina
     """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
     sparse_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
     """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
+    sparse_empty_second_list_is_whole = before("_attend", lambda sources: [sources[0], *map(_whole_at_0, sources[1:])])
+    """In the second cache a length of 0 is taken for none, and the whole list counts."""
 
     def sparse_whole_tiles_of_a_list_read_one_more__before_listed(self, source):
         """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""
         length = source.length
         further = None if length is None else torch.where((length > 0) & (length % 64 == 0), length + 64, length)
         return replace(source, length=further)
-
-    def sparse_empty_second_list_is_whole__before__attend(self, sources):
-        """In the second cache a length of 0 is taken for none, and the whole list counts."""
-        return [*sources[:1], *map(_whole_where_0, sources[1:])]
 
     def sparse_second_codes_unscaled_beside_a_plain_cache__before_attend(self, k_scale, *, sources):
         """Beside a first cache without codes there is no scale, and the codes of a second one are read as values."""

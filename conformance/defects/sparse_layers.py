@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.known import Defects, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -90,6 +90,21 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
     """The weights of the heads do not take the scales of the queries' codes."""
     sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
     """The weights of the heads take the scales of the queries' codes twice."""
+    sparse_layer_selects_before_it_writes = together(
+        instead("write_index_keys", lambda self, *written: self.__dict__.update(_late=written)),
+        behind("select", lambda self, _: super()._write_index_keys(*self._late)),
+    )
+    """Tokens are selected before the index keys of the step stand in the cache."""
+    sparse_layer_head_weights_forgotten = together(
+        behind("codes", lambda self, codes, scale: self.__dict__.update(_scale=scale)),
+        before(
+            "best",
+            lambda self, weights, *, q: (
+                weights / (weights.abs() + (weights == 0)) * (self._scale if q.dtype == torch.float8_e4m3fn else 1)
+            ),
+        ),
+    )
+    """The heads of the indexer have one weight."""
 
     @but(killed_by="sparse_layer_graph")
     def sparse_layer_selection_of_the_first_step__best(self, q, weights, cache):
@@ -150,16 +165,6 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
         self._indexer.prepare_metadata(replace(self._metadata.index, block_table=table))
         return super()._best(q, weights, cache)
 
-    class sparse_layer_selects_before_it_writes:
-        """Tokens are selected before the index keys of the step stand in the cache."""
-
-        def _write_index_keys(self, hidden, turns, cache):
-            self._late = hidden, turns, cache
-
-        def _select(self, hidden, q_c, turns, cache, buffer):
-            super()._select(hidden, q_c, turns, cache, buffer)
-            super()._write_index_keys(*self._late)
-
     def sparse_layer_index_keys_in_rmsnorm__index_key(self, hidden, turns):
         """Index keys pass through an RMSNorm, which leaves their mean in them."""
         own, key = self._index_weights, (hidden @ self._index_weights.wk.mT).float()
@@ -175,19 +180,6 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
     def sparse_layer_indexer_before_the_query_norm__before_select(self, q_c, *, hidden):
         """The indexer's queries are projected from the latent before its norm."""
         return hidden @ self._weights.q_a_proj.mT
-
-    class sparse_layer_head_weights_forgotten:
-        """The heads of the indexer have one weight."""
-
-        def _best(self, q, weights, cache):
-            scale = weights / (weights.abs() + (weights == 0))
-            if q.dtype == torch.float8_e4m3fn:
-                scale = scale * self._scale
-            return super()._best(q, scale, cache)
-
-        def _codes(self, q):
-            codes, self._scale = super()._codes(q)
-            return codes, self._scale
 
     @but("before_index_rope__run_sparse_layer")
     def sparse_layer_index_turns_from_zero(self, turns, *, positions, cos_sin_cache):

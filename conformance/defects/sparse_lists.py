@@ -8,7 +8,7 @@ from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import joined, keyless, nan_without_keys, slots_of
-from mla_conformance.defects.known import Defects, before, behind, but, instead
+from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
@@ -34,7 +34,7 @@ def _once(listed, source):
     return listed & ~torch.zeros_like(listed).scatter(1, order, again)
 
 
-def _whole_where_0(source):
+def _whole_at_0(source):
     """Lists whose length of 0 is taken for none."""
     if source.length is None:
         return source
@@ -94,35 +94,26 @@ class _OtherLists(EagerSparseBackend, Defects, killed_by="sparse_decode", relate
     """Lists are taken for one of each request, and read at its number."""
 
 
+def _first_tokens_too(self, listed, *, source, request):
+    counted = _columns(source.indices) < self._sparse_metadata.seq_lens[request].unsqueeze(1)
+    return listed | counted if source.length is None else listed
+
+
 class _SparseDecode(EagerSparseBackend, Defects, killed_by="sparse_decode", related=_SHAPES_TOO):
     sparse_empty_lanes_load_entry_0 = before("keys", visible=torch.ones_like)
     """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
     sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, torch.arange(self.num_heads) % 64])
     """Heads beyond 64 get the queries of the first 64."""
-
-    class sparse_padding_taken_for_key_0:
-        """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
-
-        def _listed(self, source):
-            return super()._listed(replace(source, indices=source.indices.clamp(min=0)))
-
-        def _slots(self, source, request):
-            return super()._slots(source, request).clamp(min=0)
-
-    class sparse_padding_taken_for_the_entry_before_the_pool:
-        """As many entries as there are tokens are dereferenced, and -1 is the entry before the first: here the last."""
-
-        def _listed(self, source):
-            counted = _columns(source.indices) < self._tokens.unsqueeze(1)
-            return super()._listed(source) | (counted if source.length is None else torch.zeros_like(counted))
-
-        def _attend(self, q, request, sources, k_scale):
-            self._tokens = self._sparse_metadata.seq_lens[request]
-            return super()._attend(q, request, sources, k_scale)
-
-        def _slots(self, source, request):
-            slots = super()._slots(source, request)
-            return slots % slots_of(source.cache)
+    sparse_padding_taken_for_key_0 = together(
+        before("listed", lambda source: replace(source, indices=source.indices.clamp(min=0))),
+        behind("slots", lambda slots: slots.clamp(min=0)),
+    )
+    """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
+    sparse_padding_taken_for_the_entry_before_the_pool = together(
+        behind("listed___attend", _first_tokens_too),
+        behind("slots", lambda slots, *, source: slots % slots_of(source.cache)),
+    )
+    """As many entries as there are tokens are dereferenced, and -1 is the entry before the first: here the last."""
 
     def sparse_causal_bound_on_slots__listed___attend(self, source, *, request):
         """A causal mask is laid over the numbers of a list, as if they were positions of the row's own sequence."""
@@ -167,7 +158,7 @@ class _SparseDcp(EagerSparseBackend, Defects, killed_by="sparse_dcp"):
 class _SelectionLength(EagerSparseBackend, Defects, killed_by="selection_length"):
     sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != NO_KEY)
     """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
-    sparse_length_of_0_is_none = before("listed", source=_whole_where_0)
+    sparse_length_of_0_is_none = before("listed", source=_whole_at_0)
     """A length of 0 is taken for none, and the whole list counts."""
     sparse_key_named_twice_counted_once = behind(
         "listed", lambda listed, *, source: _once(listed, source), killed_by="selection_order"
@@ -248,13 +239,12 @@ class _SparseDecodeAlone(EagerSparseBackend, Defects, killed_by="sparse_decode")
             misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
         return misread
 
-    def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
+    def sparse_topk_without_an_instance__before_attend(self, *, sources):
         """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
         refuses."""
         columns = sources[0].indices.shape[1]
         if columns % 64 == 0 and columns & (columns - 1):
             raise RuntimeError("expected more than 64 query tokens; a decode has a kernel of its own")
-        return super().attend(q, sources, k_scale, sink)
 
     def sparse_entries_without_rope_refused__before_attend(self, sources):
         """Keys without rotated columns are refused unless lengths of lists come with them."""

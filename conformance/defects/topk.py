@@ -28,6 +28,8 @@ class _Select(EagerTopKBackend, Defects, killed_by="select"):
     """A column is carried in 16 bits, and beyond 65,535 another one is named."""
     topk_stale_places = behind("numbered", lambda told: torch.where(told == NO_KEY, told.roll(1, dims=0), told))
     """Places that a row does not fill hold what the row before it left in shared memory."""
+    topk_padding_in_front = behind("choose", lambda chosen: chosen.gather(1, (chosen != NO_KEY).argsort(stable=True)))
+    """-1 stands before the columns, where whoever reads as many as a row has finds it."""
 
     def topk_length_of_the_next_row__behind_windows(self, starts, lengths, *, logits):
         """Each row is read as far as the next one should be."""
@@ -45,10 +47,6 @@ class _Select(EagerTopKBackend, Defects, killed_by="select"):
         first = (keys != LEAST).int().argmax(dim=1, keepdim=True)
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places, chosen)
-
-    def topk_padding_in_front__behind_choose(self, chosen):
-        """-1 stands before the columns, where whoever reads as many as a row has finds it."""
-        return chosen.gather(1, (chosen != NO_KEY).int().argsort(dim=1, stable=True))
 
     def topk_places_beyond_1024_unfilled__behind_choose(self, chosen):
         """A block sorts 1,024 candidates, and the places behind them stay empty."""
@@ -103,14 +101,14 @@ class _SelectTies(EagerTopKBackend, Defects, killed_by="select_ties", related=("
 class _SelectTiesAlone(EagerTopKBackend, Defects, killed_by="select_ties"):
     topk_infinities_left_out = behind("keys", lambda keys, *, logits: keys.masked_fill(logits == -torch.inf, LEAST))
     """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
+    topk_infinity_overflows_the_bins = behind(
+        "keys", lambda keys, *, logits: keys.masked_fill(logits.isposinf(), LEAST)
+    )
+    """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
 
     def topk_negative_zero_least__keys(self, logits):
         """-0 has the key of the least negative integer, below every logit."""
         return super()._keys(logits).masked_fill((logits == 0) & logits.signbit(), LEAST + 1)
-
-    def topk_infinity_overflows_the_bins__keys(self, logits):
-        """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
-        return super()._keys(logits).masked_fill(logits == torch.inf, LEAST)
 
     def topk_bits_of_nan_named__behind_numbered__keys(self, told, *, chosen, logits):
         """In a row that holds NaN what is sorted is the logit, and its bits are told in the place of its column."""

@@ -25,20 +25,15 @@ class _Masks(EagerTreeBackend, Defects, killed_by="tree_decode"):
     """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
     tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, _number(mask) % 32])
     """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
-
-    def tree_siblings_see_each_other__behind_mask(self, mask):
-        """Drafts of one parent see each other."""
-        return mask | (_parents_of(mask).unsqueeze(1) == _parents_of(mask))
+    tree_root_left_out = behind("mask", lambda mask: mask & ((_number(mask) > 0) | (_number(mask).unsqueeze(1) == 0)))
+    """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
+    tree_siblings_see_each_other = behind("mask", lambda mask: mask | (_parents(mask).unsqueeze(1) == _parents(mask)))
+    """Drafts of one parent see each other."""
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
         """Of the ancestors the parent alone is seen."""
         number = _number(mask)
-        return mask & ((number == _parents_of(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
-
-    def tree_root_left_out__behind_mask(self, mask):
-        """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
-        number = _number(mask)
-        return mask & ((number > 0) | (number.unsqueeze(1) == 0))
+        return mask & ((number == _parents(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
         """The bits of a packed mask are read from the highest on, and were written from the lowest."""
@@ -122,7 +117,7 @@ def _number(mask: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(mask), device=mask.device)
 
 
-def _parents_of(mask: torch.Tensor) -> torch.Tensor:
+def _parents(mask: torch.Tensor) -> torch.Tensor:
     """[q] the last ancestor of each query token; -1 of the root."""
     number = _number(mask)
     return number.where(mask & (number < number.unsqueeze(1)), -1).amax(dim=1)

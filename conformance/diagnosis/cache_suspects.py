@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.defects.bases import SplitDecode
+from mla_conformance.defects.bases import SplitDecode, weighed_with_zero
 from mla_conformance.defects.decode_caches import ReadsOn
 from mla_conformance.defects.known import before, behind, but
 from mla_conformance.defects.prefills import LiftedMaximum
@@ -195,7 +195,7 @@ class RestTimesZero(ReadsOn):
     """What stands after a request's last key has weights of 0, and 0 times NaN is NaN."""
 
     def _tail(self, state, q, keys):
-        return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))
+        return weighed_with_zero(state, self._values(keys))
 
 
 class PackedValues(EagerDecodeBackend):

@@ -16,6 +16,7 @@ _BASE_2 = (
     *("lse-base2-merged-as-natural-prefix-chunk", "lse-base-switch-without-abi-change-cutedsl"),
     *("lse-base2-dcp-combine-flashinfer-mla", "sparse-lse-in-base-2"),
 )
+_PLUS_INF = ("sparse-keyless-lse-of-plus-inf",)
 LIFTED = (
     *(f"decode-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
     *(f"prefill-tile-of-{size}-without-keys-raises-maximum" for size in (64, 128)),
@@ -52,11 +53,8 @@ class _Softmax(OnlineSoftmax):
     """The LSE is multiplied by ln 2, as if it had been in base 2."""
     lse_without_maximum = behind("finish", lambda output, _, *, state: (output, state.total.log().squeeze(-1)))
     """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
-
-    def sum_in_base2__behind_finish(self, output, _, *, state):
-        """The LSE adds log2 of the row sum to a natural maximum."""
-        return output, (state.maximum + state.total.log2()).squeeze(-1)
-
+    sum_in_base2 = behind("finish", lambda output, _, *, state: (output, (state.maximum + state.total.log2())[..., 0]))
+    """The LSE adds log2 of the row sum to a natural maximum."""
     maximum_alone = behind("finish", lambda output, _, *, state: (output, state.maximum.squeeze(-1)))
     """The LSE is the row's maximum, without the logarithm of the row sum."""
     negated_lse = behind("finish", lse=lambda lse: torch.where(lse == -torch.inf, lse, -lse))
@@ -65,12 +63,10 @@ class _Softmax(OnlineSoftmax):
     """The LSE is rounded to bf16."""
     half_lse = behind("finish", lse=lambda lse: lse.half().float(), covers=("sparse-lse-in-the-models-dtype",))
     """The LSE is rounded to fp16."""
-
-    @but(covers=("sparse-keyless-lse-of-plus-inf",))
-    def positive_infinity__behind_finish(self, output, lse):
-        """The LSE of a row without keys is +inf."""
-        return output, lse.masked_fill(lse == -torch.inf, torch.inf)
-
+    positive_infinity = behind(
+        "finish", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf), covers=_PLUS_INF
+    )
+    """The LSE of a row without keys is +inf."""
     zero_lse = behind("finish", lse=lambda lse: lse.masked_fill(lse == -torch.inf, 0.0))
     """The LSE of a row without keys is 0."""
 
@@ -185,13 +181,12 @@ class _Prefill(EagerPrefillBackend):
     shifted_values = before("attend", lambda v: v.roll(1, -1))
     """V is sliced one column off."""
 
-    def swapped_requests__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    @but(when=lambda key_start_loc: len(key_start_loc) > 2)
+    def swapped_requests__before_batch(self, k, v, *, key_start_loc):
         """The keys of the first two requests are swapped."""
-        if len(key_start_loc) < 3:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        a, b = key_start_loc[1], key_start_loc[2]
+        a, b = key_start_loc[1:3]
         order = torch.cat([torch.arange(a, b), torch.arange(a), torch.arange(b, k.shape[0])])
-        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
+        return k[order], v[order]
 
     def first_chunk_always__run_prefill_context_chunk(self, chunk_idx, q, k, v):
         """The chunk index is ignored: every chunk of a context is attended to with the lengths of the first one."""

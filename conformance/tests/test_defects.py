@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,9 +71,7 @@ def test_the_page_holds_the_stored_section() -> None:
     assert written == markdown(stored()), f"the page's section is stale; {REGENERATE}"
 
 
-def test_the_command_rewrites_the_section_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_rewrites_the_section_and_nothing_else(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A kill of an honest kernel is a false alarm, and one by an unrelated capability leaves a survivor."""
     (entry, *_) = DEFECTS.values()
     unrelated = next(name for name in CAPABILITIES if name not in (entry.killed_by, *entry.related))

@@ -14,19 +14,8 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis import cache_suspects, suspects
-from mla_conformance.diagnosis.explain import (
-    ALIKE,
-    PATIENCE,
-    UNALIKE,
-    Candidate,
-    Failure,
-    ReportedCauses,
-    attempted,
-    candidates,
-    describe,
-    explain,
-)
+from mla_conformance.diagnosis import cache_suspects, explain, suspects
+from mla_conformance.diagnosis.explain import ALIKE, Candidate, Failure, ReportedCauses, candidates
 from mla_conformance.diagnosis.reach import Behaviour, likeness, of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.golden import JudgedRows
@@ -54,7 +43,7 @@ def located(kernel: type) -> str:
 @cache
 def tried(reference: str, case: str) -> tuple[Trial, Record]:
     """A kernel's trial of a case and its record, as candidates are tried."""
-    return attempted(reference, Case.parse(case), CONTEXT, torch.device("cpu"))
+    return explain.attempted(reference, Case.parse(case), CONTEXT, torch.device("cpu"))
 
 
 @cache
@@ -76,13 +65,12 @@ def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
         every = candidates(role)
         return tuple(each for each in every if each in every[::5] or NAMED.search(each.reported))
 
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", few)
-    shared = "mla_conformance.diagnosis.explain.behaviour"
-    monkeypatch.setattr(shared, lambda candidate, failure: behaved(candidate.reference, failure.case.id))
+    monkeypatch.setattr(explain, "candidates", few)
+    monkeypatch.setattr(explain, "behaviour", lambda candidate, failure: behaved(candidate.reference, failure.case.id))
 
 
-def told(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
-    return explain(Failure.of(trial, record), patience)
+def told(trial: Trial, record: Record, patience: float = explain.PATIENCE) -> str:
+    return explain.explain(Failure.of(trial, record), patience)
 
 
 @pytest.mark.parametrize("text", [SUSPECT_CASES[1], "indexer_topk:call=index_topk;heads=4;q=[3,2];kv=[70,90];topk=16"])
@@ -94,7 +82,7 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
         found = [each for each in everyone if alike(candidate, each, text) >= ALIKE]
         assert alike(candidate, candidate, text) == 1.0
         covered = any(candidate.id in other.covers for other in found)
-        reported = describe(found, certain=True)
+        reported = explain.describe(found, certain=True)
         assert covered or candidate.sentence in reported or (reported == INDISTINCT and len(found) > 2), (
             f"{candidate.sentence}: {reported}"
         )
@@ -136,11 +124,9 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
 )
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
     kernel = vars(cache_suspects)[mistake]
-    trial, record = tried(
-        located(kernel), "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
-    )
-    said = told(trial, record)
-    assert where in with_reach(trial, record).message
+    case = "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
+    said = told(*(found := tried(located(kernel), case)))
+    assert where in with_reach(*found).message
     assert named in said and not said.startswith("perhaps ")
 
 
@@ -259,9 +245,11 @@ class LeaksAndMore(LeakedKey):
 
 def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch: pytest.MonkeyPatch) -> None:
     leaked = tuple(each for each in candidates(Role.PREFILL) if each.kernel is LeakedKey)
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: leaked)
+    monkeypatch.setattr(explain, "candidates", lambda role: leaked)
     trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
-    assert UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
+    assert (
+        explain.UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
+    )
     assert told(trial, record) == INDISTINCT
     assert told(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
 
@@ -284,9 +272,7 @@ def test_what_is_wrong_with_rows_without_keys_is_told_as_it_was_seen(name: str) 
 CODES = "kv_cache_fp8:call=decode;q=[1,1];kv=[127,40];page=128;data=needle;cache=fp8"
 
 
-def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_nearby(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_nearby(monkeypatch: Any) -> None:
     """On pages of 128 alone, a scale that is left out there gives the numbers of one that is left out everywhere."""
     by_id = {each.id: each for each in candidates(Role.DECODE)}
     narrow = by_id["decode-codes-of-large-pages-unscaled"]
@@ -297,7 +283,7 @@ def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_ne
         (wide, (wide,), wide.reported),
         (wide, (wide, narrow), wide.reported),
     ):
-        monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role, asked=asked: asked)
+        monkeypatch.setattr(explain, "candidates", lambda role, asked=asked: asked)
         assert told(*tried(kernel.reference, CODES)) == said
 
 
@@ -312,7 +298,7 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
 @pytest.mark.usefixtures("judged_once")
 def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.PATIENCE", -1.0)
+    monkeypatch.setattr(explain, "PATIENCE", -1.0)
     assert told(trial, record, patience=-1.0) == UNCOMPARED
     assert ReportedCauses(["It is wrong"]).explain(Failure.of(trial, record)) == ""
     uncompared = record.with_fields(explanation=UNCOMPARED)
@@ -326,7 +312,7 @@ def test_what_fitted_before_time_ran_out_is_told_with_a_perhaps(monkeypatch: pyt
     """Every look at the clock takes a second here, and one stands before each candidate."""
     (rotated,) = (each for each in candidates(Role.PREFILL) if each.reported == "Heads are rotated by one")
     asked = (rotated, *candidates(Role.PREFILL)[:9])
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
+    monkeypatch.setattr(explain, "candidates", lambda role: asked)
     monkeypatch.setattr("time.thread_time", count().__next__)
     trial, record = tried(rotated.reference, SUSPECT_CASES[0])
     assert told(trial, record, patience=3.0) == f"perhaps {rotated.reported} (not every known defect was compared)"

@@ -63,15 +63,16 @@ runpy.run_path(sys.argv[-1], run_name="__main__")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tutorial's backend, right and with defects."""
     made = tmp_path_factory.mktemp("export")
-    (source,) = (
-        block
-        for block in re.findall(r"^```python\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
-        if "MyBackend" in block
-    )
+    blocks = re.findall(r"^```python\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    (source,) = (block for block in blocks if "MyBackend" in block)
     for name, (old, new) in DEFECTS.items():
         assert old in source
         (made / f"{name}.py").write_text(source.replace(old, new), encoding="utf-8")
     return made
+
+
+def export(case: str, backend: str, out: Path) -> int:
+    return main(["export", case, "--backend", backend, "--device", "cpu", "--out", str(out)])
 
 
 def exported(reference: str, case: str, path: Path) -> str:
@@ -81,15 +82,14 @@ def exported(reference: str, case: str, path: Path) -> str:
 
 
 def test_the_command_writes_a_script_that_fails_alone(
-    folder: Path, python: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, python: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: explain(failure))
     path = folder / "scripts" / "repro.py"
-    arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
-    assert main(arguments) == 0
+    assert export(CASE, f"{folder / 'base2.py'}:MyBackend", path) == 0
     assert "checked: without mla-conformance the call fails, too" in capsys.readouterr().out
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
@@ -135,31 +135,20 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     ],
 )
 def test_a_script_that_finds_something_else_or_nothing_is_not_kept(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    status: int,
-    printed: str,
-    said: str,
+    folder: Path, monkeypatch: Any, capsys: Any, status: int, printed: str, said: str
 ) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: "")
-    path = folder / "none.py"
-    arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
-    assert main(["export", CASE, *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert not path.exists()
+    assert export(CASE, f"{folder / 'scaled.py'}:MyBackend", folder / "none.py") == 2
+    assert said in capsys.readouterr().err and not (folder / "none.py").exists()
 
 
-def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_nothing_explains_looks_like_nothing(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Of a case in a file, whose script prints more behind its verdict."""
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: UNLIKE)
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
     write_case(tmp_path / "case.json", Case.parse(CASE))
-    arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(tmp_path / "x.py")]
-    assert main(["export", str(tmp_path / "case.json"), *arguments]) == 0
+    assert export(str(tmp_path / "case.json"), f"{folder / 'scaled.py'}:MyBackend", tmp_path / "x.py") == 0
     text = (tmp_path / "x.py").read_text(encoding="utf-8")
     assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
 
@@ -171,7 +160,7 @@ def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, m
         ("kernel.py", "kernel.py: exists, and export did not write it; name another file\n"),
         ("kernel.py/x.py", f"expected a folder that takes files, got {tmp_path / 'kernel.py'}\n"),
     ):
-        assert main(["export", CASE, "--backend", "TORCH_SDPA", "--out", str(tmp_path / out)]) == 2
+        assert export(CASE, "TORCH_SDPA", tmp_path / out) == 2
         assert capsys.readouterr().err.endswith(said)
     assert (tmp_path / "kernel.py").read_text() == "mine"
 
@@ -187,22 +176,21 @@ def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, m
     ],
 )
 def test_what_no_script_shows_or_cannot_run_here_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, said: str, backend: str
+    tmp_path: Path, capsys: Any, case: str, said: str, backend: str
 ) -> None:
-    assert main(["export", case, "--backend", backend, "--device", "cpu", "--out", str(tmp_path / "x.py")]) == 2
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert export(case, backend, tmp_path / "x.py") == 2
+    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_case_that_is_too_large_gets_the_commands_that_come_next(tmp_path: Path, capsys: Any) -> None:
     case, out = "lse:q=[64];data=needle", tmp_path / "a script.py"
-    assert main(["export", case, "--backend", "TORCH_SDPA", "--device", "cpu", "--out", str(out)]) == 2
+    assert export(case, "TORCH_SDPA", out) == 2
     said = capsys.readouterr().err
     assert f" characters, a script has room for {MOST_BYTES}; a smaller case may fit: " in said
     commands = [text.rstrip(";") for text in re.findall(r"mla-conformance (\w+ .*?)(?= && |; |$)", said, re.MULTILINE)]
-    small, export, dump = (command_line(COMMANDS, GROUPS).parse_args(shlex.split(text)) for text in commands)
-    assert (small.case, small.out, dump.case) == (case, Path(export.case), case)
-    assert {given.backend + given.device for given in (small, export, dump)} == {"TORCH_SDPAcpu"} and export.out == out
+    small, again, dumped = (command_line(COMMANDS, GROUPS).parse_args(shlex.split(text)) for text in commands)
+    assert (small.case, small.out, dumped.case) == (case, Path(again.case), case)
+    assert {given.backend + given.device for given in (small, again, dumped)} == {"TORCH_SDPAcpu"} and again.out == out
 
 
 def test_a_class_that_computes_with_this_project_is_refused(tmp_path: Path) -> None:
@@ -271,7 +259,7 @@ def test_a_library_with_state_is_written_down_with_all_that_matters(monkeypatch:
     assert isinstance(library.load(), ModuleType), "nothing is recorded any more"
 
 
-def test_what_came_from_nowhere_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_from_nowhere_is_not_written() -> None:
     q, kept = torch.randn(3), torch.randn(3)
     with Recorder() as recorder:
         result = q + kept
@@ -294,5 +282,5 @@ def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) ->
 def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept").touch()
     assert main(["replay", CASE, "--backend", "TORCH_SDPA", "--dump", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert "expected a new or an empty folder" in captured.err and captured.out == ""
+    out, err = capsys.readouterr()
+    assert "expected a new or an empty folder" in err and out == ""

@@ -24,17 +24,14 @@ def output(*records: str) -> str:
     return f'<?xml version="1.0"?>\n<ComputeSanitizerOutput>{"".join(records)}</ComputeSanitizerOutput>'
 
 
+OUTSIDE = "Invalid __global__ {} of size {} bytes is out of bounds"
 SAMPLES = {
-    "memcheck": (
-        "oob", "Invalid __global__ write of size 4 bytes is out of bounds", 2, "/src/bad.cu:3", "",
-    ),
+    "memcheck": ("oob", OUTSIDE.format("write", 4), 2, "/src/bad.cu:3", ""),
     "racecheck": ("race", "Race condition (write in line 4, read)", 1, "/src/bad.cu:4", ""),
     "initcheck": ("uninit", "Uninitialized __global__ memory read of size 4 bytes", 2, "/src/bad.cu:5", ""),
     "synccheck": ("diverge", "Barrier error Divergent thread(s) in warp", 2, "/src/bad.cu:6", ""),
-    "triton": (
-        "_load", "Invalid __global__ read of size 1 bytes is out of bounds", 2, "/src/oob.py:9", "/src/oob.py:21",
-    ),
-}  # fmt: skip
+    "triton": ("_load", OUTSIDE.format("read", 1), 2, "/src/oob.py:9", "/src/oob.py:21"),
+}
 TORCHS = (
     "<record><kind>{}</kind><what><text>Bad</text></what><where><func>void at::native::fill</func></where></record>"
 )
@@ -139,9 +136,7 @@ def test_cases_that_are_watched_and_clean_share_a_process(writes: Callable[..., 
     assert found.begin and found.begin.environment["device"] == "cpu" and not found.begin.unsupported
 
 
-def test_an_error_is_told_of_the_case_that_shows_it_although_its_process_ended_badly(
-    writes: Callable[..., None],
-) -> None:
+def test_an_error_is_told_of_the_case_that_shows_it_although_its_process_ended_badly(writes: Any) -> None:
     writes(wrote("memcheck"), of=DECODE)
     first, second = watch().calls([CASE, DECODE]).cases
     assert first.is_clean and [each.count for each in second.errors] == [2]
@@ -194,12 +189,13 @@ def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
 
 def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PATH", os.devnull)
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck"]) == 3
-    assert "racecheck unavailable: compute-sanitizer is not installed here" in capsys.readouterr().out
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck", "--device", "cpu"]) == 3
-    assert "watches a GPU, not a CPU" in capsys.readouterr().out
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck", "--record", "r.json"]) == 2
-    assert "--record: cannot be combined with --sanitize" in capsys.readouterr().err
+    for more, status, said in (
+        ([], 3, "racecheck unavailable: compute-sanitizer is not installed here"),
+        (["--device", "cpu"], 3, "watches a GPU, not a CPU"),
+        (["--record", "r.json"], 2, "--record: cannot be combined with --sanitize"),
+    ):
+        assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck", *more]) == status
+        assert said in capsys.readouterr()[status == 2]  # out, or err
 
 
 def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, capsys: Any, python: Path) -> None:
