@@ -73,6 +73,11 @@ class _CompressKeys(EagerCompressBackend, Defects, killed_by="compress_keys", re
     )
     """Exponentials are taken of the scores as they are, and overflow."""
 
+    def compress_maximum_from_zero__pooled(self, k, logits):
+        """The maximum of the scores begins at 0, and far below it all exponentials are 0."""
+        weights = (logits - logits.amax(dim=1, keepdim=True).clamp(min=0.0)).exp()
+        return ((weights * k).sum(dim=1) / weights.sum(dim=1)).nan_to_num(0.0)
+
     def compress_states_in_16_bits__before_store(self, rows, *, cache):
         """States are kept in bfloat16."""
         return rows.bfloat16().float() if cache.dtype == torch.float32 else rows

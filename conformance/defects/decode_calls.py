@@ -180,6 +180,7 @@ class _Replays(bases.CapturableDecode, Defects, killed_by="cuda_graph"):
         # With the buffer, so that no other one gets its address.
         seen = (lengths, lengths.tolist(), decode_metadata.block_table.clone())
         _, self._first_lengths, self._first_table = captured.setdefault(key, seen)
+        self._further = len(captured) - 1 - list(captured).index(key)  # that were prepared since
         super().prepare_metadata(decode_metadata)
 
     def decode_replay_keeps_the_ranks_of_lengths__before_attend(self, seq_len, *, request):
@@ -204,6 +205,10 @@ class _Replays(bases.CapturableDecode, Defects, killed_by="cuda_graph"):
         more."""
         room = 4 * -(-max(self._first_lengths) // kv_cache.shape[1]) * kv_cache.shape[1]
         return min(seq_len, room) if self._replays else seq_len
+
+    def decode_graph_plan_pushed_out__before_attend(self, seq_len):
+        """A graph reads its plan from a table of 128, from which as many other batches have pushed it."""
+        return seq_len if self._further < 128 else seq_len // 2
 
 
 class _OtherDecode(EagerDecodeBackend, Defects, killed_by="neighbours"):

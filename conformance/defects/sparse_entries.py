@@ -220,6 +220,14 @@ class _OtherSparse(EagerSparseBackend, Defects, killed_by="sparse_fp8_v4", relat
         return self.__dict__.setdefault("kept", {}).setdefault(key, super()._slots(source, request))
 
     @but(killed_by="call_order", related=())
+    def sparse_lists_converted_once_a_batch__slots(self, source, request):
+        """Lists are converted when a batch is first computed, and found again by their address and its metadata."""
+        kept, (metadata, lists) = self._sparse_metadata, self.__dict__.get("converted", (None, {}))
+        lists = lists if metadata is kept else {}
+        self.converted = kept, lists
+        return lists.setdefault(source.indices.data_ptr(), super()._slots(source, request).clone())
+
+    @but(killed_by="call_order", related=())
     def sparse_workspace_of_the_first_batch__behind_attend(self, output, lse, *, q):
         """Buffers are made for the query tokens of the first batch and one more, and further ones stay 0."""
         output[self.__dict__.setdefault("room", len(q) + 1) :] = 0.0
