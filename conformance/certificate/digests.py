@@ -5,27 +5,25 @@ import json
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cache, lru_cache
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from mla_conformance.cases.case import digest_of_id
+from mla_conformance.cases.case import Case, digest_of_id
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.report.differences import differing
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.version import SUITE_VERSION, numbers_of
 from mla_conformance.vocabulary import arrays, capabilities
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
-# In ``suites.json``: the digests of a suite's list before cases were added, on which what was judged stays valid; how
-# many cases its list has, which stand first in a record, in their order; and by module of this package that a kernel
-# is reached through, digests that judge alike.
-EARLIER, NUMBER, SOURCES = "earlier_cases", "listed", "sources"
+# In ``suites.json``: how many cases a suite's list began with, which stand first in a record, in their order; and by
+# module of this package that a kernel is reached through, digests that judge alike.
+NUMBER, SOURCES = "listed", "sources"
 FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backend, a digest of its own
 
 
@@ -46,10 +44,13 @@ def record_digests(fitted: Iterable[str]) -> dict[str, str]:
 
 
 def version_digests() -> dict[str, str | int | list[str]]:
-    """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
-    here = installed_digests()
+    """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``.
+
+    A list of cases that grows is pinned as it began: a line says itself that it was added.
+    """
+    here, first = installed_digests(), tuple(case.id for case in capabilities.first_cases())
     words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
-    of_list: dict[str, str | int | list[str]] = {"cases": here["cases"], NUMBER: len(listed_ids())}
+    of_list: dict[str, str | int | list[str]] = {"cases": _cases_digest(first), NUMBER: len(first)}
     return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
@@ -68,34 +69,43 @@ def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
 
 
 def judged_list(certificate: Certificate) -> Set[str]:
-    """The ids of the list that a record was judged on: that of its suite, or what that was before cases were added."""
+    """The ids of the list that a record was judged on: its suite's, with what its version or an earlier one added.
+
+    A later version's cases are in it if it holds them: they may stand in a checkout before it is released.
+    """
     if own := own_list(certificate):
         return own
-    known = dict.fromkeys(id for id in listed_ids() if id in certificate.cases)
-    stated, earlier = certificate.digests.get("cases"), _stored(certificate.suite).get(EARLIER, ())
-    return known.keys() if stated in earlier and stated == _cases_digest(tuple(known)) else listed_ids()
+    began, then = capabilities.first_cases(), numbers_of(certificate.version)
+    added = capabilities.added_cases().items()
+    had = (case for case, since in added if since <= then or case.id in certificate.cases)
+    return dict.fromkeys(case.id for case in (*began, *had)).keys()
 
 
 def own_list(certificate: Certificate) -> Set[str] | None:
-    """Of a record of an earlier suite, the ids of its list, be it before cases were added; None if it lacks any."""
-    stored, stated = _stored(certificate.suite), certificate.digests.get("cases")
+    """Of a record of an earlier suite, the ids of its list and of what was added to it; None if it lacks any."""
+    stored, ids = _stored(certificate.suite), tuple(certificate.cases)
     if certificate.is_current or NUMBER not in stored:
         return None
-    numbers = {**stored.get(EARLIER, {}), stored["cases"]: stored[NUMBER]}
-    ids = tuple(islice(certificate.cases, numbers.get(stated, stored[NUMBER])))
-    return dict.fromkeys(ids).keys() if _cases_digest(ids) in numbers else None
+    began, others = ids[: stored[NUMBER]], ids[stored[NUMBER] :]
+    # Beside the list a record holds cases that were fitted to its kernel, all of them of an array's capability.
+    added = sorted(id for id in others if id.partition(":")[0] not in arrays.SPACES)
+    return dict.fromkeys((*began, *added)).keys() if _cases_digest(began) == stored["cases"] else None
 
 
 @cache
 def listed_ids() -> Set[str]:
-    return dict.fromkeys(case.id for entry in capabilities.CAPABILITIES.values() for case in entry.cases).keys()
+    every = (*capabilities.first_cases(), *capabilities.added_cases())
+    return dict.fromkeys(case.id for case in every).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one, unless its suite lists that as alike."""
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
-        here = here | {"cases": _cases_digest(tuple(among)), "must_pass": MustPass.of_ids(tuple(among)).digest}
+        here = here | {
+            "cases": _cases_digest(tuple(among)),
+            "must_pass": MustPass.of_cases(tuple(map(Case.parse, among))).digest,
+        }
     # The digest of what must pass names its suite; the cases decide what that is.
     passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
     here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))

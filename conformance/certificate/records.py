@@ -168,10 +168,6 @@ class RecordLine:
     why: str = ""  # it is refused
 
 
-def suite_order(suite: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d{1,9}", suite)]
-
-
 def is_records(path: Path) -> bool:
     return path.suffix == ".jsonl"
 

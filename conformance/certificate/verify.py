@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 import msgspec
 
 from mla_conformance.backends import declaration, loading, references
-from mla_conformance.cases.case import CaseError
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
@@ -93,7 +93,9 @@ def _verdicts(certificate: Certificate) -> Iterator[str]:
     failed = [case for case, record in records.items() if record.failed]
     if failed:
         yield f"{len(failed)} cases failed, which no certificate is issued for, for example {failed[0]}"
-    required = MustPass.of_suite() if listed == digests.listed_ids() else MustPass.of_ids(tuple(listed))
+    required = (
+        MustPass.of_suite() if listed == digests.listed_ids() else MustPass.of_cases(tuple(map(Case.parse, listed)))
+    )
     missing = dict(required.missing(records, waivable=True))
     undecided = [case for case in missing if case not in certificate.lacking]
     if undecided:
