@@ -6,7 +6,9 @@ __version__ = "2026.11.0"
 SUITE_VERSION = ".".join(__version__.split(".")[:2])
 """Version of the case list and of what a verdict means."""
 
+Version = tuple[int, ...]
+"""What a version is ordered by: year, suite and patch."""
 
-def numbers_of(version: str) -> tuple[int, ...]:
-    """What versions are ordered by."""
+
+def numbers_of(version: str) -> Version:
     return tuple(int(number) for number in re.findall(r"\d{1,9}", version))

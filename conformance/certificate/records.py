@@ -263,7 +263,8 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
         after = sorted(change([line.kept for line in lines if line.kept]), key=lambda each: _key(each.certificate))
         suite = suite or next((each.certificate.suite for each in after), SUITE_VERSION)
         if suite == SUITE_VERSION:
-            ids = list(dict.fromkeys([*ids, *listed_ids()]))
+            held = {case for each in after for case in each.certificate.cases}
+            ids = list(dict.fromkeys([*ids, *(id for id in listed_ids() if id in held)]))
         texts = [
             msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode(),
             *(unchanged.get(id(each)) or pack(each, ids) for each in after),

@@ -9,14 +9,14 @@ from enum import StrEnum
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from mla_conformance.cases import covering, grammar
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.files.whole import InputError
-from mla_conformance.version import SUITE_VERSION, numbers_of
+from mla_conformance.version import SUITE_VERSION, Version, numbers_of
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _OF_A_CASE = 5e7  # work that goes with any case, however small
@@ -83,26 +83,27 @@ class Capability:
     def cases(self) -> tuple[Case, ...]:
         if self.name in SPACES:
             return array_of(self.name)
-        return tuple(Case.of(capability=self.name, **line.fields) for line in self._lines())
+        return tuple(case for case, _ in self._listed)
 
     @cached_property
-    def added(self) -> dict[Case, tuple[int, ...]]:
-        """The version that added a case, of those with which the suite's list did not begin."""
-        since = (line.since for line in self._lines())
-        found = zip(self.cases, since, strict=False)  # no line is of an array
-        return {case: since for case, since in found if since[:2] == numbers_of(SUITE_VERSION)}
-
-    def _lines(self) -> Iterator["ListedLine"]:
+    def _listed(self) -> list[tuple[Case, Version]]:
+        found = list[tuple[Case, Version]]()
         for name in self.lists:  # of a role, or of those that several roles share
             role, _, own = name.rpartition(".")
             known = lists_of(role)
             if own not in known:
                 raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(known)}")
-            yield from known[own]
+            found += [(Case.of(capability=self.name, **fields), since) for fields, since in known[own]]
+        return found
+
+    @cached_property
+    def added(self) -> dict[Case, Version]:
+        """The cases with which the suite's list did not begin, each with the version that added it."""
+        return {case: since for case, since in self._listed if since[:2] == numbers_of(SUITE_VERSION)}
 
     @property
     def first_cases(self) -> tuple[Case, ...]:
-        """Those with which the suite's list began, for which its digests stand."""
+        """Those with which it began, for which its digests stand."""
         return tuple(case for case in self.cases if case not in self.added)
 
     @cached_property
@@ -125,15 +126,10 @@ class Capability:
 _OUTSIDE: dict[str, str] = {}  # the lists of roles from outside
 
 
-class ListedLine(NamedTuple):
-    fields: grammar.Fields
-    since: tuple[int, ...]  # the numbers of the version that added it, YEAR.N.PATCH; empty where none is said
-
-
 @cache
-def lists_of(role: str) -> dict[str, list[ListedLine]]:
+def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version]]]:
     """The lists in a role's ``cases.txt``, by name; without one those that several roles share."""
-    found: dict[str, list[ListedLine]] = {}
+    found: dict[str, list[tuple[grammar.Fields, Version]]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
     text = _OUTSIDE.get(role)
     if text is None:
@@ -149,11 +145,12 @@ def lists_of(role: str) -> dict[str, list[ListedLine]]:
     return found
 
 
-def _parsed(line: str) -> ListedLine:
+def _parsed(line: str) -> tuple[grammar.Fields, Version]:
+    """A case's fields, and the version that added it, empty where none is said."""
     case, added, version = line.partition(" +")
     if added and not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise CaseError(f"expected +YEAR.N.PATCH, the version that adds the case, got {added.strip()}{version}")
-    return ListedLine(parse_fields(case.strip()), numbers_of(version))
+    return parse_fields(case.strip()), numbers_of(version)
 
 
 def _entries(text: str) -> dict[str, Capability]:
@@ -211,7 +208,7 @@ def listed(space: Space) -> tuple[Case, ...]:
 def long_contexts() -> tuple[Case, ...]:
     """Of the nightly tier, of the capabilities that their calls are named after."""
     listed = lists_of("")["long_contexts"]
-    return tuple(Case.of(capability=line.fields.get("call", Call.NEW_TOKENS), **line.fields) for line in listed)
+    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields, _ in listed)
 
 
 @cache
@@ -221,7 +218,7 @@ def first_cases() -> tuple[Case, ...]:
 
 
 @cache
-def added_cases() -> dict[Case, tuple[int, ...]]:
+def added_cases() -> dict[Case, Version]:
     """What was added to that list since, by id, each with the version that did; `+VERSION` ends its line."""
     found = chain.from_iterable(entry.added.items() for entry in CAPABILITIES.values())
     return dict(sorted(found, key=lambda pair: pair[0].id))
