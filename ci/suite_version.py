@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.digests import LOCKED, SOURCES, version_digests
+from mla_conformance.certificate.verify import LOCKED, SOURCES, version_digests
 from mla_conformance.files.whole import read_text, write_whole
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.version import SUITE_VERSION

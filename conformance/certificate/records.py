@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate, SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
-from mla_conformance.certificate.digests import listed_ids
+from mla_conformance.certificate.verify import listed_ids
 from mla_conformance.files.whole import InputError, convert, decode, read_text, require_writable, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION

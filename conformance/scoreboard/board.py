@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.certificate import certificate, digests, verify
+from mla_conformance.certificate import certificate, verify
 from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
@@ -72,7 +72,7 @@ class Entry:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
         if self.record.suite != SUITE_VERSION:
             return None
-        fitted = sorted(self.record.cases.keys() - digests.listed_ids())
+        fitted = sorted(self.record.cases.keys() - verify.listed_ids())
         return summary.total(summary.judged_pairs(self._records, fitted))
 
     @property

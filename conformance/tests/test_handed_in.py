@@ -16,12 +16,12 @@ import pytest
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.certificate import digests
+from mla_conformance.certificate import verify
 from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
-from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.issue import sign
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import change_records, kept_records, write_record
+from mla_conformance.certificate.verify import record_digests, seal
 from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
@@ -193,7 +193,7 @@ NEW = Case.parse("lse:call=context_chunk;q=[3,1,4];kv=[1,5,9];seed=26").id
 @pytest.fixture
 def grow(monkeypatch: Patch) -> Iterator[Callable[[], None]]:
     """One line more in a role's list, with the version that adds it."""
-    known = (lists_of, first_cases, added_cases, digests.listed_ids, digests.installed_digests, MustPass.of_vocabulary)
+    known = (lists_of, first_cases, added_cases, verify.listed_ids, verify.installed_digests, MustPass.of_vocabulary)
 
     def add() -> None:
         text = (files("mla_conformance.roles.prefill") / "cases.txt").read_text("utf-8")
@@ -213,15 +213,15 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     records: Path, tmp_path: Path, capsys: Capture, grow: Callable[[], None]
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
-    before, stored = records.read_text().split("\n"), digests.version_digests()
+    before, stored = records.read_text().split("\n"), verify.version_digests()
     grow()
     counts = msgspec.structs.replace(COUNTS, listed=len(CASES) + 1, passed=len(CASES) + 1)
     of_all = {
         "digests": record_digests(()),
         "counts": counts,
-        "cases": dict.fromkeys(digests.listed_ids(), Status.PASS),
+        "cases": dict.fromkeys(verify.listed_ids(), Status.PASS),
     }
-    assert digests.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
+    assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
     write_record(records, certificate(**GPU, **of_all))
     assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
     assert main(["verify", str(records)]) == 0
@@ -249,15 +249,15 @@ def test_a_version_that_adds_a_case_is_written_in_full(grow: Callable[[], None],
 def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
     record: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    here, stored = record_digests(()), digests._stored
+    here, stored = record_digests(()), verify._stored
     *added, third = sorted(CAPABILITIES["lse"].cases, key=lambda case: case.id)[:3]
-    listed = tuple(id for id in digests.listed_ids() if id not in {each.id for each in (*added, third)})
+    listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
     grown = (*listed, *(each.id for each in added))  # by two cases that were added
     own = {"must_pass": "c" * 64, "fitted": digest_of((), listed)}
-    earlier = {"cases": digests._cases_digest(listed), digests.NUMBER: len(listed)}
+    earlier = {"cases": verify._cases_digest(listed), verify.NUMBER: len(listed)}
     earlier |= {"judging": ["a" * 64], "reference": [here["reference"]]}
-    monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
-    began, known = (here | own | {"judging": "a" * 64, "cases": digests._cases_digest(ids)} for ids in (listed, grown))
+    monkeypatch.setattr(verify, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
+    began, known = (here | own | {"judging": "a" * 64, "cases": verify._cases_digest(ids)} for ids in (listed, grown))
 
     def made(stated: dict[str, str], cases: Sequence[str]) -> Certificate:
         return certificate(

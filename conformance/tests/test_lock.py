@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate
-from mla_conformance.certificate.digests import LOCKED, SOURCES, locked_digests, seal, version_digests
 from mla_conformance.certificate.records import change_records, kept_records, read_records
+from mla_conformance.certificate.verify import LOCKED, SOURCES, locked_digests, seal, version_digests
 from mla_conformance.cli import main
 from mla_conformance.files.installed import meaning
 from mla_conformance.tests.reports import script

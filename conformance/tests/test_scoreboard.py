@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import Certificate, Finding, SanitizedKernel, SanitizerFinding
-from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
+from mla_conformance.certificate.verify import seal
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
 from mla_conformance.commands.sanitize import choose
