@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.case import Case, digest_of_id
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
@@ -231,6 +229,9 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a command that is refused does without
+    from mla_conformance.backends.loading import load_backend
+
     for reference in (*known_backends(), *known_variants()):
         if reference.name == certificate.backend:
             try:

@@ -48,7 +48,7 @@ def write_reasons(options: argparse.Namespace) -> int:
         before = KeptRecord(read_certificate(path))
         after = _explained(before, known)
         if after is not before:
-            write_output(path, to_text(after.certificate.to_json()))
+            write_output(path, to_text(after.certificate))
             signature_of(path).unlink(missing_ok=True)
     return 0
 

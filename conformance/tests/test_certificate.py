@@ -33,6 +33,7 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.explore import region_of
@@ -83,7 +84,7 @@ def run(records: list[Record]) -> RunSummary:
 
 @pytest.fixture(scope="module")
 def issued() -> str:
-    return json.dumps(issue(run(RECORDS), TODAY, PINS).to_json())
+    return to_text(issue(run(RECORDS), TODAY, PINS))
 
 
 @pytest.fixture
