@@ -229,7 +229,7 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
-    from mla_conformance.backends.declaration import declaration_of  # torch, which a command that is refused does without
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a refused command does without
     from mla_conformance.backends.loading import load_backend
 
     for reference in (*known_backends(), *known_variants()):
