@@ -18,8 +18,8 @@ import lock
 
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.certificate.certificate import RECORDS, Certificate, read_certificate
-from mla_conformance.certificate.digests import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.certificate.records import kept_records
+from mla_conformance.certificate.verify import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.installed import module_file, source_digest, source_name
 from mla_conformance.files.whole import InputError, read_text, write_whole

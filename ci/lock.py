@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from mla_conformance.backends.references import BackendReference  # noqa: E402
 from mla_conformance.cases.case import Case  # noqa: E402
-from mla_conformance.certificate.digests import installed_digests  # noqa: E402
+from mla_conformance.certificate.verify import installed_digests  # noqa: E402
 from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402

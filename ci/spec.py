@@ -1,6 +1,6 @@
 """Write what SPEC says of the case lists, hazards (``ci/hazards.toml``) and requirements (``ci/requirements.toml``):
 
-``python ci/spec.py``.
+``python ci/spec.py``. SPEC is of the list with which the suite's version began.
 """
 
 import re
@@ -16,7 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.problems.operands import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, first_cases
 
 HERE = Path(__file__).parent
 _WORDS_SHOWN = 9
@@ -75,8 +75,10 @@ def _word(value: Any) -> str:
 
 def _facts() -> dict[str, Any]:
     """What sentences may name: capabilities, data regimes, a case of defaults, and what is captured on a GPU."""
-    named = {name: Facts(entry.cases, " on a GPU" if entry.needs_cuda else "") for name, entry in CAPABILITIES.items()}
-    every = [case for entry in CAPABILITIES.values() for case in entry.cases]
+    named = {
+        name: Facts(entry.first_cases, " on a GPU" if entry.needs_cuda else "") for name, entry in CAPABILITIES.items()
+    }
+    every = first_cases()
     regimes = {name: Facts(case for case in every if case.data == name) for name in REGIMES}
     usual = Facts([PrefillCase(capability="new_tokens", q=(1,))])
     captured = in_words([f"`{name}`" for name, entry in CAPABILITIES.items() if entry.captures])
@@ -125,11 +127,11 @@ def requirement_lines(spec: str) -> Iterator[str]:
             number = f"{clause}{letter if len(sentences) > 1 else ''}"
             begins = " ".join(sentence.removeprefix("- ").replace("|", "").split()[:_WORDS_SHOWN])
             if by == "every":
-                by, cases = "every case", str(sum(len(entry.cases) for entry in CAPABILITIES.values()))
+                by, cases = "every case", str(len(first_cases()))
             elif by.startswith("excluded: "):
                 cases = "0"
             else:
-                cases = str(sum(len(CAPABILITIES[name].cases) for name in by.split()))
+                cases = str(sum(len(CAPABILITIES[name].first_cases) for name in by.split()))
                 by = ", ".join(f"`{name}`" for name in by.split())
             yield f"| {number} | {begins} … | {by} | {cases} |"
 

@@ -2,34 +2,32 @@
 
 What stands under other versions stays as it is. Once there are records of a version, sources that judge otherwise want
 another version, in ``conformance/version.py``: ``mla-conformance verify`` would say so of each record. Sources that
-judge alike are appended to the version's lists by ``ci/accept.py``. A list of cases that grew leaves records valid for
-what they judged: its digest before is kept.
+judge alike are appended to the version's lists by ``ci/accept.py``. A case that is added changes nothing of this.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.digests import EARLIER, LOCKED, NUMBER, SOURCES, installed_digests, version_digests
+from mla_conformance.certificate.verify import LOCKED, SOURCES, version_digests
 from mla_conformance.files.whole import read_text, write_whole
+from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import first_cases
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def grown(known: dict[str, Any] | None) -> dict[str, Any]:
-    """What the version stands for: of one that is known the sources that judge alike, and the lists before this one."""
-    here = version_digests()
-    if not known:
-        return here
-    earlier = {**known.get(EARLIER, {}), known["cases"]: known[NUMBER]}
-    earlier.pop(here["cases"], None)
-    kept = {name: known[name] for name in (*LOCKED, SOURCES) if name in known}
-    return {**here, **kept, **({EARLIER: earlier} if earlier else {})}
+def renewed(known: dict[str, Any]) -> dict[str, Any]:
+    """What the version stands for; of one that is known the sources that judge alike are kept."""
+    return {**version_digests(), **{name: known[name] for name in (*LOCKED, SOURCES) if name in known}}
 
 
 if __name__ == "__main__":
-    for name, change in (("mustpass.json", lambda _: installed_digests()["must_pass"]), ("suites.json", grown)):
+    for name, change in (
+        ("mustpass.json", lambda _: MustPass.of_cases(first_cases()).digest),
+        ("suites.json", lambda known: renewed(known or {})),
+    ):
         path = FIXTURES / name
         stored = json.loads(read_text(path)) if path.exists() else {}
         write_whole(path, json.dumps({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION))}, indent=1) + "\n")

@@ -4,9 +4,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
@@ -94,10 +93,6 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The versions that its adapters declare, or else all that are pinned."""
         pinned = self.pins.versions
         return {name: pinned[name] for name in _declared(self.reference) if name in pinned} or pinned
-
-    def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
 
 
 @cache

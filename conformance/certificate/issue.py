@@ -14,8 +14,8 @@ from types import MappingProxyType
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
-from mla_conformance.certificate.digests import listed_ids, record_digests, seal
 from mla_conformance.certificate.pins import Pins, Remark, Weight
+from mla_conformance.certificate.verify import listed_ids, record_digests, seal
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Traced

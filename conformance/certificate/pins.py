@@ -15,19 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.installed import (
-    Installed,
-    commit_of,
-    file_digest,
-    files_digest,
-    harness_folder,
-    installed,
-    module_file,
-    source_digest,
-    source_digests,
-    source_name,
-)
-from mla_conformance.files.places import find_place, harness_files, is_of_the_machine, place_of
+from mla_conformance.files import installed as builds
+from mla_conformance.files.places import file_digest, find_place, harness_files, is_of_the_machine, place_of
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.differences import differing
@@ -42,8 +31,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # other module that was loaded and that no wheel has, by its place
     sources: dict[str, str] = {}
     versions: dict[str, str] = {}  # of each distribution behind the backend
-    installed: dict[str, Installed] = {}
-    harness: Installed = Installed()
+    installed: dict[str, builds.Installed] = {}
+    harness: builds.Installed = builds.Installed()
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
@@ -54,9 +43,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         owners = packages_distributions() if tops else {}
         named = [*owned, *(name for top in sorted(tops) for name in owners.get(top, ()))]
         reported = {**{name: version(name) for name in named}, **versions}
-        sources = source_digests(backend.modules())
-        places = {source_name(module): module for module in backend.modules()}
-        stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
+        sources = builds.source_digests(backend.modules())
+        places = {builds.source_name(module): module for module in backend.modules()}
+        stands = {str(file.resolve()): name for name in sources if (file := builds.module_file(places.get(name, name)))}
         for path, digest in own.items():
             name = stands.get(path, "")
             if not name:
@@ -67,7 +56,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return Pins(
             sources=dict(sorted(sources.items())),
             versions=reported,
-            installed={name: pin for name in reported if (pin := installed(name)) is not None},
+            installed={name: pin for name in reported if (pin := builds.installed(name)) is not None},
             harness=harness(),
         )
 
@@ -119,10 +108,10 @@ def _is_library(path: str) -> bool:
     return ".so" in Path(path).suffixes
 
 
-def harness() -> Installed:
+def harness() -> builds.Installed:
     """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
-    commit, clean = commit_of(harness_folder())
-    return Installed(files=files_digest(harness_files()), commit=commit, clean=clean)
+    commit, clean = builds.commit_of(builds.harness_folder())
+    return builds.Installed(files=builds.files_digest(harness_files()), commit=commit, clean=clean)
 
 
 class Weight(Enum):
@@ -148,22 +137,22 @@ def compare(
     The harness is not, if the one that judged is known to give the verdicts of the one that is here; nor is a source of
     its own of which both digests, by the module's name, are ``alike``.
     """
-    own = {source_name(module): module_file(module) for module in backend.modules()}
+    own = {builds.source_name(module): builds.module_file(module) for module in backend.modules()}
     # Where a source that is pinned was joined with another, it is gone here, and the other one's name is not pinned.
-    joined = any(pin in alike.get(name, ()) and module_file(name) is None for name, pin in pins.sources.items())
+    joined = any(pin in alike.get(name, ()) and builds.module_file(name) is None for name, pin in pins.sources.items())
     for name, path in own.items():
         if name in pins.sources or path is None:
             continue
-        if not joined or source_digest(name, path) not in alike.get(name, ()):
+        if not joined or builds.source_digest(name, path) not in alike.get(name, ()):
             yield Remark(Weight.AGAINST, f"source {name}: it is the backend's here, and the certificate is of another")
     found = {}
     for name in pins.sources:
         is_module = all(map(str.isidentifier, name.split("."))) and not name.endswith((".py", ".pyc", ".zip"))
-        elsewhere = module_file if is_module else partial(find_place, beside=backend.file)
+        elsewhere = builds.module_file if is_module else partial(find_place, beside=backend.file)
         found[name] = own[name] if name in own else elsewhere(name)
     yield from _absent("sources were", found)
     for name, path in found.items():
-        if path is None or (here := source_digest(name, path)) == pins.sources[name]:
+        if path is None or (here := builds.source_digest(name, path)) == pins.sources[name]:
             continue
         if not {here, pins.sources[name]} <= {*alike.get(name, ())}:
             yield Remark(Weight.AGAINST, _changed(f"source {path}", pins.sources[name], here))
@@ -195,7 +184,7 @@ def _absent(what: str, found: Mapping[str, Path | None]) -> Iterator[Remark]:
         yield Remark(Weight.REPORTED, said)
 
 
-def _distribution(name: str, stated: str, pin: Installed | None) -> Iterator[Remark]:
+def _distribution(name: str, stated: str, pin: builds.Installed | None) -> Iterator[Remark]:
     what, here = f"package {name}", _version(name)
     if pin is None:
         yield Remark(Weight.REPORTED, f"{what} was not compared: the certificate says '{stated}' and no more of it")
@@ -245,8 +234,8 @@ _harness_here = cache(harness)
 
 
 @cache
-def _installed(name: str) -> Installed:
-    return installed(name) or Installed()
+def _installed(name: str) -> builds.Installed:
+    return builds.installed(name) or builds.Installed()
 
 
 def _version(name: str) -> str | None:

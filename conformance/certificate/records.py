@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate, SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
-from mla_conformance.certificate.digests import listed_ids
+from mla_conformance.certificate.verify import listed_ids
 from mla_conformance.files.whole import InputError, convert, decode, read_text, require_writable, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
@@ -168,10 +168,6 @@ class RecordLine:
     why: str = ""  # it is refused
 
 
-def suite_order(suite: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d{1,9}", suite)]
-
-
 def is_records(path: Path) -> bool:
     return path.suffix == ".jsonl"
 
@@ -267,7 +263,8 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
         after = sorted(change([line.kept for line in lines if line.kept]), key=lambda each: _key(each.certificate))
         suite = suite or next((each.certificate.suite for each in after), SUITE_VERSION)
         if suite == SUITE_VERSION:
-            ids = list(dict.fromkeys([*ids, *listed_ids()]))
+            held = {case for each in after for case in each.certificate.cases}
+            ids = list(dict.fromkeys([*ids, *(id for id in listed_ids() if id in held)]))
         texts = [
             msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode(),
             *(unchanged.get(id(each)) or pack(each, ids) for each in after),

@@ -1,37 +1,143 @@
-"""Verifying a certificate, giving its failures reasons that were found after the run, and running cases again."""
+"""Whether a record holds: the digests and the list that it was issued by, its arithmetic, what it says of failures."""
 
 import datetime
-import random
-from collections.abc import Iterator, Set
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from mla_conformance.backends import declaration, loading, references
-from mla_conformance.cases.case import CaseError
-from mla_conformance.certificate import digests
+from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
+from mla_conformance.cases.case import Case, digest_of_id
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
-from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
-from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import passing_run
-from mla_conformance.engine.supervisor import RunError
-from mla_conformance.expectations.apply import Expectations
-from mla_conformance.files.whole import InputError
+from mla_conformance.driving.loaded import judging_sources
+from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import COMPARED, Status
-from mla_conformance.report.differences import contradicts, differing
-from mla_conformance.report.summary import Counts, RunSummary
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.report.differences import differing
+from mla_conformance.report.summary import Counts
+from mla_conformance.version import SUITE_VERSION, numbers_of
 from mla_conformance.vocabulary import arrays, capabilities
+
+LOCKED = ("judging", "reference")
+"""Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
+# In ``suites.json``: how many cases a suite's list began with, which stand first in a record, in their order; and by
+# module of this package that a kernel is reached through, digests that judge alike.
+NUMBER, SOURCES = "listed", "sources"
+FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backend, a digest of its own
+
+
+@cache
+def installed_digests() -> dict[str, str]:
+    return {
+        "cases": _cases_digest(tuple(listed_ids())),
+        # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
+        "judging": meaning_digest(judging_sources()),
+        "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
+        "must_pass": MustPass.of_vocabulary().digest,
+    }
+
+
+def record_digests(fitted: Iterable[str]) -> dict[str, str]:
+    """Those that a record holds: of what is installed, and of the spaces with the ids of cases fitted to its kernel."""
+    return {**installed_digests(), FITTED: arrays.digest_of(fitted)}
+
+
+def version_digests() -> dict[str, str | int | list[str]]:
+    """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``.
+
+    A list of cases that grows is pinned as it began: a line says itself that it was added.
+    """
+    here, first = installed_digests(), tuple(case.id for case in capabilities.first_cases())
+    words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
+    of_list: dict[str, str | int | list[str]] = {"cases": _cases_digest(first), NUMBER: len(first)}
+    return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
+
+
+def locked_digests() -> dict[str, tuple[str, ...]]:
+    return {name: tuple(_stored().get(name, ())) for name in LOCKED}
+
+
+def listed_sources() -> dict[str, list[str]]:
+    return dict(_stored().get(SOURCES, {}))
+
+
+@cache
+def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
+    stored = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text(encoding="utf-8"))
+    return dict(stored.get(suite, {}))
+
+
+def judged_list(certificate: Certificate) -> Set[str]:
+    """The ids of the list that a record was judged on: its suite's, with what its version or an earlier one added.
+
+    A later version's cases are in it if it holds them: they may stand in a checkout before it is released.
+    """
+    if own := own_list(certificate):
+        return own
+    began, then = capabilities.first_cases(), numbers_of(certificate.version)
+    added = capabilities.added_cases().items()
+    had = (case for case, since in added if since <= then or case.id in certificate.cases)
+    return dict.fromkeys(case.id for case in (*began, *had)).keys()
+
+
+def own_list(certificate: Certificate) -> Set[str] | None:
+    """Of a record of an earlier suite, the ids of its list and of what was added to it; None if it lacks any."""
+    stored, ids = _stored(certificate.suite), tuple(certificate.cases)
+    if certificate.is_current or NUMBER not in stored:
+        return None
+    began, others = ids[: stored[NUMBER]], ids[stored[NUMBER] :]
+    # Beside the list a record holds cases that were fitted to its kernel, all of them of an array's capability.
+    added = sorted(id for id in others if id.partition(":")[0] not in arrays.SPACES)
+    return dict.fromkeys((*began, *added)).keys() if _cases_digest(began) == stored["cases"] else None
+
+
+@cache
+def listed_ids() -> Set[str]:
+    every = (*capabilities.first_cases(), *capabilities.added_cases())
+    return dict.fromkeys(case.id for case in every).keys()
+
+
+def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
+    """What is otherwise here, by name: the digest here, and the stated one, unless its suite lists that as alike."""
+    among, here = judged_list(certificate), installed_digests()
+    if among != listed_ids():
+        here = here | {
+            "cases": _cases_digest(tuple(among)),
+            "must_pass": MustPass.of_cases(tuple(map(Case.parse, among))).digest,
+        }
+    # The digest of what must pass names its suite; the cases decide what that is.
+    passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
+    here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))
+    for name, ours, theirs in sorted(differing(here, stated), key=lambda each: each[0]):
+        # Of an earlier suite nothing says that the sources here judge like its own.
+        among_alike = {ours, theirs} if certificate.is_current else {theirs}
+        if name not in LOCKED or not among_alike <= set(_stored(certificate.suite).get(name, ())):
+            yield name, ours, theirs
+
+
+@lru_cache(maxsize=8)
+def _cases_digest(ids: Sequence[str]) -> str:
+    return meaning_digest((), "\n".join(digest_of_id(id) + id for id in ids))
+
+
+def seal(certificate: Certificate) -> str:
+    """SHA-256 of a certificate's content, which notices a change by accident or by hand."""
+    content = msgspec.json.encode(msgspec.structs.replace(certificate, seal=""), order="deterministic")
+    return hashlib.sha256(content).hexdigest()
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     found = []
-    if certificate.seal != digests.seal(certificate):
+    if certificate.seal != seal(certificate):
         found.append("the seal does not fit the content: it was changed after it was issued")
     if unknown := age(certificate):
         return [*found, unknown]
-    for check in (_digests, _cases, _verdicts, _findings, _real_kernel):
+    for check in (_unlike_digests, _cases, _verdicts, _findings, _real_kernel):
         found += check(certificate)
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
     if stated != (certificate.device, certificate.suite):
@@ -45,22 +151,22 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 
 def age(certificate: Certificate) -> str:
-    if certificate.is_current or digests.own_list(certificate) is not None:
+    if certificate.is_current or own_list(certificate) is not None:
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
 
 
-def _digests(certificate: Certificate) -> Iterator[str]:
-    for name, here, stated in digests.unlike(certificate):
+def _unlike_digests(certificate: Certificate) -> Iterator[str]:
+    for name, here, stated in unlike(certificate):
         todo = ""
         if not certificate.is_current:
             todo = f", which suite {certificate.suite} does not list"
-        elif name in digests.LOCKED and here in digests.locked_digests()[name]:
+        elif name in LOCKED and here in locked_digests()[name]:
             # The stated one is not listed, or else that of here.
             renew = renewal(certificate.reference, certificate.device)
             todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
-        elif name in digests.LOCKED:
+        elif name in LOCKED:
             sources = f"suite {SUITE_VERSION} does not list the sources that are here"
             todo = f"; {sources}; to show that they judge alike: python ci/lock.py write, then python ci/accept.py"
         yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
@@ -69,23 +175,23 @@ def _digests(certificate: Certificate) -> Iterator[str]:
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
-    listed = digests.judged_list(certificate)
+    listed = judged_list(certificate)
     fitted = sorted(certificate.cases.keys() - listed)
     foreign = {case for case in fitted if not arrays.could_be_fitted(case)}
     for what, odd in (("missing", listed - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    digest = arrays.digest_of(fitted, None if listed == digests.listed_ids() else listed)
-    if not foreign and certificate.digests.get(digests.FITTED) != digest:
+    digest = arrays.digest_of(fitted, None if listed == listed_ids() else listed)
+    if not foreign and certificate.digests.get(FITTED) != digest:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
 def not_yet_judged(certificate: Certificate) -> Set[str]:
-    return digests.listed_ids() - digests.judged_list(certificate)
+    return listed_ids() - judged_list(certificate)
 
 
 def _verdicts(certificate: Certificate) -> Iterator[str]:
-    listed = digests.judged_list(certificate)
+    listed = judged_list(certificate)
     records = {each.case: each for each in records_of(certificate.backend, certificate.backend, certificate.cases)}
     counted = Counts.of(records.values(), len(listed | certificate.cases.keys()))
     for name, expected, stated in differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
@@ -93,7 +199,7 @@ def _verdicts(certificate: Certificate) -> Iterator[str]:
     failed = [case for case, record in records.items() if record.failed]
     if failed:
         yield f"{len(failed)} cases failed, which no certificate is issued for, for example {failed[0]}"
-    required = MustPass.of_suite() if listed == digests.listed_ids() else MustPass.of_ids(tuple(listed))
+    required = MustPass.of_suite() if listed == listed_ids() else MustPass.of_cases(tuple(map(Case.parse, listed)))
     missing = dict(required.missing(records, waivable=True))
     undecided = [case for case in missing if case not in certificate.lacking]
     if undecided:
@@ -123,74 +229,14 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
-    for reference in (*references.known_backends(), *references.known_variants()):
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a refused command does without
+    from mla_conformance.backends.loading import load_backend
+
+    for reference in (*known_backends(), *known_variants()):
         if reference.name == certificate.backend:
             try:
-                emulated = declaration.declaration_of(loading.load_backend(reference)).emulated
-            except (ImportError, references.BackendReferenceError):
+                emulated = declaration_of(load_backend(reference)).emulated
+            except (ImportError, BackendReferenceError):
                 return
             if emulated:
                 yield f"backend {reference.name} is an emulated kernel, which is never certified"
-
-
-def with_reasons(certificate: Certificate, expectations: Expectations, today: datetime.date) -> Certificate:
-    """The same record, which has to verify; each failure of it says what these expectations, which foresee it, say."""
-    if wrong := problems(certificate, today):
-        raise InputError(f"{certificate.backend}: expected a record that verifies; {wrong[0]}")
-    known, findings = {**certificate.pins.versions, **certificate.environment}, []
-    for finding in certificate.findings:
-        status, capability = finding.status or Status.FAIL, finding.case.partition(":")[0]
-        failed = Record(certificate.backend, certificate.reference, capability, finding.case, status)
-        seen = expectations.apply(failed.with_fields(check=finding.check, message=finding.message), known)
-        if seen.status is not Status.EXPECTED_FAILURE:
-            raise InputError(
-                f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none; "
-                "write it into a folder of --expectations"
-            )
-        findings.append(msgspec.structs.replace(finding, expectation=seen.expectation))
-    changed = msgspec.structs.replace(certificate, findings=tuple(findings))
-    return msgspec.structs.replace(changed, seal=digests.seal(changed))
-
-
-def rerun(
-    certificate: Certificate, number: int, backend: references.BackendReference, device: str | None, salt: str
-) -> Iterator[Remark]:
-    judged = judged_cases(certificate)
-    cases = random.SystemRandom().sample(judged, min(number, len(judged)))
-    try:
-        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
-    except (InputError, CaseError, RunError) as error:
-        raise InputError(f"cannot run the cases again: {error}") from error
-    yield from compare_machines(certificate.environment, summary.environment)
-    yield from compare_loaded(certificate.traced, summary.backends[0].traced)
-    found = {record.case: record for record in summary.records}
-    for case in cases:
-        stated = certificate.cases[case]
-        said = f"case {case}: the certificate says {stated}, run again it gives"
-        if case not in found:
-            yield Remark(Weight.AGAINST, f"{said} no verdict")
-            continue
-        now = found[case]
-        gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
-        if contradicts(stated, now.status):
-            # A known failure may need its own inputs to show.
-            excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt
-            yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
-        elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
-            yield Remark(Weight.REPORTED, f"{said} {gives}")
-
-
-def _run(request: RunRequest) -> RunSummary:
-    with passing_run(request) as run, run:
-        run.prepare()
-        if reasons := run.facts[0].reasons:
-            raise InputError("; ".join(reasons))
-        run.begin()
-        run.judge()
-        run.finish()
-    return run.summary()
-
-
-def judged_cases(certificate: Certificate) -> list[str]:
-    judged = (Status.PASS, Status.EXPECTED_FAILURE)
-    return sorted(case for case, status in certificate.cases.items() if status in judged)

@@ -181,7 +181,7 @@ class Issuing:
         if self.kind == "submission":
             write_record(self.path, certificate, issue.sign(certificate.seal, self.key) if self.key else "")
         else:
-            text = to_text(certificate.to_json())
+            text = to_text(certificate)
             write_output(self.path, text)
             issue.signature_of(self.path).unlink(missing_ok=True)
             if self.key:

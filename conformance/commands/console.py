@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import known_backends
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
@@ -22,7 +24,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_form, report_json, to_text
+from mla_conformance.report.json_report import report_form, to_text
 from mla_conformance.report.outcome import Detail, closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side, wrapped
@@ -60,7 +62,7 @@ def run_and_report(
     if keep_report and (path := os.environ.get("GITHUB_STEP_SUMMARY")):
         _write_step_summary(path, summary)
     if as_json:
-        put(json.dumps(report_json(summary), indent=1))
+        put(json.dumps(msgspec.to_builtins(report_form(summary)), indent=1))
     else:
         say(*outcome_lines(summary, columns(), run.request.is_usual, detail))
         if not is_quiet:

@@ -3,13 +3,11 @@
 import argparse
 from importlib.resources import files
 
-import msgspec
-
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.engine.machine import machine_cores
-from mla_conformance.files.whole import InputError, Section, require_writable
-from mla_conformance.report.json_report import write_json
+from mla_conformance.files.whole import InputError, Section, require_writable, write_output
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.capabilities import Tier
 
@@ -22,7 +20,7 @@ def run_defects(options: argparse.Namespace) -> int:
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier, machine_cores()), tier.value, digest)
     if options.out:
-        write_json(options.out, msgspec.to_builtins(report))
+        write_output(options.out, to_text(report))
     if page:
         page.write(markdown(report))
     say(*terminal_lines(report))

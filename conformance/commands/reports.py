@@ -12,7 +12,7 @@ from mla_conformance.judging.traits import Question
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.differences import change_lines, compare, suites_differ
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import load_report, merge_shards, report_file, report_json, schema, to_text
+from mla_conformance.report.json_report import load_report, merge_shards, report_file, report_form, schema, to_text
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, put, say, shown_line
@@ -52,7 +52,7 @@ def diff(options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     merged = merge_shards([load_report(path) for path in options.shards])
-    write_output(options.out, to_text(report_json(merged)))
+    write_output(options.out, to_text(report_form(merged)))
     say(closing_line(merged))
     return _INCOMPLETE if merged.counts.not_run else 0
 

@@ -123,7 +123,7 @@ COMMANDS = (
     Command(
         "watch",
         "judge a backend whenever its file changes, what failed last first",
-        "mla_conformance.commands.watch:watch",
+        "mla_conformance.commands.replay:watch",
         Option("backend file.py:Class", "the class to judge"),
         _CAPABILITIES,
         *_PLACE,

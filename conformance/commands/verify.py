@@ -2,24 +2,34 @@
 
 import argparse
 import datetime
+import random
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from mla_conformance.backends.references import BackendReferenceError, parse_reference
+from msgspec import structs
+
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
+from mla_conformance.cases.case import CaseError
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal, sanitized_problems
-from mla_conformance.certificate.digests import listed_sources, unlike
 from mla_conformance.certificate.issue import checked, signature_of
-from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
+from mla_conformance.certificate.pins import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
-from mla_conformance.certificate.verify import judged_cases, not_yet_judged, problems, rerun, with_reasons
+from mla_conformance.certificate.verify import listed_sources, not_yet_judged, problems, seal, unlike
 from mla_conformance.engine.machine import this_machine
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import passing_run
+from mla_conformance.engine.supervisor import RunError
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.whole import InputError, read_text, write_output
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.differences import contradicts
 from mla_conformance.report.json_report import to_text
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.version import SUITE_VERSION
 
@@ -38,7 +48,7 @@ def write_reasons(options: argparse.Namespace) -> int:
         before = KeptRecord(read_certificate(path))
         after = _explained(before, known)
         if after is not before:
-            write_output(path, to_text(after.certificate.to_json()))
+            write_output(path, to_text(after.certificate))
             signature_of(path).unlink(missing_ok=True)
     return 0
 
@@ -140,3 +150,66 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
         yield from compare_machines(certificate.environment, this_machine())
     pins, traced, judged_alike = certificate.pins, certificate.traced, not any(unlike(certificate))
     yield from compare(pins, traced, backend, judged_alike, listed_sources())
+
+
+def with_reasons(certificate: Certificate, expectations: Expectations, today: datetime.date) -> Certificate:
+    """The same record, which has to verify; each failure of it says what these expectations, which foresee it, say."""
+    if wrong := problems(certificate, today):
+        raise InputError(f"{certificate.backend}: expected a record that verifies; {wrong[0]}")
+    known, findings = {**certificate.pins.versions, **certificate.environment}, []
+    for finding in certificate.findings:
+        status, capability = finding.status or Status.FAIL, finding.case.partition(":")[0]
+        failed = Record(certificate.backend, certificate.reference, capability, finding.case, status)
+        seen = expectations.apply(failed.with_fields(check=finding.check, message=finding.message), known)
+        if seen.status is not Status.EXPECTED_FAILURE:
+            raise InputError(
+                f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none; "
+                "write it into a folder of --expectations"
+            )
+        findings.append(structs.replace(finding, expectation=seen.expectation))
+    changed = structs.replace(certificate, findings=tuple(findings))
+    return structs.replace(changed, seal=seal(changed))
+
+
+def rerun(
+    certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
+) -> Iterator[Remark]:
+    judged = judged_cases(certificate)
+    cases = random.SystemRandom().sample(judged, min(number, len(judged)))
+    try:
+        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
+    except (InputError, CaseError, RunError) as error:
+        raise InputError(f"cannot run the cases again: {error}") from error
+    yield from compare_machines(certificate.environment, summary.environment)
+    yield from compare_loaded(certificate.traced, summary.backends[0].traced)
+    found = {record.case: record for record in summary.records}
+    for case in cases:
+        stated = certificate.cases[case]
+        said = f"case {case}: the certificate says {stated}, run again it gives"
+        if case not in found:
+            yield Remark(Weight.AGAINST, f"{said} no verdict")
+            continue
+        now = found[case]
+        gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
+        if contradicts(stated, now.status):
+            # A known failure may need its own inputs to show.
+            excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt
+            yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
+        elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
+            yield Remark(Weight.REPORTED, f"{said} {gives}")
+
+
+def _run(request: RunRequest) -> RunSummary:
+    with passing_run(request) as run, run:
+        run.prepare()
+        if reasons := run.facts[0].reasons:
+            raise InputError("; ".join(reasons))
+        run.begin()
+        run.judge()
+        run.finish()
+    return run.summary()
+
+
+def judged_cases(certificate: Certificate) -> list[str]:
+    judged = (Status.PASS, Status.EXPECTED_FAILURE)
+    return sorted(case for case, status in certificate.cases.items() if status in judged)

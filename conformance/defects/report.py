@@ -110,13 +110,14 @@ def stored() -> DefectReport:
 
 
 def deciding_digest() -> str:
-    """Digest of the cases, the judge, the suite's procedures, the data, and the kernels with the steps they consist of.
+    """Digest of the judge, the suite's procedures, the data, and the kernels with the steps they consist of.
 
-    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
+    It is of the cases, too, with which the suite's version began. Comments, descriptions and layout do not count, nor
+    does the version of Python that reads the code.
     """
     reference, room = (Path(str(files(f"mla_conformance.{name}"))) for name in ("reference", "defects"))
     names = [path.stem for path in room.glob("*.py") if path.stem not in _DECIDE_NOTHING]
     kernels = source_digests(f"{__package__}.{name}" for name in names)
-    lists = ("\n".join(case.id for case in capability.cases) for capability in CAPABILITIES.values())
+    lists = ("\n".join(case.id for case in capability.first_cases) for capability in CAPABILITIES.values())
     sources = [*judging_sources(), *(reference / f"{name}.py" for name in _GOLDEN)]
     return meaning_digest(sources, *lists, *(f"{name} {digest}" for name, digest in kernels.items()))[:16]

@@ -16,7 +16,7 @@ from mla_conformance.backends.roles import outside
 from mla_conformance.cases import grammar, sharding
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
-from mla_conformance.files.whole import InputError, decode, read_text, write_whole
+from mla_conformance.files.whole import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Share, Traced, written
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
@@ -146,11 +146,6 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(ReportForm)}
 
 
-def report_json(run: summary.RunSummary) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(report_form(run))
-    return plain
-
-
 def report_form(run: summary.RunSummary) -> ReportForm:
     return _form(
         ReportForm,
@@ -205,11 +200,7 @@ def _backend(backend: summary.BackendSummary) -> BackendForm:
     )
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    write_whole(path, to_text(data))
-
-
-def to_text(data: dict[str, Any] | ReportForm) -> str:
+def to_text(data: dict[str, Any] | Struct) -> str:
     """The text of a JSON file; what no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark."""
     text = json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", errors="replace").decode("utf-8")

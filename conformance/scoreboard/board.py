@@ -13,12 +13,12 @@ from typing import Literal
 from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.certificate import certificate, digests, verify
-from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records, suite_order
+from mla_conformance.certificate import certificate, verify
+from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.version import SUITE_VERSION, numbers_of
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3  # pairs of classes that are named of those that were not judged
@@ -48,8 +48,8 @@ class Entry:
     def __post_init__(self) -> None:
         record, self.versions = self.record, versions_of(self.record.distributions)
         # Records of a later suite compare greater, then those of a newer library, then later ones.
-        version = suite_order(next(iter(record.distributions.values()), ""))[:_NUMBERS]
-        self.order = [*suite_order(record.suite), *version, *[0] * (_NUMBERS - len(version)), record.date]
+        version = numbers_of(next(iter(record.distributions.values()), ""))[:_NUMBERS]
+        self.order = [*numbers_of(record.suite), *version, *[0] * (_NUMBERS - len(version)), record.date]
         self._records = certificate.records_of(record.backend, record.reference, record.cases)
         self.counts = summary.Counts.of(self._records)
         wrong, judged = self.counts.failed + self.counts.waived, self.counts.verdicts
@@ -72,7 +72,7 @@ class Entry:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
         if self.record.suite != SUITE_VERSION:
             return None
-        fitted = sorted(self.record.cases.keys() - digests.listed_ids())
+        fitted = sorted(self.record.cases.keys() - verify.listed_ids())
         return summary.total(summary.judged_pairs(self._records, fitted))
 
     @property

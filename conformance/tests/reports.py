@@ -15,7 +15,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.json_report import report_form, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 
@@ -40,7 +40,8 @@ def write_run(
         for name, each in known.items()
     )
     told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
-    write_json(path, report_json(RunSummary(told, tuple(summaries), listed, shard, code=code)))
+    run = RunSummary(told, tuple(summaries), listed, shard, code=code)
+    path.write_text(to_text(report_form(run)), encoding="utf-8")
     return path
 
 

@@ -28,7 +28,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.models.config import find_model
 from mla_conformance.models.profile import Deployment, cases_of
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.json_report import report_form, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
 from mla_conformance.scoreboard.site import kind_of, models, page, served
@@ -253,12 +253,12 @@ def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
     environment = {"suite": SUITE_VERSION, "tier": "full", "device": "NVIDIA H200", "torch": "2"}
     run = RunSummary(environment, (backend,), tuple(cases), deployment=deployment, date="2026-11-23")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.json").write_text(to_text(report_json(run)), encoding="utf-8")
+    (tmp_path / "run" / "report.json").write_text(to_text(report_form(run)), encoding="utf-8")
     assert main(["scoreboard", str(tmp_path / "run"), "--out", str(tmp_path / "site")]) == 0
     text = (tmp_path / "site" / "index.html").read_text("utf-8")
     assert "deepseek-v3 at TP 8, fp8 cache" in text and re.search(r'<span class="cell pass">right</span>', text)
     plain = RunSummary(environment, (backend,), tuple(cases), date="2026-11-23")
-    (tmp_path / "run" / "report.json").write_text(to_text(report_json(plain)), encoding="utf-8")
+    (tmp_path / "run" / "report.json").write_text(to_text(report_form(plain)), encoding="utf-8")
     assert main(["scoreboard", str(tmp_path / "run"), "--out", str(tmp_path / "site")]) == 2
 
 

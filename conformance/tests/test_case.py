@@ -14,7 +14,7 @@ from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import any_case
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, _parsed, lists_of
 
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
 
@@ -32,6 +32,12 @@ def test_a_case_reads_back_from_its_id_and_from_json_and_is_told_from_others(cas
     assert Case.parse(case.id) == case == Case.from_json(json.loads(json.dumps(case.to_json())))
     assert Case.parse(f"  {case.id} ".replace(";", " ; ")).id == case.id and len(case.digest) == 12
     assert (case == other) == (case.id == other.id) == (case.digest == other.digest)
+
+
+def test_the_version_that_adds_a_case_is_written_in_full() -> None:
+    assert _parsed("q=[3] +2026.11.1") == ({"q": (3,)}, (2026, 11, 1)) and _parsed("q=[3]") == ({"q": (3,)}, ())
+    with pytest.raises(CaseError, match=r"expected \+YEAR.N.PATCH, the version that adds the case, got \+2026.11"):
+        _parsed("q=[3] +2026.11")
 
 
 def test_every_listed_case_is_itself_and_stands_once() -> None:

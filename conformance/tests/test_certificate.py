@@ -17,14 +17,14 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate, records_of
-from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, committed, require_core, require_real, require_whole
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
-from mla_conformance.certificate.verify import problems, rerun
+from mla_conformance.certificate.verify import problems, seal
 from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
+from mla_conformance.commands.verify import rerun
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
 from mla_conformance.engine.machine import device_facts
@@ -33,6 +33,7 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.explore import region_of
@@ -82,7 +83,7 @@ def run(records: list[Record]) -> RunSummary:
 
 @pytest.fixture(scope="module")
 def issued() -> str:
-    return json.dumps(issue(run(RECORDS), TODAY, PINS).to_json())
+    return to_text(issue(run(RECORDS), TODAY, PINS))
 
 
 @pytest.fixture
@@ -320,7 +321,7 @@ def test_running_again_tells_what_differs(
     certificate: Json, monkeypatch: pytest.MonkeyPatch, case: str, now: Status, salt: str, weights: list[Weight]
 ) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
-    monkeypatch.setattr("mla_conformance.certificate.verify._run", lambda request: run(changed(case, now)))
+    monkeypatch.setattr("mla_conformance.commands.verify._run", lambda request: run(changed(case, now)))
     found = list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
     was = "pass" if case == CORE else "expected_failure"
     assert [remark.weight for remark in found] == weights

@@ -3,10 +3,11 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,23 @@ import msgspec
 import pytest
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.certificate import digests
+from mla_conformance.cases.case import Case
+from mla_conformance.certificate import verify
 from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
-from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.issue import sign
 from mla_conformance.certificate.pins import Pins
-from mla_conformance.certificate.records import KeptRecord, change_records, folded, kept_records, pack, write_record
+from mla_conformance.certificate.records import change_records, kept_records, write_record
+from mla_conformance.certificate.verify import record_digests, seal
 from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.version import SUITE_VERSION, __version__, numbers_of
+from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import digest_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, added_cases, first_cases, lists_of
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -156,7 +159,7 @@ def test_where_no_record_can_be_written_is_said_before_the_run(
 def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
     record: Path, capsys: Capture, content: dict[str, str], said: str
 ) -> None:
-    old = {**certificate().to_json(), **content}
+    old = {**msgspec.to_builtins(certificate()), **content}
     record.write_bytes(msgspec.json.encode(old))
     assert main(["verify", str(record)]) == 1
     printed = capsys.readouterr().err
@@ -183,46 +186,70 @@ def test_kernels_that_are_certified_at_once_are_all_written(tmp_path: Path) -> N
     assert [each.certificate for each in kept_records(path)] == made
 
 
+NEXT = f"{SUITE_VERSION}.{numbers_of(__version__)[2] + 1}"
+NEW = Case.parse("lse:call=context_chunk;q=[3,1,4];kv=[1,5,9];seed=26").id
+
+
+@pytest.fixture
+def grow(monkeypatch: Patch) -> Iterator[Callable[[], None]]:
+    """One line more in a role's list, with the version that adds it."""
+    known = (lists_of, first_cases, added_cases, verify.listed_ids, verify.installed_digests, MustPass.of_vocabulary)
+
+    def add() -> None:
+        text = (files("mla_conformance.roles.prefill") / "cases.txt").read_text("utf-8")
+        line = f"{NEW.partition(':')[2]} +{NEXT}  # why it is there"
+        monkeypatch.setitem(capabilities._OUTSIDE, "prefill", text.replace("\n[lse]\n", f"\n[lse]\n{line}\n"))
+        monkeypatch.setitem(CAPABILITIES, "lse", replace(CAPABILITIES["lse"]))
+        for each in known:
+            each.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    for each in known:
+        each.cache_clear()
+
+
 def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+    records: Path, tmp_path: Path, capsys: Capture, grow: Callable[[], None]
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
-    added, *before = CASES
-    listed = tuple(id for id in digests.listed_ids() if id != added)
-    earlier, must_pass = digests._cases_digest(listed), MustPass.of_ids(listed).digest
-    old = certificate(
-        cases=dict.fromkeys(before, Status.PASS),
-        counts=msgspec.structs.replace(COUNTS, listed=len(before), passed=len(before)),
-        digests={**record_digests(()), "cases": earlier, "must_pass": must_pass},
-    )
-    path, line = tmp_path / "records.jsonl", pack(KeptRecord(old), before)
-    head = {"schema": "mla-conformance-records/1", "suite": SUITE_VERSION, "cases": [*folded(before)]}
-    path.write_text(f"{json.dumps(head)}\n{line}\n")
-    write_record(path, certificate(**GPU))
-    assert line in path.read_text().split("\n")
-    assert main(["verify", str(path)]) == 1 and "digest 'cases': expected" in capsys.readouterr().err
-    stored = digests._stored()
-    monkeypatch.setattr(
-        digests, "_stored", lambda suite=SUITE_VERSION: {**stored, digests.EARLIER: {earlier: len(before)}}
-    )
-    assert main(["verify", str(path)]) == 0
+    before, stored = records.read_text().split("\n"), verify.version_digests()
+    grow()
+    counts = msgspec.structs.replace(COUNTS, listed=len(CASES) + 1, passed=len(CASES) + 1)
+    of_all = {
+        "digests": record_digests(()),
+        "counts": counts,
+        "cases": dict.fromkeys(verify.listed_ids(), Status.PASS),
+    }
+    assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
+    write_record(records, certificate(**GPU, **of_all))
+    assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
+    assert main(["verify", str(records)]) == 0
     said = capsys.readouterr().out
-    assert said.count("not yet judged") == 1 and f"not yet judged, for example {added}" in said
-    assert main(["scoreboard", str(path), "--out", str(tmp_path / "site")]) == 0
+    assert (
+        said.count("not yet judged") == 1
+        and f"1 cases of the suite's list are not yet judged, for example {NEW}" in said
+    )
+    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 0
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
+    for since, error in (("1", "digest 'cases': expected"), (NEXT, f"1 cases are missing, for example {NEW}")):
+        lacking = certificate(version=since, digests=record_digests(()))
+        records.with_suffix(".json").write_bytes(msgspec.json.encode(lacking))
+        assert main(["verify", str(records.with_suffix(".json"))]) == 1 and error in capsys.readouterr().err
 
 
 def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
     record: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    here, stored = record_digests(()), digests._stored
-    listed = tuple(digests.listed_ids())[5:]  # another list than the one here
-    own = {"cases": digests._cases_digest(listed), "must_pass": "c" * 64, "fitted": digest_of((), listed)}
-    fewer = digests._cases_digest(listed[2:])  # which it had before two were added
-    earlier = {**own, digests.NUMBER: len(listed), "judging": ["a" * 64], "reference": [here["reference"]]}
-    earlier |= {digests.EARLIER: {fewer: len(listed) - 2}}
-    monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
-    known = here | own | {"judging": "a" * 64}
+    here, stored = record_digests(()), verify._stored
+    *added, third = sorted(CAPABILITIES["lse"].cases, key=lambda case: case.id)[:3]
+    listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
+    grown = (*listed, *(each.id for each in added))  # by two cases that were added
+    own = {"must_pass": "c" * 64, "fitted": digest_of((), listed)}
+    earlier = {"cases": verify._cases_digest(listed), verify.NUMBER: len(listed)}
+    earlier |= {"judging": ["a" * 64], "reference": [here["reference"]]}
+    monkeypatch.setattr(verify, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
+    began, known = (here | own | {"judging": "a" * 64, "cases": verify._cases_digest(ids)} for ids in (listed, grown))
 
     def made(stated: dict[str, str], cases: Sequence[str]) -> Certificate:
         return certificate(
@@ -233,17 +260,19 @@ def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
             counts=msgspec.structs.replace(COUNTS, listed=len(cases), passed=len(cases)),
         )
 
+    unlisted = "which suite 2026.1 does not list"
     for stated, cases, said in (
-        (known, listed, ""),
-        (known | {"cases": fewer}, listed[2:], ""),
-        (known, listed[1:], f"of suite 2026.1, outdated by {SUITE_VERSION}"),
-        (known | {"judging": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
-        (known | {"cases": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
+        (began, listed, ""),
+        (known, grown, ""),
+        (known, grown[1:], f"of suite 2026.1, outdated by {SUITE_VERSION}"),
+        (known, grown[:-1], f"got {known['cases']}, {unlisted}"),
+        (known | {"judging": "b" * 64}, grown, f"got {'b' * 64}, {unlisted}"),
+        (known | {"cases": "b" * 64}, grown, f"got {'b' * 64}, {unlisted}"),
     ):
-        record.write_bytes(msgspec.json.encode(made(stated, cases).to_json()))
+        record.write_bytes(msgspec.json.encode(made(stated, cases)))
         assert main(["verify", str(record)]) == bool(said)
         assert said in capsys.readouterr().err
-    record.write_bytes(msgspec.json.encode(made(known, listed).to_json()))
+    record.write_bytes(msgspec.json.encode(made(known, grown)))
     assert main(["verify", str(record), "--rerun", "1"]) == 1
     assert (
         f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again" in capsys.readouterr().err
@@ -269,7 +298,7 @@ def failing(record: Path) -> Path:
         counts=msgspec.structs.replace(COUNTS, passed=COUNTS.passed - 1, waived=1),
         findings=(finding,),
     )
-    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, seal=seal(known)).to_json()))
+    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, seal=seal(known))))
     return record
 
 

@@ -20,7 +20,7 @@ from mla_conformance.models.config import _Config, find_model, model_names, read
 from mla_conformance.models.profile import Deployment, ModelProfile, cases_of, dims_of
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import load_report, report_json, write_json
+from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.outcome import answer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
 from mla_conformance.tests.reports import write_sealed
@@ -269,8 +269,8 @@ def test_views_carry_the_model_and_its_answer(view: Any) -> None:
 
 def test_the_gate_refuses_to_mix_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = run(backend(ONLY_PREFILL))
-    write_json(tmp_path / "a.json", report_json(mine))
-    write_json(tmp_path / "b.json", report_json(replace(mine, deployment=None)))
+    for name, each in (("a", mine), ("b", replace(mine, deployment=None))):
+        (tmp_path / f"{name}.json").write_text(to_text(report_form(each)), "utf-8")
     assert main(["gate", f"{tmp_path}/a.json", "--baseline", f"{tmp_path}/b.json"]) == 2
     assert "expected a run of glm-5 at TP 8, fp8 cache as in" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.config import stored_model
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.json_report import load_report, report_json, to_text
+from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import LINE
 from mla_conformance.version import SUITE_VERSION
@@ -73,7 +73,7 @@ def certificate(folder: Path) -> str:
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
     backend = BackendSummary(BackendFacts(name, name), summarise(records, cases), traced=traced)
     pins = Pins.of(parse_reference(name), {"msgspec": version("msgspec")})
-    return to_text(record(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins).to_json())
+    return to_text(record(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins))
 
 
 def journal(folder: Path) -> str:
@@ -97,13 +97,13 @@ def case_file(folder: Path) -> str:
 
 
 def _report(folder: Path) -> str:
-    return to_text(report_json(run_of_a_shard()))
+    return to_text(report_form(run_of_a_shard()))
 
 
 def _model_report(folder: Path) -> str:
     """Of a run that was asked about a model, all of whose cases it was to judge."""
     asked = Deployment(model="glm-5", tp=8, kv_cache="fp8", heads=8)
-    return to_text(report_json(replace(run_of_a_shard(), shard=None, deployment=asked)))
+    return to_text(report_form(replace(run_of_a_shard(), shard=None, deployment=asked)))
 
 
 def _expectations(folder: Path) -> str:

@@ -15,8 +15,8 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.pins import Pins, Remark, Weight, compare, compare_loaded, owned_by_wheels
+from mla_conformance.certificate.verify import seal
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries

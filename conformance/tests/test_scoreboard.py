@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import Certificate, Finding, SanitizedKernel, SanitizerFinding
-from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
+from mla_conformance.certificate.verify import seal
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
 from mla_conformance.commands.sanitize import choose
@@ -20,6 +20,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import Counts
 from mla_conformance.scoreboard.board import Board, read_entries
 from mla_conformance.speed.times import Interval, Speed, Timed
@@ -55,15 +56,15 @@ def earlier(made: Certificate, **changes: Any) -> dict[str, Any]:
     """The same as a record of an earlier suite that says nothing of the list it was judged on."""
     pins = msgspec.structs.replace(PINS, versions={"vllm": "0.33.0"})
     old = msgspec.structs.replace(made, **{"suite": "2026.3", "pins": pins, **changes})
-    return msgspec.structs.replace(old, seal=seal(old)).to_json()
+    return msgspec.to_builtins(msgspec.structs.replace(old, seal=seal(old)))
 
 
 RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "wrong": lambda: certificate("TRITON_MLA", WRONG).to_json(),
-    "right": lambda: certificate("FLASHMLA", speed=SPEED).to_json(),
+    "wrong": lambda: msgspec.to_builtins(certificate("TRITON_MLA", WRONG)),
+    "right": lambda: msgspec.to_builtins(certificate("FLASHMLA", speed=SPEED)),
     "old": lambda: earlier(certificate("TRITON_MLA", WRONG[:1]), date="2025-12-01"),
     "vllm": lambda: earlier(certificate("FLASH_ATTN_MLA[vllm]")),
-    "changed": lambda: {**certificate("CUDNN").to_json(), "date": "2020-01-01"},
+    "changed": lambda: {**msgspec.to_builtins(certificate("CUDNN")), "date": "2020-01-01"},
     "nasty": lambda: earlier(certificate(NASTY, WRONG[:1]), device=NASTY),
 }
 
@@ -124,7 +125,7 @@ def test_a_later_record_of_an_older_library_is_not_the_newest(tmp_path: Path) ->
     for release, date in (("0.7.2.post1", "2026-01-02"), ("0.6.13", "2026-01-03")):
         pins = msgspec.structs.replace(PINS, versions={"flashinfer-python": release})
         made = certificate("FLASHINFER_MLA[fa2]", pins=pins, date=date)
-        (tmp_path / f"{release}.json").write_text(json.dumps(made.to_json()))
+        (tmp_path / f"{release}.json").write_text(to_text(made))
     entries, refused = read_entries(sorted(tmp_path.iterdir()))
     board = Board(tuple(entries), tuple(refused), ())
     assert board.by_kernel["FLASHINFER_MLA[fa2]"][0].versions.startswith("flashinfer-python 0.7.2.post1")
@@ -183,7 +184,7 @@ def test_two_kernels_do_not_share_a_badge(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_record_of_an_earlier_form_is_not_shown_and_says_how_to_renew_it(tmp_path: Path, capsys: Any) -> None:
-    record = {**certificate("FLASHMLA").to_json(), "schema": "mla-conformance-certificate/5"}
+    record = {**msgspec.to_builtins(certificate("FLASHMLA")), "schema": "mla-conformance-certificate/5"}
     (tmp_path / "record.json").write_text(json.dumps(record))
     assert main(["scoreboard", str(tmp_path / "record.json"), "--out", str(tmp_path / "site")]) == 1
     said = capsys.readouterr().err

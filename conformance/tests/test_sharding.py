@@ -18,7 +18,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.differences import compare
-from mla_conformance.report.json_report import load_report, merge_shards, write_json
+from mla_conformance.report.json_report import load_report, merge_shards
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
 Json = dict[str, Any]
@@ -85,7 +85,7 @@ def test_the_merge_of_all_shards_is_the_unsharded_report(
 def edit(path: Path, change: Callable[[Json], object]) -> None:
     data = json.loads(path.read_text())
     change(data)
-    write_json(path, data)
+    path.write_text(json.dumps(data))
 
 
 def merge(capsys: pytest.CaptureFixture[str], paths: list[Path]) -> str:

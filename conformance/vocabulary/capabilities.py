@@ -1,6 +1,7 @@
 """The capability vocabulary: what can be right or wrong about a backend, with clauses and cases. No torch."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.files.whole import InputError, decode, read_text, write_whole
+from mla_conformance.version import SUITE_VERSION, Version, numbers_of
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _OF_A_CASE = 5e7  # work that goes with any case, however small
@@ -84,14 +86,28 @@ class Capability:
     def cases(self) -> tuple[Case, ...]:
         if self.name in SPACES:
             return array_of(self.name)
-        found = []
+        return tuple(case for case, _ in self._listed)
+
+    @cached_property
+    def _listed(self) -> list[tuple[Case, Version]]:
+        found = list[tuple[Case, Version]]()
         for name in self.lists:  # of a role, or of those that several roles share
             role, _, own = name.rpartition(".")
             known = lists_of(role)
             if own not in known:
                 raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(known)}")
-            found += [Case.of(capability=self.name, **fields) for fields in known[own]]
-        return tuple(found)
+            found += [(Case.of(capability=self.name, **fields), since) for fields, since in known[own]]
+        return found
+
+    @cached_property
+    def added(self) -> dict[Case, Version]:
+        """The cases with which the suite's list did not begin, each with the version that added it."""
+        return {case: since for case, since in self._listed if since[:2] == numbers_of(SUITE_VERSION)}
+
+    @property
+    def first_cases(self) -> tuple[Case, ...]:
+        """Those with which it began, for which its digests stand."""
+        return tuple(case for case in self.cases if case not in self.added)
 
     @cached_property
     def smoke(self) -> tuple[Case, ...]:
@@ -114,9 +130,9 @@ _OUTSIDE: dict[str, str] = {}  # the lists of roles from outside
 
 
 @cache
-def lists_of(role: str) -> dict[str, list[grammar.Fields]]:
+def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version]]]:
     """The lists in a role's ``cases.txt``, by name; without one those that several roles share."""
-    found: dict[str, list[grammar.Fields]] = {}
+    found: dict[str, list[tuple[grammar.Fields, Version]]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
     text = _OUTSIDE.get(role)
     if text is None:
@@ -126,10 +142,18 @@ def lists_of(role: str) -> dict[str, list[grammar.Fields]]:
             found[line.strip("[]")] = []
         elif case := line.partition("#")[0].strip():
             try:
-                found[[*found][-1]].append(parse_fields(case))
+                found[[*found][-1]].append(_parsed(case))
             except (CaseError, IndexError) as error:
                 raise CaseError(f"cases.txt in {folder}, line {number}: {error}") from error
     return found
+
+
+def _parsed(line: str) -> tuple[grammar.Fields, Version]:
+    """A case's fields, and the version that added it, empty where none is said."""
+    case, added, version = line.partition(" +")
+    if added and not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise CaseError(f"expected +YEAR.N.PATCH, the version that adds the case, got {added.strip()}{version}")
+    return parse_fields(case.strip()), numbers_of(version)
 
 
 def _entries(text: str) -> dict[str, Capability]:
@@ -187,7 +211,20 @@ def listed(space: Space) -> tuple[Case, ...]:
 def long_contexts() -> tuple[Case, ...]:
     """Of the nightly tier, of the capabilities that their calls are named after."""
     listed = lists_of("")["long_contexts"]
-    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields in listed)
+    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields, _ in listed)
+
+
+@cache
+def first_cases() -> tuple[Case, ...]:
+    """The list with which this version of the suite began."""
+    return tuple(chain.from_iterable(entry.first_cases for entry in CAPABILITIES.values()))
+
+
+@cache
+def added_cases() -> dict[Case, Version]:
+    """What was added to that list since, by id, each with the version that did; `+VERSION` ends its line."""
+    found = chain.from_iterable(entry.added.items() for entry in CAPABILITIES.values())
+    return dict(sorted(found, key=lambda pair: pair[0].id))
 
 
 def find_capability(name: str) -> Capability:

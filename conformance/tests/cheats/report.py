@@ -19,11 +19,11 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import meaning_digest
-from mla_conformance.files.whole import Section, decode
+from mla_conformance.files.whole import Section, decode, write_output
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import write_json
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
 from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats
 
@@ -93,7 +93,7 @@ def try_cheats(options: argparse.Namespace) -> int:
     table = Section.of(options.table, "cheats") if options.table else None  # known before anything is run
     report = run_cheats()
     if options.out:
-        write_json(options.out, msgspec.to_builtins(report))
+        write_output(options.out, to_text(report))
     if table:
         table.write(markdown(report))
     for line in terminal_lines(report):
