@@ -11,8 +11,9 @@ from mla_conformance.backends.metadata import int32 as int32
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
+from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, edges, segments, start_loc
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, segments, start_loc
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import local_positions, write_entries
@@ -30,15 +31,10 @@ class Pages:
     slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
-@dataclass(frozen=True)
-class PageForm:
-    layout: str  # of its entries
-    tokens: int  # how many it holds
-    guards: int = 0  # blocks of poison before the first one and behind the last, which no number names
-
-
 class CachedBatch(Draw[AnyCached]):
     """The batch before its tokens are dealt out to ranks."""
+
+    queries: Any  # [T, N, L + R] in the model's dtype, on the device; rows of padding are poison
 
     def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
         super().__init__(case, device, salt)
@@ -74,11 +70,19 @@ class CachedBatch(Draw[AnyCached]):
         parts = decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
-    def sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        case, keys = self.case, self.keys.float().cpu()
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            k = keys[seen].expand(-1, case.heads, -1)
-            yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True)
+    def keys_by_request(self) -> Iterator[torch.Tensor]:
+        """[S, N, L + R] of each request, on the CPU."""
+        keys = self.keys.float().cpu().expand(-1, self.case.heads, -1)
+        return (keys[seen] for seen in segments(start_loc(self.totals)))
+
+    @property
+    def whole(self) -> AttentionOperands | None:
+        """Causal attention to the keys of all ranks, where results of ranks are merged."""
+        if not self.case.is_merged:
+            return None
+        values, starts = self.keys[..., : self.case.kv_lora_rank], (self.query_start_loc, start_loc(self.totals))
+        codes = self.case.holds_codes
+        return AttentionOperands(self.queries, self.keys, values, *starts, causal=True, dequantised=codes)
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
@@ -120,16 +124,22 @@ def sparse_metadata(
     )
 
 
-def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0."""
+def write_pages(
+    draw: Draw[AnyCached], entries: torch.Tensor, lengths: Sequence[int], layout: str, page: int, guards: int = 0
+) -> Pages:
+    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0.
+
+    A block holds ``page`` of them. No number names the ``guards`` before the first block and behind the last.
+    """
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
-    counts = -(-tokens // form.tokens)
+    counts = -(-tokens // page)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1
-    cache = poisoned_pages(case, form, 1 + len(order), entries, device)
+    entries = entries.to(device)
+    cache = poisoned_pages(case, 1 + len(order), entries, layout, page, guards)
     position = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
-    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
-    slots = block * form.tokens + position % form.tokens
-    write_entries(cache, entries.to(device), slots.to(device), form.layout)
+    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // page]
+    slots = block * page + position % page
+    write_entries(cache, entries, slots.to(device), layout)
     return Pages(cache, block_table_of(case, counts, order).to(device), slots)
 
 
@@ -149,14 +159,13 @@ def gather_entries(
 
 
 def poisoned_pages(
-    case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device
+    case: CachedCase, blocks: int, like: torch.Tensor, layout: str, page: int, guards: int
 ) -> torch.Tensor:
     """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
-    width, size, tiled = like.shape[1], blocks + 2 * form.guards, TILED_FORMATS.get(form.layout)
-    elements = tiled.page_bytes(form.tokens) if tiled else form.tokens * width  # with what rounds a page up
-    buffer = poison((size, case.layers, elements), like.dtype, device, case.poison)
-    inside = buffer[form.guards : size - form.guards, -1, : form.tokens * width]
-    return inside.unflatten(1, (form.tokens, width))
+    width, size, tiled = like.shape[1], blocks + 2 * guards, TILED_FORMATS.get(layout)
+    elements = tiled.page_bytes(page) if tiled else page * width  # with what rounds a page up
+    buffer = poison((size, case.layers, elements), like.dtype, like.device, case.poison)
+    return buffer[guards : size - guards, -1, : page * width].unflatten(1, (page, width))
 
 
 def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -208,6 +208,10 @@ class AttentionCall(KernelCall):
     def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
 
+    def attended(self, **meant: Any) -> AttentionOperands:
+        """Its queries, keys and values as they are, and what else they mean."""
+        return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
+
 
 def attention_call(call: KernelCall) -> AttentionCall:
     assert isinstance(call, AttentionCall), f"{call.name} asks for something else"
@@ -216,33 +220,56 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOfARank(AttentionCall):
+    """Of a whole layer, whose ranks may share heads or tokens."""
+
     rank: int = 0  # whose it is
 
+    returns_lse = False
+    takes: ClassVar[tuple[str, ...]]  # what is handed over, which has its address in all calls
 
-OfARank = TypeVar("OfARank", bound=CallOfARank)
+    def owned(self) -> dict[str, torch.Tensor]:
+        return {name: x for each in self.takes for name, x in _tensors(each, getattr(self, each))}
+
+    def overwritten(self, other: Self) -> Self:
+        super().overwritten(other)
+        written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
+        return replace(other, **{name: getattr(self, name) for name in self.takes}, written=written)
+
+    @abstractmethod
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """The result [T, N, V] of all heads, from what each rank returned for its part."""
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or those of a dataclass and of those in it, by the names that lead to them."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for part in getattr(value, "__dataclass_fields__", ()):
+        yield from _tensors(f"{name}.{part}", getattr(value, part))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOnRanks(AttentionCall, Generic[OfARank]):
-    parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
+class CallOnRanks(AttentionCall):
+    """What several ranks do together."""
 
-    @classmethod
-    def of(cls, parts: tuple[OfARank, ...]) -> Self:
-        operands: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")
-        }
-        one = parts[0]
-        return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
+    parts: tuple[CallOfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
+    returns_lse = False
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
+
+    @staticmethod
+    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOnRanks":
+        qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}
+        starts = {"query_start_loc": parts[0].query_start_loc, "key_start_loc": parts[0].key_start_loc}
+        return CallOnRanks(parts=parts, **qkv, **starts, merges=merges)
 
     @property
     def name(self) -> str:
         return f"{self.parts[0].name} on {len(self.parts)} ranks"
 
     @property
-    def returns_lse(self) -> bool:
-        return False
+    def key_lens(self) -> tuple[int, ...]:
+        return self.parts[0].key_lens
 
     def owned(self) -> dict[str, torch.Tensor]:
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
@@ -254,19 +281,18 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
     def handed(self) -> Self:
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> "CallOnRanks":
+        return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts), self.merges)
+
     def overwritten(self, other: Self) -> Self:
         pairs = zip(self.parts, other.parts, strict=True)
-        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+        return replace(other, parts=tuple(mine.overwritten(theirs) for mine, theirs in pairs))
 
     def prepare(self, backend: Any) -> None:
         backend.prepare(self.parts)
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
-        return self.joined(backend.forward(self.parts))
-
-    @abstractmethod
-    def joined(self, results: Sequence[Any]) -> Any:
-        """The result [T, N, V] of all heads, from that of each rank."""
+        return self.parts[0].joined(backend.forward(self.parts), self.parts)
 
     def wrong_writes(self) -> str:
         wrong = ((part.rank, part.wrong_writes()) for part in self.parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
@@ -62,7 +62,7 @@ class Subject:
     @cached_property
     def declarations(self) -> dict[str, Declaration]:
         usable = [role for role in self.roles if not self.missing_role(role)]
-        return {str(role): DEFINITIONS[role].declared(self.class_of(role)) for role in usable}
+        return {str(role): declaration_of(self.class_of(role)) for role in usable}
 
     @cached_property
     def unavailable(self) -> list[str]:

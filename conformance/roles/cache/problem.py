@@ -10,7 +10,7 @@ from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, judged_rows, steps, verdict
-from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_of, int32, write_pages
+from mla_conformance.problems.cached_batch import Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, start_loc
@@ -87,8 +87,8 @@ class CacheBatch(LatentBatch[CacheCase]):
         return tuple(calls)
 
     def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> Pages:
-        form = PageForm(self.case.cache, self.case.page, _GUARDS)
-        return write_pages(self, form, self.entries[rows], (*lengths, *(0,) * self.case.pad))
+        padded = (*lengths, *(0,) * self.case.pad)
+        return write_pages(self, self.entries[rows], padded, self.case.cache, self.case.page, _GUARDS)
 
     def _write(self, rank: int) -> Arguments:
         case, (held, stored) = self.case, self.held(rank)

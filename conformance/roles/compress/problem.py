@@ -10,7 +10,7 @@ from mla_conformance.backends import compress as interface
 from mla_conformance.backends.compress import CompressMetadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
-from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poisoned_pages, tails_of, write_pages
+from mla_conformance.problems.cached_batch import Pages, int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
@@ -119,8 +119,8 @@ class CompressBatch(Draw[CompressCase]):
         ape, norm_weight = self.weights
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
-        blocks, form = 1 + len(self._tables[1]), PageForm("auto", case.state_page, _GUARDS)
-        states = poisoned_pages(case, form, blocks, torch.empty(0, 2 * case.columns), self.device)
+        like = torch.empty(0, 2 * case.columns, device=self.device)
+        states = poisoned_pages(case, 1 + len(self._tables[1]), like, "auto", case.state_page, _GUARDS)
         golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
         return (
@@ -152,8 +152,7 @@ class CompressBatch(Draw[CompressCase]):
     @cached_property
     def _pages(self) -> Pages:
         empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
-        form = PageForm("auto", self.case.page, _GUARDS)
-        return write_pages(self, form, empty, (*self._entries, *(0,) * self.case.pad))
+        return write_pages(self, empty, (*self._entries, *(0,) * self.case.pad), "auto", self.case.page, _GUARDS)
 
     @cached_property
     def _tables(self) -> tuple[list[dict[int, Columns]], torch.Tensor]:

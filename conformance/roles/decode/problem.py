@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, batch_metadata, int32, write_pages
+from mla_conformance.problems.cached_batch import CachedBatch, batch_metadata, int32, write_pages
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import lay_out, segments, start_loc
@@ -62,8 +62,7 @@ class DecodeCall(AttentionCall):
         return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
-        starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
-        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
+        whole, metadata = self.attended(causal=True, dequantised=self.holds_codes), self.metadata
         if metadata.dcp_tot_seq_lens is None:
             return whole
         return rank_operands(
@@ -78,19 +77,9 @@ class DecodeCall(AttentionCall):
 class DecodeBatch(CachedBatch[DecodeCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
-        """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, sum(case.latent_dims), generator=self.generator)
-        q = self.queries_of(q, lambda: self.sites(q))
-        return self.padded(q.to(self.dtype))
-
-    @property
-    def whole(self) -> AttentionOperands | None:
-        if not self.case.is_merged:
-            return None
-        keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
-        starts = (self.query_start_loc, start_loc(self.totals))
-        return AttentionOperands(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
+        return self.padded(self.queries_of(q, self.keys_by_request).to(self.dtype))
 
     def calls(self) -> tuple[DecodeCall, ...]:
         _ = self.entries, self.queries  # drawn in this order, whatever asks first
@@ -106,7 +95,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
-            pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
+            pages = write_pages(self, self.entries[every], lengths, case.cache, case.page)
             keys = self.keys[every]
             metadata = decode.MLACommonDecodeMetadata(
                 **batch_metadata(self, lengths, rank),

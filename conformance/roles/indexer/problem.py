@@ -62,7 +62,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         entries = self.entries  # drawn before the queries, and these before the weights
         # [rows, H, D] in the model's dtype, on the CPU, without rows of padding.
         normal = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        drawn = self.queries_of(normal, lambda: self.sites(normal)).to(self.dtype)
+        drawn = self.queries_of(normal, self.keys_by_request).to(self.dtype)
         # [rows, H], the next power of two of the least scale that leaves no head out of the codes' range.
         scales = torch.ones(drawn.shape[:2])
         if codes:
@@ -73,7 +73,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
         k_scale = None
         if case.is_paged:
-            pages = cached_batch.write_pages(self, cached_batch.PageForm(case.cache, case.page), entries, self.totals)
+            pages = cached_batch.write_pages(self, entries, self.totals, case.cache, case.page)
             k = pages.cache
         else:  # keys [S, D], and the scales [S] of codes
             pages = cached_batch.gather_entries(case, entries, self.totals, self.device)

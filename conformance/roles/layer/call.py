@@ -60,23 +60,18 @@ class LayerCall(calls.CallOfARank):
     written: Mapping[str, CacheImage]
     case: LayerCase
 
-    name, returns_lse = "layer", False
+    name = "layer"
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
+    takes: ClassVar = ("query", "kv_c", "k_pe")
 
     @property
     def image(self) -> CacheImage:
         return self.written["kv_cache"]
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
-
-    def overwritten(self, other: Self) -> Self:
-        mine = super().overwritten(other)
-        written = {"kv_cache": replace(other.image, cache=self.image.cache)}
-        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, written=written)
-
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Prefills and decodes each together, without padding."""
+        if case.ranks > 1:  # which entries a rank writes goes by the whole batch
+            raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
         new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
@@ -122,10 +117,9 @@ class LayerCall(calls.CallOfARank):
 
     def operands(self) -> calls.AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
-        starts, case = (self.query_start_loc, self.key_start_loc), self.case
+        case = self.case
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
-        whole = calls.AttentionOperands(
-            *(self.q, self.k, self.v, *starts),
+        whole = self.attended(
             causal=True,
             dequantised=case.holds_codes,
             value_weights=value_weights,
@@ -145,22 +139,9 @@ class LayerCall(calls.CallOfARank):
             ends[number] = tuple(start + length for start, length in each if length)
         return tuple(ends)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankedCall(calls.CallOnRanks[LayerCall]):
-    """What ranks that share the tokens do together: their heads side by side are the result of one rank."""
-
-    @classmethod
-    def of(cls, parts: tuple[LayerCall, ...]) -> Self:
-        """With the merges of context chunks in a prefill, or of ranks in a decode."""
-        return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
-
-    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch."""
-        raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
-
-    def joined(self, results: Sequence[Any]) -> Any:
-        expected = (*self.parts[0].q.shape[:2], self.v.shape[-1])
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """Heads of ranks that share the tokens, side by side."""
+        expected = (*self.q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)
 

@@ -13,16 +13,17 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
+from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, write_pages
+from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
+from mla_conformance.problems.operands import REGIMES, segments, sliced, start_loc
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks, RankedCall
+from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.prefill.problem import PREFILL
 
@@ -32,7 +33,6 @@ _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
 _GRID = 32  # steps of the grid in a standard deviation of dense weights; four deviations are within an int8
-_SLICE_MARGIN = 16
 
 Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R]
 
@@ -163,29 +163,28 @@ class LayerBatch(LatentBatch[LayerCase]):
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
-        return self._padded(self.queries_of(q, lambda: self._sites(q)).to(self.dtype))
+        return self._padded(self.queries_of(q, self.keys_by_request).to(self.dtype))
 
-    def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        case, k = self.case, self.keys_on_cpu[0]
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            bounds = edges(seen.stop - seen.start, case)
-            yield rows, Site(q[rows], k[seen].float(), case.softmax_scale, bounds, causal=True)
+    def keys_by_request(self) -> Iterator[torch.Tensor]:
+        return (self.keys_on_cpu[0][seen].float() for seen in segments(start_loc(self.totals)))
 
-    def calls(self) -> tuple[LayerCall | RankedCall]:
+    def calls(self) -> tuple[LayerCall | CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
         new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
-        return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
+        # A prefill merges chunks of context, a decode ranks.
+        merges = max(parts[0].merges, len(parts) - 1)
+        return (parts[0] if self.case.ranks == 1 else CallOnRanks.of(parts, merges),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, each = self.case, self.case.heads // self.case.ranks
         heads = slice(rank * each, (rank + 1) * each)  # equal shares, in order
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
-        pages = write_pages(self, PageForm(case.cache, case.page), self.entries[rows], lengths)
+        pages = write_pages(self, self.entries[rows], lengths, case.cache, case.page)
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
@@ -224,13 +223,9 @@ class LayerBatch(LatentBatch[LayerCase]):
 
 def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The same values as slices of one wider projection, as a model has them, if the layout says so."""
-    if case.layout not in (Layout.SLICED, Layout.ODD):
-        return kv_c, k_pe
-    before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
-    widths = (before, kv_c.shape[1], k_pe.shape[1], after)
-    wide = poison((len(kv_c), sum(widths)), kv_c.dtype, kv_c.device, case.poison)
-    _, first, second, _ = wide.split(widths, dim=1)
-    return first.copy_(kv_c), second.copy_(k_pe)
+    parts = kv_c, k_pe
+    kv_c, k_pe = sliced(parts, case) if case.layout in (Layout.SLICED, Layout.ODD) else parts
+    return kv_c, k_pe
 
 
 _ASKED = {
@@ -299,4 +294,4 @@ class _Layer(RoleDefinition):
         return reasons
 
 
-LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))
+LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None)

@@ -1,7 +1,7 @@
 """From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_
 from mla_conformance.cases.case import Call
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, lay_out, segments, start_loc, stored
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, segments, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -98,8 +98,7 @@ class PrefillCall(AttentionCall):
         return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
 
     def operands(self) -> AttentionOperands:
-        starts = self.query_start_loc, self.key_start_loc
-        return AttentionOperands(self.q, self.k, self.v, *starts, causal=self.chunk_idx is None)
+        return self.attended(causal=self.chunk_idx is None)
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
@@ -183,13 +182,7 @@ class PrefillBatch(Draw[PrefillCase]):
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
         q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
-        causal = case.call != Call.CONTEXT_CHUNK
-
-        def sites() -> Iterator[tuple[slice, Site]]:
-            for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-                yield rows, Site(q[rows], k, case.softmax_scale, operands.edges(k.shape[0], case), causal)
-
-        return stored(self.queries_of(q, sites), self.dtype)
+        return stored(self.queries_of(q, lambda: keys, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
 
     def _latent_context(self, dtype: torch.dtype) -> LatentContext:
         """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected."""

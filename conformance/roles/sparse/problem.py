@@ -11,10 +11,10 @@ import torch
 from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems import cached_batch
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, write_pages
+from mla_conformance.problems.cached_batch import CachedBatch, Pages, write_pages
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
-from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, segments, start_loc
+from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.case import SparseCase
@@ -67,9 +67,8 @@ class SparseCall(AttentionCall):
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
-        starts = (self.query_start_loc, self.key_start_loc)
-        means = {"dequantised": self.case.holds_codes, "selected": self.selected, "sink": self.named["attn_sink"]}
-        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
+        meant = {"dequantised": self.case.holds_codes, "selected": self.selected, "sink": self.named["attn_sink"]}
+        return self.attended(causal=False, **meant)
 
 
 def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
@@ -137,13 +136,11 @@ class SparseBatch(CachedBatch[SparseCase]):
             return self.padded(fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed))
         q = torch.randn(*shape, generator=self.generator)
 
-        def sites() -> Iterator[tuple[slice, Site]]:
-            keys = self.keys.float().cpu()
-            for row, named in enumerate(self.selected[: len(q)]):
-                own, k = slice(row, row + 1), keys[named[named != NO_KEY]].expand(-1, case.heads, -1)
-                yield own, Site(q[own], k, case.softmax_scale, edges(len(k), case))
+        def keys() -> Iterator[torch.Tensor]:
+            every = self.keys.float().cpu().expand(-1, case.heads, -1)
+            return (every[named[named != NO_KEY]] for named in self.selected[: len(q)])
 
-        return self.padded(self.queries_of(q, sites).to(self.dtype).to(self.device))
+        return self.padded(self.queries_of(q, keys, causal=False, each=True).to(self.dtype).to(self.device))
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -176,12 +173,8 @@ class SparseBatch(CachedBatch[SparseCase]):
 
     @property
     def whole(self) -> AttentionOperands | None:
-        if not self.case.is_merged:
-            return None
-        starts = (self.query_start_loc, start_loc(self.totals))
-        values, selected = self.keys[..., : self.case.kv_lora_rank], self.selected.to(self.device)
-        codes = self.case.holds_codes
-        return AttentionOperands(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
+        whole = super().whole
+        return whole and replace(whole, causal=False, selected=self.selected.to(self.device))
 
     def calls(self) -> tuple[SparseCall, ...]:
         _ = self.main, self.extra, self.queries  # drawn in this order, whatever asks first
@@ -196,7 +189,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
         if case.is_paged:
-            pages = write_pages(self, PageForm(case.cache, case.page, _GUARDS), self.entries[every], lengths)
+            pages = write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
         else:
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
         if extra is not None:
@@ -204,7 +197,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         named = self._lists(lists, self._numbers(lists, lengths, pages))
         named |= {"return_softmax_lse": case.lse, "attn_sink": self.sink}
         if extra is not None:
-            second = write_pages(self, PageForm(case.extra, case.extra_page, _GUARDS), extra.entries, extra.lengths)
+            second = write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
         metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)

@@ -1,13 +1,13 @@
 """A call of a sparse layer, and what it leaves in the buffer of selected tokens for the layers behind it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
-from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks, regrouped_metadata
+from mla_conformance.problems.calls import AttentionOperands, CallOfARank, regrouped_metadata
 from mla_conformance.problems.memory import Guarded, Written, storage_bytes
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.problems.written import CacheImage
@@ -79,8 +79,9 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
-    name, returns_lse = "sparse layer", False
+    name = "sparse layer"
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "selected": "T"}
+    takes: ClassVar = ("hidden_states", "positions", "cos_sin_cache", "weights", "metadata")
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -88,10 +89,6 @@ class SparseLayerCall(CallOfARank):
 
     def query_operands(self) -> tuple[torch.Tensor, ...]:
         return (self.hidden_states,)
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        named = {name: getattr(self, name) for name in ("hidden_states", "positions", "cos_sin_cache")}
-        return named | dict(_tensors("weights", self.weights)) | dict(_tensors("metadata", self.metadata))
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Other requests, without padding; those that decode have to stand first."""
@@ -113,12 +110,6 @@ class SparseLayerCall(CallOfARank):
             metadata=MLASparseLayerMetadata(attention, index, latent_slots, index_slots, decodes),
             written=written,
         )
-
-    def overwritten(self, other: Self) -> Self:
-        mine = super().overwritten(other)
-        written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
-        own = {name: getattr(mine, name) for name in ("hidden_states", "positions", "cos_sin_cache", "weights")}
-        return replace(other, **own, metadata=mine.metadata, written=written)
 
     def prepare(self, backend: MLASparseLayerBackend) -> None:
         backend.load_weights(self.weights)
@@ -155,35 +146,12 @@ class SparseLayerCall(CallOfARank):
 
     def operands(self) -> AttentionOperands:
         """Attention to what is selected; values are picked latents, times 1 at most."""
-        starts = self.query_start_loc, self.key_start_loc
-        means: dict[str, Any] = {"dequantised": self.case.holds_codes, "selected": self.selected}
-        means["value_weights"] = torch.ones_like(self.v[0])
-        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
+        ones = torch.ones_like(self.v[0])
+        meant = {"dequantised": self.case.holds_codes, "selected": self.selected, "value_weights": ones}
+        return self.attended(causal=False, **meant)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
-    """What ranks that share the heads do together: the sum of what they return is the result of one rank."""
-
-    @property
-    def key_lens(self) -> tuple[int, ...]:
-        return self.parts[0].key_lens
-
-    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts))
-
-    def joined(self, results: Sequence[Any]) -> Any:
-        one = self.parts[0]
-        wrong = [result for result in results if not one.fits(result)]
-        o_proj = torch.cat([part.weights.o_proj for part in self.parts], dim=1)
-        return wrong[0] if wrong else one.by_heads(sum(results), o_proj)
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a dataclass and of those in it, by the names that lead to them."""
-    for part in fields(value):
-        found, path = getattr(value, part.name), f"{name}.{part.name}"
-        if isinstance(found, torch.Tensor):
-            yield path, found
-        elif hasattr(found, "__dataclass_fields__"):
-            yield from _tensors(path, found)
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """The sum of what ranks that share the heads return."""
+        wrong = [result for result in results if not self.fits(result)]
+        o_proj = torch.cat([part.weights.o_proj for part in parts], dim=1)
+        return wrong[0] if wrong else self.by_heads(sum(results), o_proj)

@@ -10,6 +10,7 @@ from mla_conformance.backends import prepare, roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
 from mla_conformance.problems import cached_batch, memory, operands, written
+from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -18,7 +19,7 @@ from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.call import LayersOnRanks
 from mla_conformance.roles.sparse_layer import hidden_states, weights
-from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
+from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 
 _INDEX_SEED = 10**6
@@ -27,10 +28,10 @@ _UNTOUCHED = 0x5A5A5A5A
 
 
 class SparseLayerBatch(hidden_states.HiddenStates):
-    def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
+    def calls(self) -> tuple[SparseLayerCall | CallOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
-        return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
+        return (parts[0] if self.case.tp == 1 else CallOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         case = self.case
@@ -96,7 +97,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
-        pages = cached_batch.write_pages(batch, cached_batch.PageForm(case.cache, case.page), entries, batch.totals)
+        pages = cached_batch.write_pages(batch, entries, batch.totals, case.cache, case.page)
         image = written.CacheImage.of(case, pages, self.new, parts)
         metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
