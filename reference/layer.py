@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mla_conformance.reference import chunking, dimensions
 from mla_conformance.reference.attention import AttentionState, attention, merge
-from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
-from mla_conformance.reference.dimensions import ModelDimensions
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
 from mla_conformance.reference.prepare_index import Prepared, layer_norm, rotated
 from mla_conformance.reference.projections import (
@@ -47,7 +46,7 @@ class QueryGrowth:
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     model: str  # name of the model; errors begin with it
-    dims: ModelDimensions  # sizes
+    dims: dimensions.ModelDimensions  # sizes
     scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
     rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
     q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
@@ -141,7 +140,7 @@ def _in_chunks(
     lengths = [stop - start for start, stop in pairwise(starts)]
     named = lists and lists.keys(context.context_lens, lengths)
     state = attend(*new, key_start_loc=starts, causal=True, selected=named)
-    for chunk in plan_context_chunks(
+    for chunk in chunking.plan_context_chunks(
         context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
     ):
         cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
@@ -156,7 +155,7 @@ def _over_all(
 ) -> AttentionState:
     """Attention to each request's whole context before its new tokens, at once."""
     rank, lens = new[0].shape[-1], context.context_lens
-    whole = ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
+    whole = chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
     cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=rank), dim=-1)
     own = [stop - start for start, stop in pairwise(starts)]
     pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)

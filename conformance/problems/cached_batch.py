@@ -7,16 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from mla_conformance.backends import roles, sparse
 from mla_conformance.backends.metadata import int32 as int32
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.calls import AttentionOperands
-from mla_conformance.problems.memory import poison
+from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, segments, start_loc
-from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.kv_cache import local_positions, write_entries
+from mla_conformance.reference import cache_layout, entry_formats, kv_cache
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -60,14 +56,14 @@ class CachedBatch(Draw[AnyCached]):
         drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
         keys = self.by_request(KEYS, drawn, starts)[:, 0]
         kv_c = self.by_request(VALUES, keys[:, :rank], starts)
-        parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
+        kv_c, k_pe = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
         # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
-        return encode(*parts, layout, float(self.k_scale), case.scales).cpu()  # type: ignore[arg-type, call-arg]
+        return cache_layout.encode(kv_c, k_pe, layout, float(self.k_scale), case.scales).cpu()
 
     def meaning(self, entries: torch.Tensor, layout: str) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what entries mean."""
         there = entries.to(self.device)
-        parts = decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
+        parts = cache_layout.decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
     def keys_by_request(self) -> Iterator[torch.Tensor]:
@@ -76,13 +72,13 @@ class CachedBatch(Draw[AnyCached]):
         return (keys[seen] for seen in segments(start_loc(self.totals)))
 
     @property
-    def whole(self) -> AttentionOperands | None:
+    def whole(self) -> calls.AttentionOperands | None:
         """Causal attention to the keys of all ranks, where results of ranks are merged."""
         if not self.case.is_merged:
             return None
         values, starts = self.keys[..., : self.case.kv_lora_rank], (self.query_start_loc, start_loc(self.totals))
         codes = self.case.holds_codes
-        return AttentionOperands(self.queries, self.keys, values, *starts, causal=True, dequantised=codes)
+        return calls.AttentionOperands(self.queries, self.keys, values, *starts, causal=True, dequantised=codes)
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
@@ -90,7 +86,7 @@ class CachedBatch(Draw[AnyCached]):
             held = list(map(torch.arange, self.totals))
         else:
             world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-            held = [torch.tensor(local_positions(total, **world), dtype=torch.int64) for total in self.totals]
+            held = [torch.tensor(kv_cache.local_positions(total, **world), dtype=torch.int64) for total in self.totals]
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
@@ -112,15 +108,15 @@ def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -
 
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
-) -> MLASparseMetadata:
+) -> sparse.MLASparseMetadata:
     """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
-    return MLASparseMetadata(
+    return sparse.MLASparseMetadata(
         **batch_metadata(batch, lengths, rank),
         req_id_per_token=request.int().to(batch.device),
         block_table=pages.block_table if paged else None,
         workspace_starts=None if paged else pages.block_table,
-        index_space=IndexSpace(space),
+        index_space=roles.IndexSpace(space),
     )
 
 
@@ -139,7 +135,7 @@ def write_pages(
     position = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
     block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // page]
     slots = block * page + position % page
-    write_entries(cache, entries, slots.to(device), layout)
+    kv_cache.write_entries(cache, entries, slots.to(device), layout)
     return Pages(cache, block_table_of(case, counts, order).to(device), slots)
 
 
@@ -152,7 +148,7 @@ def gather_entries(
     starts = firsts + case.spare * torch.arange(1, len(lengths) + 1)
     slots = torch.arange(sum(lengths)) + (starts - firsts).repeat_interleave(counts)
     size = max(1, sum(lengths) + case.spare * (len(lengths) + 1))
-    buffer = poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
+    buffer = memory.poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
     gathered = buffer[guards : size + guards]
     gathered[slots.to(device), 0] = entries.to(device)
     return Pages(gathered, starts.int().to(device), slots)
@@ -162,9 +158,9 @@ def poisoned_pages(
     case: CachedCase, blocks: int, like: torch.Tensor, layout: str, page: int, guards: int
 ) -> torch.Tensor:
     """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
-    width, size, tiled = like.shape[1], blocks + 2 * guards, TILED_FORMATS.get(layout)
+    width, size, tiled = like.shape[1], blocks + 2 * guards, entry_formats.TILED_FORMATS.get(layout)
     elements = tiled.page_bytes(page) if tiled else page * width  # with what rounds a page up
-    buffer = poison((size, case.layers, elements), like.dtype, like.device, case.poison)
+    buffer = memory.poison((size, case.layers, elements), like.dtype, like.device, case.poison)
     return buffer[guards : size - guards, -1, : page * width].unflatten(1, (page, width))
 
 

@@ -10,8 +10,7 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
 from mla_conformance.problems.memory import Guarded, Written, differing, over, poison, storage_bytes
-from mla_conformance.reference.cache_layout import decode_rows
-from mla_conformance.reference.kv_cache import read_entries, write_entries
+from mla_conformance.reference import cache_layout, kv_cache
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
@@ -38,15 +37,15 @@ class CacheImage(Written):
         rows = new.nonzero().flatten()
         slots = pages.slots[rows].to(cache.device)
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, case.poison)
-        write_entries(cache, holes, slots, case.cache)
+        kv_cache.write_entries(cache, holes, slots, case.cache)
         return CacheImage(cache, storage_bytes(cache).clone(), case, after, slots, (latents[0][rows], latents[1][rows]))
 
     def with_only(self, rows: torch.Tensor) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens."""
         slots = self.slots[rows.to(self.slots.device)]
         after = self.before.clone()
-        rows_after = read_entries(self._view(self.after), slots, self.case.cache)
-        write_entries(self._view(after), rows_after, slots, self.case.cache)
+        rows_after = kv_cache.read_entries(self._view(self.after), slots, self.case.cache)
+        kv_cache.write_entries(self._view(after), rows_after, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
         return replace(self, after=after, slots=slots, latents=latents)
 
@@ -56,7 +55,7 @@ class CacheImage(Written):
             return ""
         wrong = found != self.after
         every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
-        found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        found = kv_cache.read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
         if found.sum() < wrong.sum():
             return "bytes of the cache's buffer were written that are not this layer's"
         slots = every[found.any(dim=1)]
@@ -77,8 +76,8 @@ class CacheImage(Written):
         for name, x, right, got in zip(
             ("latent" if self.case.latent_dims[1] else "key", "rope key"),
             given,
-            decode_rows(expected, *codes),
-            decode_rows(found, *codes),
+            cache_layout.decode_rows(expected, *codes),
+            cache_layout.decode_rows(found, *codes),
             strict=True,
         ):
             allowed = (right.cpu() - x).abs() + TIE_SLACK * x.abs()
@@ -89,7 +88,7 @@ class CacheImage(Written):
         return ""
 
     def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
+        return kv_cache.read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
         """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""

@@ -8,9 +8,8 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, batch_metadata, int32, write_pages
+from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import lay_out, segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
@@ -57,7 +56,7 @@ class DecodeCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.lse or self.metadata.dcp_world_size > 1
 
-    def invoke(self, backend: decode.MLADecodeBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: decode.MLADecodeBackend, out: memory.Guarded | None) -> Any:
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
 
@@ -74,7 +73,7 @@ class DecodeCall(AttentionCall):
         )
 
 
-class DecodeBatch(CachedBatch[DecodeCase]):
+class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         case = self.case
@@ -88,19 +87,19 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         if case.layout != Layout.KV_B_PROJ:
             ql_nope, q_pe = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
         else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
-            wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
+            wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
         calls = list[DecodeCall]()
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
-            pages = write_pages(self, self.entries[every], lengths, case.cache, case.page)
+            pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
             keys = self.keys[every]
             metadata = decode.MLACommonDecodeMetadata(
-                **batch_metadata(self, lengths, rank),
+                **cached_batch.batch_metadata(self, lengths, rank),
                 block_table=pages.block_table,
-                dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
+                dcp_tot_seq_lens=cached_batch.int32(self.totals, self.device) if case.ranks > 1 else None,
             )
             calls.append(
                 DecodeCall(

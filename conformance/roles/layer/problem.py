@@ -13,10 +13,8 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, write_pages
+from mla_conformance.problems import cached_batch, memory, operands
 from mla_conformance.problems.calls import CallOnRanks
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import REGIMES, segments, sliced, start_loc
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -41,9 +39,9 @@ def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     """The latents of a request in the order of its tokens, of a kind in ``LATENTS``, from N(0,1) [S, L] and [S, R]."""
     if kind in _TRANSFORMS:
         return _TRANSFORMS[kind](kv_c), k_pe
-    keys = REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
+    keys = operands.REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
     latent, rope = keys.tensor_split([kv_c.shape[1]], dim=-1)
-    return REGIMES[kind].values(latent), rope
+    return operands.REGIMES[kind].values(latent), rope
 
 
 def away_from_ties(case: CachedCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
@@ -104,7 +102,7 @@ def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> 
     return (normal * _GRID).round().clamp(-127, 127) * unit
 
 
-class LatentBatch(CachedBatch[AnyCached]):
+class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
     @cached_property
     def latents(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
@@ -112,7 +110,7 @@ class LatentBatch(CachedBatch[AnyCached]):
         latent, rope = case.latent_dims
         kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
         k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
-        for rows in segments(start_loc(self.totals)):
+        for rows in operands.segments(operands.start_loc(self.totals)):
             kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
         return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
@@ -166,11 +164,11 @@ class LayerBatch(LatentBatch[LayerCase]):
         return self._padded(self.queries_of(q, self.keys_by_request).to(self.dtype))
 
     def keys_by_request(self) -> Iterator[torch.Tensor]:
-        return (self.keys_on_cpu[0][seen].float() for seen in segments(start_loc(self.totals)))
+        return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
     def calls(self) -> tuple[LayerCall | CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
-        ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
+        ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
         new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
@@ -184,7 +182,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         heads = slice(rank * each, (rank + 1) * each)  # equal shares, in order
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
-        pages = write_pages(self, self.entries[rows], lengths, case.cache, case.page)
+        pages = cached_batch.write_pages(self, self.entries[rows], lengths, case.cache, case.page)
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
@@ -196,7 +194,7 @@ class LayerBatch(LatentBatch[LayerCase]):
             k=k,
             v=v,
             query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(self.totals),
+            key_start_loc=operands.start_loc(self.totals),
             query=queries.flatten(1).contiguous(),
             kv_c=kv_c,
             k_pe=k_pe.unsqueeze(1),
@@ -217,14 +215,14 @@ class LayerBatch(LatentBatch[LayerCase]):
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """With rows of another poison than the cache's, so that it shows where they were written."""
-        padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        padding = -memory.poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
         return torch.cat([x, padding]).to(self.device)
 
 
 def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The same values as slices of one wider projection, as a model has them, if the layout says so."""
     parts = kv_c, k_pe
-    kv_c, k_pe = sliced(parts, case) if case.layout in (Layout.SLICED, Layout.ODD) else parts
+    kv_c, k_pe = operands.sliced(parts, case) if case.layout in (Layout.SLICED, Layout.ODD) else parts
     return kv_c, k_pe
 
 

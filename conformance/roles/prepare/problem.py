@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends import declaration, roles
 from mla_conformance.backends import prepare as interface
-from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis, judged_rows, steps, tolerance, verdict
 from mla_conformance.judging.golden import Golden
@@ -162,7 +161,7 @@ class PrepareJudge(steps.Steps):
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         golden, case, dtype = self.expectation, self.case, self.problem.dtype
-        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
+        coarse = self.declaration.intermediates is declaration.Precision.MODEL and dtype != torch.float32
         between = tolerance.unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
@@ -221,7 +220,7 @@ class PrepareJudge(steps.Steps):
 
 
 PREPARE = RoleDefinition(
-    role=Role.PREPARE,
+    role=roles.Role.PREPARE,
     batch=PrepareBatch,
     config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),

@@ -10,10 +10,8 @@ import torch
 
 from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems import cached_batch
-from mla_conformance.problems.cached_batch import CachedBatch, Pages, write_pages
+from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
@@ -61,7 +59,7 @@ class SparseCall(AttentionCall):
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
 
-    def invoke(self, backend: sparse.MLASparseBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
@@ -91,7 +89,7 @@ class _Source:
     lists: Lists  # numbers of these keys
 
 
-class SparseBatch(CachedBatch[SparseCase]):
+class SparseBatch(cached_batch.CachedBatch[SparseCase]):
     @cached_property
     def _drawing(self) -> torch.Generator:
         """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
@@ -122,7 +120,7 @@ class SparseBatch(CachedBatch[SparseCase]):
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
             left = ~lists.named(len(entries))
-            hole = poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
+            hole = memory.poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
             entries.view(torch.uint8)[left] = hole.view(torch.uint8)
         return _Source(lengths, entries, self.meaning(entries, layout), lists)
 
@@ -189,7 +187,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
         if case.is_paged:
-            pages = write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
+            pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
         else:
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
         if extra is not None:
@@ -197,7 +195,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         named = self._lists(lists, self._numbers(lists, lengths, pages))
         named |= {"return_softmax_lse": case.lse, "attn_sink": self.sink}
         if extra is not None:
-            second = write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
+            second = cached_batch.write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
         metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
@@ -215,7 +213,7 @@ class SparseBatch(CachedBatch[SparseCase]):
             case=case,
         )
 
-    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
+    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: cached_batch.Pages) -> torch.Tensor:
         """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
         if self.case.space == roles.IndexSpace.SLOT:
             return lists.renumbered(pages.slots).keys

@@ -11,8 +11,7 @@ from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
 from mla_conformance.problems import cached_batch, memory, operands, written
 from mla_conformance.problems.calls import CallOnRanks
-from mla_conformance.reference.cache_layout import encode
-from mla_conformance.reference.layer import latents, queries
+from mla_conformance.reference import cache_layout, layer
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
@@ -65,14 +64,14 @@ class SparseLayerBatch(hidden_states.HiddenStates):
     @cached_property
     def _latents(self) -> tuple[Tensor, Tensor]:
         """kv_c [S, L] and k_pe [S, R] of the model's dtype."""
-        kv_c, k_pe = latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
+        kv_c, k_pe = layer.latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
         return kv_c.to(self.dtype), k_pe.to(self.dtype)
 
     @cached_property
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
+        asked = layer.queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         q, k, v = (x.to(self.device) for x in found)
@@ -96,7 +95,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
     ) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
-        entries = encode(*parts, case.cache, case.cache_scale, case.scales)
+        entries = cache_layout.encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = cached_batch.write_pages(batch, entries, batch.totals, case.cache, case.page)
         image = written.CacheImage.of(case, pages, self.new, parts)
         metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
