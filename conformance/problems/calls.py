@@ -174,11 +174,13 @@ class KernelCall(ABC):
 
 def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: torch.Tensor) -> AnyMetadata:
     """Metadata of some of a batch's requests, in the given order, whose rows these are; the maxima stay as they are."""
+    parts = {name: part for name, part in vars(metadata).items() if hasattr(part, "__dataclass_fields__")}
     held = {name: x for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
     kind: Any = type(metadata)
     forms = {name: form for name, form in forms_of(kind).items() if name in held}
     found = {name: held[name][list(requests)] for name, form in forms.items() if form.has("B")}
     found |= {name: held[name][rows.to(held[name].device)] for name, form in forms.items() if form.has("T")}
+    found |= {name: regrouped_metadata(part, requests, rows) for name, part in parts.items()}
     if "query_start_loc" in held:
         starts = start_loc(found["query_lens_cpu"].tolist())
         found["query_start_loc"] = torch.tensor(starts).to(held["query_start_loc"])

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
-from mla_conformance.problems.calls import AttentionOperands, CallOfARank, regrouped_metadata
+from mla_conformance.problems.calls import AttentionOperands, CallOfARank
 from mla_conformance.problems.memory import Guarded, Written, storage_bytes
-from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.problems.operands import rows_of
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.problem import longest_lists
@@ -71,45 +71,32 @@ class SparseLayerCall(CallOfARank):
     """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
 
     selected: torch.Tensor  # [T, K] int64 rows of k and v, or -1
-    hidden_states: torch.Tensor  # [T or more, hidden], rows of padding last
-    positions: torch.Tensor  # [T or more] int64
-    cos_sin_cache: torch.Tensor  # [P, R] float32
     weights: SparseLayerWeights  # of the layer
     metadata: MLASparseLayerMetadata
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
-    name = "sparse layer"
-    means: ClassVar = {"q": "T", "k": "S", "v": "S", "selected": "T"}
+    name, entry = "sparse layer", "run_sparse_layer"
+    interface: ClassVar = MLASparseLayerBackend
+    means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T"}  # lists name keys by number: all stay
     takes: ClassVar = ("hidden_states", "positions", "cos_sin_cache", "weights", "metadata")
 
     @property
     def key_lens(self) -> tuple[int, ...]:
         return longest_lists(self.selected, self.query_start_loc)
 
-    def query_operands(self) -> tuple[torch.Tensor, ...]:
-        return (self.hidden_states,)
-
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Other requests, without padding; those that decode have to stand first."""
-        rows, metadata = rows_of(self.query_start_loc, requests), self.metadata
-        on = rows.to(self.q.device)
-        attention, index = (regrouped_metadata(each, requests, rows) for each in (metadata.attention, metadata.index))
-        starts = start_loc(attention.query_lens_cpu.tolist())
-        latent_slots, index_slots = (each[on] for each in (metadata.slot_mapping, metadata.index_slot_mapping))
-        decodes = sum(request < metadata.num_decodes for request in requests)
+        call, rows = super().regrouped(case, requests, queries), rows_of(self.query_start_loc, requests)
         written = {
-            name: image.with_only(rows) if isinstance(image, CacheImage) else image.with_only(rows, starts)
+            name: image.with_only(rows)
+            if isinstance(image, CacheImage)
+            else image.with_only(rows, call.query_start_loc)
             for name, image in self.written.items()
         }
-        per_row = {name: getattr(self, name)[on] for name in ("q", "selected", "hidden_states", "positions")}
-        return replace(
-            self,
-            **per_row,
-            query_start_loc=starts,
-            metadata=MLASparseLayerMetadata(attention, index, latent_slots, index_slots, decodes),
-            written=written,
-        )
+        decodes = sum(request < self.metadata.num_decodes for request in requests)
+        metadata = replace(call.metadata, num_decodes=decodes)
+        return replace(call, key_start_loc=self.key_start_loc, metadata=metadata, written=written)
 
     def prepare(self, backend: MLASparseLayerBackend) -> None:
         backend.load_weights(self.weights)
@@ -126,7 +113,7 @@ class SparseLayerCall(CallOfARank):
     def on_rank(self, backend: MLASparseLayerBackend) -> Any:
         caches: dict[str, Any] = {"index_kv_cache": None}
         caches |= {name: image.cache for name, image in self.written.items()}
-        return backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
+        return backend.run_sparse_layer(*self.given.values(), **caches)
 
     def fits(self, result: Any) -> bool:
         hidden = self.weights.o_proj.shape[0]

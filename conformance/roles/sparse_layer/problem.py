@@ -47,9 +47,11 @@ class SparseLayerBatch(hidden_states.HiddenStates):
             query_start_loc=self.counted,
             key_start_loc=operands.start_loc(case.totals),
             selected=torch.where(self.lists == NO_KEY, NO_KEY, self.lists + first.unsqueeze(1)).to(self.device),
-            hidden_states=(x if case.layout == Layout.HEADS_FIRST else operands.lay_out("q", x, x, case))[:, 0],
-            positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
-            cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
+            given={
+                "hidden_states": (x if case.layout == Layout.HEADS_FIRST else operands.lay_out("q", x, x, case))[:, 0],
+                "positions": torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
+                "cos_sin_cache": table.round().float().to(self.device),  # exact: pairs turn by quarters
+            },
             weights=self.layer.handed(case, self.dtype, self.device, rank),
             metadata=sparse_layer.MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
             written={
