@@ -10,7 +10,7 @@ from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, judged_rows, steps, verdict
-from mla_conformance.problems import cached_batch, memory, operands
+from mla_conformance.problems import cached_batch, operands
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
@@ -38,6 +38,13 @@ class CacheCall(KernelCall):
     rank: int = 0  # whose call it is
 
     means: ClassVar = {"q": "T", "k": ""}
+
+    @classmethod
+    def of(cls, batch: Any, named: Mapping[str, Any], written: Mapping[str, Any], **further: Any) -> Self:
+        counted = operands.start_loc(batch.case.q)
+        q, keys = torch.zeros(counted[-1], 1, 1, dtype=batch.dtype, device=batch.device), (0,) * len(counted)
+        about: dict[str, Any] = {"query_start_loc": counted, "key_start_loc": keys, "case": batch.case}
+        return cls(q=q, k=q[:0], named=named, written=written, **about, **further)
 
     @property
     def name(self) -> str:
@@ -74,15 +81,10 @@ class CacheBatch(LatentBatch[CacheCase]):
         return torch.cat((coded, kv_c[:, form.coded :]), dim=1), k_pe
 
     def calls(self) -> tuple[CacheCall, ...]:
-        case, counted, calls = self.case, operands.start_loc(self.case.q), list[CacheCall]()
+        case = self.case
         computed = self._mapping if case.call == COMPUTES[0] else self._global
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else computed
-        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
-        about: dict[str, Any] = {"q": q, "k": q[:0], "query_start_loc": counted, "case": case}
-        for rank in range(case.ranks):
-            given, written = made(rank)
-            calls.append(CacheCall(**about, key_start_loc=(0,) * len(counted), named=given, written=written, rank=rank))
-        return tuple(calls)
+        return tuple(CacheCall.of(self, *made(rank), rank=rank) for rank in range(case.ranks))
 
     def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> cached_batch.Pages:
         padded = (*lengths, *(0,) * self.case.pad)
@@ -97,9 +99,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         slots[stored] = pages.slots
         tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
         mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
-        # Rows of padding are another poison than the cache's, so that it shows where they were written.
-        behind = [-memory.poison((2 * case.pad, x.shape[1]), self.dtype, x.device, case.poison) for x in self.latents]
-        new = [torch.cat((x[tokens], rows)).to(self.device) for x, rows in zip(self.latents, behind, strict=True)]
+        new = [self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents]
         kv_c, k_pe = lay_out_latents(new[0], new[1], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}

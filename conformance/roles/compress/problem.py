@@ -113,36 +113,21 @@ class CompressBatch(Draw[CompressCase]):
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        case, counted = self.case, start_loc(self.case.q)
+        case = self.case
         steps = tuple(map(self._step, case.steps(), self._tables[0]))
         ape, norm_weight = self.weights
-        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
         like = torch.empty(0, 2 * case.columns, device=self.device)
         states = poisoned_pages(case, 1 + len(self._tables[1]), like, "auto", case.state_page, _GUARDS)
         golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
-        return (
-            CompressCall(
-                q=q,
-                k=q[:0],
-                query_start_loc=counted,
-                key_start_loc=(0,) * len(counted),
-                case=case,
-                named={
-                    "ape": ape.to(self.device),
-                    "norm_weight": norm_weight.to(self.device),
-                    "cos_sin_cache": self.table.to(self.device),
-                },
-                written={
-                    "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
-                    "kv_cache": WrittenEntries.of(
-                        "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), low, high
-                    ),
-                },
-                steps=steps,
-            ),
-        )
+        named = {"ape": ape, "norm_weight": norm_weight, "cos_sin_cache": self.table}
+        entries = self._pages.cache, self._pages.slots, start_loc(self._entries)
+        written = {
+            "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
+            "kv_cache": WrittenEntries.of("the cache", *entries, low, high),
+        }
+        return (CompressCall.of(self, {name: x.to(self.device) for name, x in named.items()}, written, steps=steps),)
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:

@@ -118,6 +118,11 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
         """The latents without those that may rightly be stored in two ways."""
         return away_from_ties(self.case, kv_c, k_pe)
 
+    def beside_poison(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """With rows of padding of another poison than the cache's, so that it shows where they were written."""
+        padding = -memory.poison((rows, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        return torch.cat([x, padding]).to(self.device)
+
     @cached_property
     def entries(self) -> torch.Tensor:
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
@@ -161,7 +166,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
-        return self._padded(self.queries_of(q, self.keys_by_request).to(self.dtype))
+        return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
 
     def keys_by_request(self) -> Iterator[torch.Tensor]:
         return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
@@ -170,7 +175,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
-        new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
+        new_kv_c, new_k_pe = (self.beside_poison(x[new], self.case.pad) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         # A prefill merges chunks of context, a decode ranks.
@@ -212,11 +217,6 @@ class LayerBatch(LatentBatch[LayerCase]):
     @property
     def _prefills(self) -> list[bool]:
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """With rows of another poison than the cache's, so that it shows where they were written."""
-        padding = -memory.poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
-        return torch.cat([x, padding]).to(self.device)
 
 
 def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,11 +16,9 @@ from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.rope import plain_frequencies
+from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
-
-_BASE = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +54,8 @@ class PrepareBatch(Draw[PrepareCase]):
         # [T] int64, those of rows of padding 0; of every one that a token has cosines and sines [P, R] float32.
         own = [kv + row for new, kv in zip(case.q, case.kv, strict=True) for row in range(new)]
         positions = torch.tensor(own + [0] * case.pad, dtype=torch.int64)
-        frequencies = torch.tensor(plain_frequencies(case.rope_dim, _BASE), dtype=torch.float64)
-        angle = torch.arange(int(positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
-        table = torch.cat((angle.cos(), angle.sin()), dim=1).float()
+        rotation = Rotation.plain(case.rope_dim, interleaved=case.pairs == "neighbours")
+        table = rotation.table(torch.arange(int(positions.max()) + 1)).float()
         return (
             PrepareCall(
                 q=q,
