@@ -12,7 +12,7 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.operands import Form, forms_of
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import Guarded, Written
-from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.problems.operands import rows_of, segments, start_loc
 from mla_conformance.reference.projections import Projection
 
 
@@ -132,7 +132,7 @@ class KernelCall(ABC):
             given=given,
             named=named,
             query_start_loc=new,
-            key_start_loc=seen,
+            key_start_loc=self.key_start_loc if self.means.get("k") == "" else seen,  # where all keys stay
             metadata=regrouped_metadata(self.metadata, requests, rows),
         )
 
@@ -195,8 +195,13 @@ class AttentionCall(KernelCall):
     v: torch.Tensor  # [S, N, V] or [S, 1, V]
     output_scale: torch.Tensor | None = None  # float32 scalar; None where the output is not quantised
     merges: int = 0  # of stored results, which the call itself makes
+    selected: torch.Tensor | None = None  # [T, K] int64 rows of k and v that queries attend to, or -1; None for all
 
     meant: ClassVar = ("q", "k", "v")
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        return super().key_lens if self.selected is None else longest_lists(self.selected, self.query_start_loc)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -212,7 +217,14 @@ class AttentionCall(KernelCall):
 
     def attended(self, **meant: Any) -> AttentionOperands:
         """Its queries, keys and values as they are, and what else they mean."""
+        meant = {"selected": self.selected, **meant}
         return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
+
+
+def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
+    """Keys of the longest list [T, K] of each request; -1 names none."""
+    counts = (selected >= 0).sum(dim=1).tolist()
+    return tuple(max(counts[rows], default=0) for rows in segments(query_start_loc))
 
 
 def attention_call(call: KernelCall) -> AttentionCall:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,18 +12,16 @@ from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, segments, start_loc
+from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.case import SparseCase
-from mla_conformance.roles.sparse.selection import Lists, draw_lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCall(AttentionCall):
-    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64."""
+    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, float64."""
 
-    selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
     slots: torch.Tensor  # [S] int64, where the key of each token stands
     metadata: sparse.MLASparseMetadata
     case: SparseCase
@@ -52,27 +50,87 @@ class SparseCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.case.lse
 
-    @property
-    def key_lens(self) -> tuple[int, ...]:
-        return longest_lists(self.selected, self.query_start_loc)
-
-    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
-
     def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
-        meant = {"dequantised": self.case.holds_codes, "selected": self.selected, "sink": self.named["attn_sink"]}
-        return self.attended(causal=False, **meant)
+        return self.attended(causal=False, dequantised=self.case.holds_codes, sink=self.named["attn_sink"])
 
 
-def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
-    """Keys of the longest list [T, K] of each request; -1 names none."""
-    counts = (selected >= 0).sum(dim=1).tolist()
-    return tuple(max(counts[rows], default=0) for rows in segments(query_start_loc))
+_HUGE = 2**31 - 1
+_ROUND = 7  # of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can
+
+
+@dataclass(frozen=True)
+class Lists:
+    keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
+    length: torch.Tensor  # [T] int64, columns up to the last key that is named
+
+    def named(self, keys: int) -> torch.Tensor:
+        found = torch.zeros(keys, dtype=torch.bool)
+        found[self.keys[self.keys != NO_KEY]] = True
+        return found
+
+    def renumbered(self, numbers: torch.Tensor) -> "Lists":
+        """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
+        there, keys = self.keys != NO_KEY, torch.full_like(self.keys, NO_KEY)
+        keys[there] = numbers[self.keys[there]]  # a rank may have no keys at all
+        return replace(self, keys=keys)
+
+    def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
+        """[T, K] int32 as they are handed over, with ``numbers`` [T, K] int64 for the named keys.
+
+        ``behind`` says what stands from the length on; what is stale is drawn.
+        """
+        filling = torch.full_like(numbers, {"minus": NO_KEY, "zero": 0, "huge": _HUGE}.get(behind, NO_KEY))
+        used = numbers[numbers != NO_KEY]
+        if behind == "stale" and len(used):
+            filling = used[torch.randint(len(used), numbers.shape, generator=generator)]
+        counted = torch.arange(self.keys.shape[1]) < self.length.unsqueeze(1)
+        return torch.where(counted, numbers, filling).int()
+
+
+def draw_lists(
+    case: SparseCase, firsts: torch.Tensor, bounds: torch.Tensor, columns: int, generator: torch.Generator
+) -> Lists:
+    """Lists of so many columns, as the case says, of rows that may name ``bounds`` [T] keys from ``firsts`` [T] on."""
+    column, most = torch.arange(columns), bounds.clamp(max=columns)
+    counts = (torch.rand(len(most), generator=generator) * (most + 1)).long()  # keys that each list names
+    row = torch.arange(len(most)) % _ROUND
+    counts = torch.where(row == 1, most, counts)
+    counts = torch.where(row == 2, 0, torch.where(row == 4, most.clamp(max=1), counts))
+    counts = (most if case.fill == "full" else counts).unsqueeze(1)
+    chosen = _chosen(bounds, columns, generator)
+    if case.repeats:  # the last quarter of each list's keys are its first ones
+        first = counts - counts // 4
+        chosen = chosen.gather(1, torch.where(column >= first, column - first, column).clamp(max=columns - 1))
+    chosen = chosen + firsts.unsqueeze(1)
+    if case.order != "drawn":  # of the named ones, which stand first
+        descending = case.order == "descending"
+        behind = chosen.masked_fill(column >= counts, -1 if descending else torch.iinfo(torch.int64).max)
+        chosen = behind.sort(dim=1, descending=descending).values
+    place = column.expand(len(bounds), columns)
+    if case.holes == "scattered":
+        place = torch.rand(place.shape, generator=generator).argsort(dim=1).argsort(dim=1)
+    held = place >= columns - counts if case.holes == "front" else place < counts
+    # The n-th column that holds a key holds the n-th of them.
+    keys = torch.where(held, chosen.gather(1, (held.cumsum(1) - 1).clamp(min=0)), NO_KEY)
+    return Lists(keys, torch.where(held, column + 1, 0).amax(dim=1))
+
+
+def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any.
+
+    One of each of so many equal parts of the range, so that no draw is as wide as the range is.
+    """
+    column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
+    first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
+    drawn = torch.rand(len(bounds), columns, generator=generator)
+    numbers = first + (drawn * (behind - first)).long()
+    order = torch.rand(len(bounds), columns, generator=generator).masked_fill(column >= parts, 2.0).argsort(dim=1)
+    return numbers.gather(1, order)
 
 
 _LISTS_SEED = 10**6
