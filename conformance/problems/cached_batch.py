@@ -76,9 +76,13 @@ class CachedBatch(Draw[AnyCached]):
         """Causal attention to the keys of all ranks, where results of ranks are merged."""
         if not self.case.is_merged:
             return None
-        values, starts = self.keys[..., : self.case.kv_lora_rank], (self.query_start_loc, start_loc(self.totals))
         codes = self.case.holds_codes
-        return calls.AttentionOperands(self.queries, self.keys, values, *starts, causal=True, dequantised=codes)
+        return calls.AttentionOperands(**self.attended(self.keys, self.totals), causal=True, dequantised=codes)
+
+    def attended(self, keys: torch.Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+        """What calls say of the queries over these keys [S, 1, L + R], so many of each request."""
+        starts = {"query_start_loc": self.query_start_loc, "key_start_loc": start_loc(lengths)}
+        return {"q": self.queries, "k": keys, "v": keys[..., : self.case.kv_lora_rank], **starts}
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""

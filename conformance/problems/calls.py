@@ -133,7 +133,7 @@ class KernelCall(ABC):
             named=named,
             query_start_loc=new,
             key_start_loc=self.key_start_loc if self.means.get("k") == "" else seen,  # where all keys stay
-            metadata=regrouped_metadata(self.metadata, requests, rows),
+            metadata=self.metadata and regrouped_metadata(self.metadata, requests, rows),
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:

@@ -95,7 +95,6 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
             held, every = self.held(rank)
             lengths = list(map(len, held))
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
-            keys = self.keys[every]
             metadata = decode.MLACommonDecodeMetadata(
                 **cached_batch.batch_metadata(self, lengths, rank),
                 block_table=pages.block_table,
@@ -103,11 +102,7 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
             )
             calls.append(
                 DecodeCall(
-                    q=self.queries,
-                    k=keys,
-                    v=keys[..., : case.kv_lora_rank],
-                    query_start_loc=self.query_start_loc,
-                    key_start_loc=start_loc(lengths),
+                    **self.attended(self.keys[every], lengths),
                     given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
                     metadata=metadata,
                     holds_codes=case.holds_codes,

@@ -13,7 +13,7 @@ from mla_conformance.backends.kernel import HEAD_DIMS
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.backends.layer import layer_config as engine
 from mla_conformance.problems import calls, memory
-from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
+from mla_conformance.problems.operands import ProblemError, rows_of
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference import chunking, projections
 from mla_conformance.roles.layer.case import LayerCase, Order
@@ -72,21 +72,20 @@ class LayerCall(calls.CallOfARank):
         """Prefills and decodes each together, without padding."""
         if case.ranks > 1:  # which entries a rank writes goes by the whole batch
             raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
-        new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
+        new = rows_of(self.query_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
-        workspace, page = self.case.workspace_tokens, self.case.page
+        chunks = chunking.plan_context_chunks(
+            contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page
+        )
         return replace(
-            self,
-            **{name: getattr(self, name)[new] for name in ("q", "query", "kv_c", "k_pe")},
-            **{name: getattr(self, name)[every] for name in ("k", "v", "latents")},
-            query_start_loc=start_loc([request.query_len for request in chosen]),
-            key_start_loc=start_loc([request.query_len + request.context_len for request in chosen]),
+            super().regrouped(case, requests, queries),
+            **{name: getattr(self, name)[new] for name in self.takes},
             requests=chosen,
             padding=-1,
             padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
-            merges=len(chunking.plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
+            merges=len(chunks),
         )
 
     def output_buffer(self) -> memory.Guarded | None:

@@ -258,11 +258,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
         metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
         return SparseCall(
-            q=self.queries,
-            k=keys,
-            v=keys[..., : case.kv_lora_rank],
-            query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(lengths),
+            **self.attended(keys, lengths),
             given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
