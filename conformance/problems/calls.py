@@ -271,8 +271,8 @@ class CallOnRanks(AttentionCall):
     @staticmethod
     def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOnRanks":
         qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}
-        starts = {"query_start_loc": parts[0].query_start_loc, "key_start_loc": parts[0].key_start_loc}
-        return CallOnRanks(parts=parts, **qkv, **starts, merges=merges)
+        qkv |= {name: getattr(parts[0], name) for name in ("query_start_loc", "key_start_loc")}
+        return CallOnRanks(parts=parts, **qkv, merges=merges)
 
     @property
     def name(self) -> str:

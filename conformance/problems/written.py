@@ -10,8 +10,7 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
 from mla_conformance.problems.memory import Guarded, Written, differing, over, poison, storage_bytes
-from mla_conformance.reference import cache_layout, kv_cache
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference import cache_layout, kv_cache, selected
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
@@ -225,7 +224,7 @@ class SelectedLists(Written):
         if not bool(wrong.any()):
             return ""
         row = int(wrong.nonzero()[0])
-        named, wanted = (set(x[row].tolist()) - {NO_KEY} for x in (got, expected))
+        named, wanted = (set(x[row].tolist()) - {selected.NO_KEY} for x in (got, expected))
         request = next(number for number, end in enumerate(self.starts[1:]) if row < end)
         return (
             f"row {row} (query {row - self.starts[request]} of request {request}) names {len(named & wanted)} of "
