@@ -51,6 +51,7 @@ class KernelCall(ABC):
     named: Mapping[str, Any] = field(default_factory=dict)  # those that are handed over by name, or None
     written: Mapping[str, Written] = field(default_factory=dict)  # the memory that the call writes, by argument
 
+    meant: ClassVar[tuple[str, ...]] = ("q", "k")  # names of the tensors that say what is asked
     token_dims: ClassVar[tuple[int, ...]] = (0, 1)  # the dimension in which each part of a result counts tokens
     interface: ClassVar[Any] = None  # the class that has the entry
     # names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S if it has
@@ -195,6 +196,8 @@ class AttentionCall(KernelCall):
     output_scale: torch.Tensor | None = None  # float32 scalar; None where the output is not quantised
     merges: int = 0  # of stored results, which the call itself makes
     selected: torch.Tensor | None = None  # [T, K] int64 rows of k and v that queries attend to, or -1; None for all
+
+    meant: ClassVar = ("q", "k", "v")
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -353,3 +356,10 @@ class Problem:
 
     def handed(self) -> "Problem":
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.caller_owned.values()
+        for call in self.calls:
+            yield from (getattr(call, name) for name in call.meant)
+        if self.whole is not None:
+            yield from (self.whole.q, self.whole.k, self.whole.v)

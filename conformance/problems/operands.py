@@ -251,8 +251,10 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     return x.contiguous()
 
 
-def sliced(parts: Sequence[torch.Tensor], case: Case) -> list[torch.Tensor]:
-    """The same values side by side in one wider buffer, as slices of a projection are."""
+def sliced(parts: Sequence[torch.Tensor], case: Case) -> Sequence[torch.Tensor]:
+    """The same values, side by side in one wider buffer as slices of a projection are, if the layout says so."""
+    if case.layout not in (Layout.SLICED, Layout.ODD):
+        return parts
     before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
     widths, one = (before, *(x.shape[-1] for x in parts), after), parts[0]
     wide = poison((*one.shape[:-1], sum(widths)), one.dtype, one.device, case.poison)

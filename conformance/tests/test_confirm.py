@@ -230,8 +230,7 @@ OF_EACH_ROLE = [
 
 
 def contents(case: str, salt: str) -> list[bytes]:
-    owned = build_problem(Case.parse(case), CPU, salt).caller_owned
-    tensors = [tensor for tensor in owned.values() if tensor.dim()]
+    tensors = [tensor for tensor in build_problem(Case.parse(case), CPU, salt).tensors() if tensor.dim()]
     return [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 

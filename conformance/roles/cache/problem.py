@@ -17,7 +17,7 @@ from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.problem import LatentBatch, Latents, lay_out_latents
+from mla_conformance.roles.layer.problem import LatentBatch, Latents
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
@@ -99,8 +99,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         slots[stored] = pages.slots
         tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
         mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
-        new = [self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents]
-        kv_c, k_pe = lay_out_latents(new[0], new[1], case)
+        kv_c, k_pe = operands.sliced([self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
 

@@ -30,6 +30,7 @@ class IndexerCall(KernelCall):
     metadata: sparse.MLASparseMetadata
     case: IndexerCase
 
+    meant: ClassVar = ("q", "k", "weights")
     interface: ClassVar = indexer.MLAIndexerBackend
     means: ClassVar = {"q": "T", "k": "S", "slots": "S"}
     called: ClassVar = {"q": "query", "k": "stored"}

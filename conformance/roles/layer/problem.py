@@ -12,7 +12,6 @@ from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Layout
 from mla_conformance.problems import cached_batch, memory, operands
 from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
@@ -175,8 +174,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
-        new_kv_c, new_k_pe = (self.beside_poison(x[new], self.case.pad) for x in self.latents)
-        kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
+        kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         # A prefill merges chunks of context, a decode ranks.
         merges = max(parts[0].merges, len(parts) - 1)
@@ -217,13 +215,6 @@ class LayerBatch(LatentBatch[LayerCase]):
     @property
     def _prefills(self) -> list[bool]:
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-
-def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same values as slices of one wider projection, as a model has them, if the layout says so."""
-    parts = kv_c, k_pe
-    kv_c, k_pe = operands.sliced(parts, case) if case.layout in (Layout.SLICED, Layout.ODD) else parts
-    return kv_c, k_pe
 
 
 _ASKED = {
