@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -92,9 +93,45 @@ class Declaration:
         return self.e4m3_rounding or self.rounding if dtype == torch.float8_e4m3fn else self.rounding
 
 
-def declaration_of(backend: type) -> Declaration:
-    """The declaration of a backend class, the strictest one if it has none; TypeError if it is no ``Declaration``."""
-    declared = getattr(backend, "declaration", None) or Declaration()
+_COARSER = (
+    Precision.FLOAT32,
+    Precision.FLOAT16,
+    Precision.MODEL,
+    Precision.MODEL_OR_FLOAT16,
+    Precision.SCALED_E4M3,
+    Precision.E4M3,
+)
+
+
+def declaration_of(backend: Any) -> Declaration:
+    """The declaration of a backend class, the strictest one if it has none; TypeError if it is no ``Declaration``.
+
+    A layer without one is composed of kernels.
+    """
+    declared = getattr(backend, "declaration", None)
+    if declared is None and hasattr(backend, "get_impl_cls"):
+        kernels = (getattr(backend, f"{role}_backend", None) for role in ("prefill", "decode"))
+        return _of_composed([declaration_of(kernel) for kernel in kernels if kernel])
+    declared = declared or Declaration()
     if not isinstance(declared, Declaration):
         raise TypeError(f"{backend.__name__}.declaration must be a Declaration, got {type(declared).__name__}")
     return declared
+
+
+def _of_composed(kernels: list[Declaration]) -> Declaration:
+    """The coarser of what these declare.
+
+    They gather context into a workspace of the model's dtype, so what was stored as codes is rounded to it.
+    """
+    roundings, coarsest = [each.rounding for each in kernels] or [Rounding()], dict[str, Precision]()
+    for name in ("p", "partial_outputs"):
+        found: set[Precision] = {getattr(each, name) for each in roundings}
+        # What allows what either does: fp16 is finer than bfloat16, and ends earlier.
+        either = {Precision.MODEL_OR_FLOAT16} if found >= {Precision.FLOAT16, Precision.MODEL} else set()
+        coarsest[name] = max(found | either, key=_COARSER.index)
+    lse = max((each.lse for each in roundings), key=list(LseClass).index)
+    return Declaration(
+        rounding=Rounding(lse=lse, dequantised_keys=Precision.MODEL, **coarsest),
+        emulated=any(each.emulated for each in kernels),
+        deterministic=all(each.deterministic for each in kernels),
+    )

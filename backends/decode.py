@@ -8,13 +8,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import LatentKernel, check_cache
-from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.kernel import require_declared
-from mla_conformance.backends.operands import Form, require_forms, table
+from mla_conformance.backends import cache_dtypes, declaration, kernel, operands
 
 
-@table
+@operands.table
 @dataclass
 class MLACommonDecodeMetadata:
     """What a decode backend may know of the batch; B requests, T query tokens, requests end to end.
@@ -23,19 +20,19 @@ class MLACommonDecodeMetadata:
     """
 
     # on the device; entries past a request's last page may hold anything
-    block_table: Annotated[Tensor, Form("B, max blocks", torch.int32)]
+    block_table: Annotated[Tensor, operands.Form("B, max blocks", torch.int32)]
     # on the device; cached tokens of each request on this rank, its new tokens included
-    seq_lens: Annotated[Tensor, Form("B", torch.int32)]
-    query_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]  # on the device
+    seq_lens: Annotated[Tensor, operands.Form("B", torch.int32)]
+    query_start_loc: Annotated[Tensor, operands.Form("B + 1", torch.int32)]  # on the device
     max_query_len: int  # longest query in tokens; may exceed the true one
     max_seq_len: int  # longest sequence in tokens; may exceed the true one
-    query_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
-    seq_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
+    query_lens_cpu: Annotated[Tensor, operands.Form("B", torch.int32)]  # on the CPU
+    seq_lens_cpu: Annotated[Tensor, operands.Form("B", torch.int32)]  # on the CPU
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
     dcp_rank: int = 0  # this rank
     cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
     # on the device; tokens on all ranks, which the causal bound refers to. None on one rank
-    dcp_tot_seq_lens: Annotated[Tensor | None, Form("B", torch.int32)] = None
+    dcp_tot_seq_lens: Annotated[Tensor | None, operands.Form("B", torch.int32)] = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
@@ -52,7 +49,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True  # whether the LSE is asked for
 
 
-class LatentDecode(LatentKernel):
+class LatentDecode(cache_dtypes.LatentKernel):
     """Attention of the last tokens of each request to its cached latents, whatever of these tokens they see."""
 
     supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
@@ -71,7 +68,7 @@ class LatentDecode(LatentKernel):
         if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
             yield "several query tokens a request not supported under decode context parallelism"
         if config.lse and not cls.returns_lse:
-            yield NO_LSE
+            yield declaration.NO_LSE
 
     _check: ClassVar[Callable[..., None]]  # refuses operands
 
@@ -85,7 +82,7 @@ def check_decode_operands(
 ) -> None:
     """Refuse operands that are not declared or contradict the metadata; reads no device memory."""
     query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
-    require_declared(
+    kernel.require_declared(
         backend,
         ql_nope.device,
         MLADecodeSelectorConfig,
@@ -97,8 +94,8 @@ def check_decode_operands(
         lse=metadata.dcp_world_size > 1,
     )
     known = {"T": sum(query_lens), "N": backend.num_heads, "L": backend.kv_lora_rank, "R": backend.qk_rope_head_dim}
-    require_forms(MLADecodeBackend.run_decode, (ql_nope, q_pe), known)
-    check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
+    operands.require_forms(MLADecodeBackend.run_decode, (ql_nope, q_pe), known)
+    cache_dtypes.check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
     longest, pages = max(metadata.seq_lens_cpu.tolist()), metadata.block_table.shape[1]
     if pages * page < longest:
         needs = f"a sequence of {longest} tokens has {-(-longest // page)} pages of {page}"
@@ -111,13 +108,13 @@ class MLADecodeBackend(LatentDecode):
     _check = staticmethod(check_decode_operands)
 
     @abstractmethod
-    @table
+    @operands.table
     def run_decode(
         self,
-        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
-        q_pe: Annotated[Tensor, Form("T or more, N, R")],
-        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
-        k_scale: Annotated[Tensor, Form("", torch.float32)],
+        ql_nope: Annotated[Tensor, operands.Form("T or more, N, L")],
+        q_pe: Annotated[Tensor, operands.Form("T or more, N, R")],
+        kv_cache: Annotated[Tensor, operands.Form("blocks, page, width")],
+        k_scale: Annotated[Tensor, operands.Form("", torch.float32)],
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 

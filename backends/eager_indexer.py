@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import cache_dtypes, indexer, online_softmax
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.roles import INDEX_LAYOUTS, IndexSpace
 from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.selected import NO_KEY
 
@@ -16,7 +16,7 @@ _ROWS = 256  # rows that are scored at once, so that the products of 64 heads wi
 
 class EagerIndexerBackend(online_softmax.Eager, indexer.MLAIndexerBackend):
     token_tile: ClassVar[int] = 512
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(indexer.INDEX_LAYOUTS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse, kernel, operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.indexer import INDEX_LAYOUTS
+from mla_conformance.backends.roles import INDEX_LAYOUTS
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 

@@ -11,11 +11,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import kernel, roles, sparse
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
-from mla_conformance.backends.roles import INDEX_LAYOUTS, IndexSpace
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
 Queries = Annotated[Tensor, Form("T, H, D", "codes")]
@@ -28,48 +26,48 @@ class MLAIndexerSelectorConfig(NamedTuple):
     call: str  # ``logits`` or ``topk``
     paged: bool  # whether the keys lie in a paged cache, or gathered
     dtype: torch.dtype  # of the model
-    kv_cache_dtype: str  # one of :data:`INDEX_LAYOUTS`
+    kv_cache_dtype: str  # one of :data:`roles.INDEX_LAYOUTS`
     block_size: int  # tokens of a page; 1 of gathered keys
     num_heads: int  # H, the indexer's heads
     head_dim: int  # D
     topk_tokens: int  # K, tokens that are selected for a query token
-    index_space: str = IndexSpace.POSITION  # what the selected numbers count
+    index_space: str = roles.IndexSpace.POSITION  # what the selected numbers count
 
 
-class MLAIndexerBackend(PagedKernel):
+class MLAIndexerBackend(kernel.PagedKernel):
     """Scores of cached tokens, and the best: T query tokens, H heads of D columns, K ``topk_tokens``."""
 
     supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
-    # those of :data:`INDEX_LAYOUTS` that the kernel reads
+    # those of :data:`roles.INDEX_LAYOUTS` that the kernel reads
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
     supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
     supported_head_dims: ClassVar[list[int]] = []  # columns of a key; empty means any
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected
-    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]  # what the selected numbers may count
+    supported_index_spaces: ClassVar[list[str]] = [roles.IndexSpace.POSITION]  # what the selected numbers may count
 
     @classmethod
     def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
         heads, dims, spaces = cls.supported_heads, cls.supported_head_dims, cls.supported_index_spaces
         head_dim, layout, selects = config.head_dim, config.kv_cache_dtype, config.call == "topk"
         pages, page = cls.get_supported_kernel_block_sizes(), config.block_size
-        topk = accepts_block_size(cls.supported_topk, config.topk_tokens)
+        topk = kernel.accepts_block_size(cls.supported_topk, config.topk_tokens)
         counted = f"that count by {config.index_space} not supported (supported: {', '.join(spaces)})"
-        return unless(
+        return kernel.unless(
             (layout in cls.supported_kv_cache_dtypes, f"kv_cache_dtype {layout} not supported"),
             (not heads or config.num_heads in heads, f"{config.num_heads} heads not supported (supported: {heads})"),
             (not dims or head_dim in dims, f"head dim {head_dim} not supported (supported: {dims})"),
-            (not config.paged or accepts_block_size(pages, page), f"block_size {page} not supported"),
+            (not config.paged or kernel.accepts_block_size(pages, page), f"block_size {page} not supported"),
             (config.call in cls.supported_calls, f"{config.call} not supported"),
             (not selects or topk, f"topk {config.topk_tokens} not supported"),
             (not selects or config.index_space in spaces, f"selected tokens {counted}"),
         )
 
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
-        expect_one("kv_cache_dtype", kv_cache_dtype, INDEX_LAYOUTS)
+        kernel.expect_one("kv_cache_dtype", kv_cache_dtype, roles.INDEX_LAYOUTS)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.kv_cache_dtype, self.vllm_config = kv_cache_dtype, vllm_config
 
-    def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
+    def prepare_metadata(self, sparse_metadata: sparse.MLASparseMetadata) -> None:
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
@@ -93,7 +91,7 @@ class MLAIndexerBackend(PagedKernel):
         """[T, ``topk_tokens``] int32, the tokens with the largest scores in any order, none twice, -1 of none."""
 
 
-def bounds_of(metadata: MLASparseMetadata) -> Tensor:
+def bounds_of(metadata: sparse.MLASparseMetadata) -> Tensor:
     """[T] int32, on the device: tokens that each query token sees, those of its request up to its own."""
     request = metadata.req_id_per_token.long()
     rows = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -121,4 +119,4 @@ def check_index_call(
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     asked = {"call": call, "paged": paged, "topk_tokens": topk_tokens, "index_space": metadata.index_space}
     asked |= {"dtype": torch.bfloat16 if codes else q.dtype, "block_size": k.shape[1] if paged else 1}
-    require_declared(backend, q.device, MLAIndexerSelectorConfig, **asked)
+    kernel.require_declared(backend, q.device, MLAIndexerSelectorConfig, **asked)

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, sparse
-from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.operands import require_forms, takes
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends import cache_dtypes, kernel, operands, roles, sparse
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -23,7 +20,7 @@ class Selected:
     layout: str  # what its entries are; ``auto`` of gathered keys
     indices: Tensor  # [T, K] int32
     length: Tensor | None  # [T] int32, or None
-    space: IndexSpace  # what the lists count
+    space: roles.IndexSpace  # what the lists count
 
     def rows(self, rows: slice) -> "Selected":
         length = None if self.length is None else self.length[rows]
@@ -33,7 +30,7 @@ class Selected:
 class SelectedKeysBackend(sparse.MLASparseBackend):
     """Operands are checked; the lists of a second cache stand behind those of the first."""
 
-    @takes(sparse.MLASparseBackend.run_sparse_decode)
+    @operands.takes(sparse.MLASparseBackend.run_sparse_decode)
     def run_sparse_decode(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         space = self._sparse_metadata.index_space
         sources = [Selected(x.kv_cache, True, self.kv_cache_dtype, x.topk_indices, x.topk_length, space)]
@@ -41,11 +38,11 @@ class SelectedKeysBackend(sparse.MLASparseBackend):
             if self.extra_kv_cache_dtype is None or x.extra_topk_indices is None:
                 expected = "expected extra_topk_indices with it and its dtype at construction"
                 raise ValueError(f"extra_kv_cache: {expected}, got extra_kv_cache_dtype={self.extra_kv_cache_dtype!r}")
-            extra = x.extra_topk_indices, x.extra_topk_length, IndexSpace.SLOT
+            extra = x.extra_topk_indices, x.extra_topk_length, roles.IndexSpace.SLOT
             sources.append(Selected(x.extra_kv_cache, True, self.extra_kv_cache_dtype, *extra))
         return self._run(x.q, sources, x.k_scale, x.attn_sink, x.return_softmax_lse)
 
-    @takes(sparse.MLASparseBackend.run_sparse_prefill)
+    @operands.takes(sparse.MLASparseBackend.run_sparse_prefill)
     def run_sparse_prefill(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         gathered = Selected(x.kv, False, "auto", x.topk_indices, x.topk_length, self._sparse_metadata.index_space)
         return self._run(x.q, [gathered], x.q.new_ones((), dtype=torch.float32), x.attn_sink, x.return_softmax_lse)
@@ -70,7 +67,9 @@ class SelectedKeysBackend(sparse.MLASparseBackend):
             if len(shape) != 2 or shape[0] != len(q):
                 raise ValueError(f"{lists}: expected a list for each of {len(q)} query tokens, got shape {list(shape)}")
             if source.length is not None:
-                expect("topk_length", source.length, (len(q),), torch.int32, f"the length of each list of {lists}")
+                kernel.expect(
+                    "topk_length", source.length, (len(q),), torch.int32, f"the length of each list of {lists}"
+                )
         # Not on a stream of a caller's own, or in a graph's capture: there reading would wait for inputs that are still
         # to come, and hide a library that does not wait for them.
         reads = q.device.type != "cuda" or torch.cuda.current_stream(q.device) == torch.cuda.default_stream(q.device)
@@ -84,12 +83,12 @@ class SelectedKeysBackend(sparse.MLASparseBackend):
         # An instance cannot see what the tile scales are; its caller asked what the class reads.
         asked |= {"tile_scales": self.supported_tile_scales[0], "dcp_world_size": metadata.dcp_world_size}
         asked |= {"call": "decode" if main.paged else "prefill", "lse": return_softmax_lse, "duplicates": twice}
-        require_declared(self, q.device, sparse.MLASparseSelectorConfig, dtype=q.dtype, **asked)
+        kernel.require_declared(self, q.device, sparse.MLASparseSelectorConfig, dtype=q.dtype, **asked)
         heads, width = self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
         tokens = int(metadata.query_lens_cpu.sum())
         if q.shape != (tokens, heads, width):
             raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
-        require_forms(sparse.MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
+        operands.require_forms(sparse.MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
         for source, (cache, lists) in named:
             cache_dtypes.check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
@@ -105,11 +104,11 @@ class SelectedKeysBackend(sparse.MLASparseBackend):
             row = int(off.nonzero()[0])
             got = int(length[row])
             raise ValueError(f"topk_length: expected 0 to {columns}, the columns of {name}, got {got} in row {row}")
-        if source.space is IndexSpace.SLOT:
+        if source.space is roles.IndexSpace.SLOT:
             slots = source.cache.shape[0] * source.cache.shape[1]
             limit = torch.full((1, 1), slots, device=indices.device)
         else:
-            ranks = metadata.dcp_world_size if source.space is IndexSpace.POSITION else 1
+            ranks = metadata.dcp_world_size if source.space is roles.IndexSpace.POSITION else 1
             # A rank is not told how many tokens others hold: at most so many more each.
             bound = metadata.seq_lens * ranks + (ranks - 1) * metadata.cp_kv_cache_interleave_size
             limit = bound[metadata.req_id_per_token.long()].unsqueeze(1)

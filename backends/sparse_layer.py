@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, graph_support, prepare, sparse
+from mla_conformance.backends import cache_dtypes, graph_support, kernel, prepare, sparse
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, expect_one, require_declared
 from mla_conformance.backends.operands import Form, require_forms, table
+from mla_conformance.backends.roles import INDEX_LAYOUTS
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 
@@ -77,7 +76,7 @@ class MLASparseLayerConfig(NamedTuple):
     tp_rank: int = 0  # which of them this is
 
 
-class MLASparseLayerBackend(PagedKernel):
+class MLASparseLayerBackend(kernel.PagedKernel):
     """A layer with selected keys. Symbols: T tokens, N heads, K tokens that are selected for each."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the latent cache
@@ -99,15 +98,15 @@ class MLASparseLayerBackend(PagedKernel):
             yield reason
         if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
             yield f"an index cache of {config.index_kv_cache_dtype} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+        if not kernel.accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
             yield f"block_size {config.block_size} not supported"
-        if not accepts_block_size(cls.supported_topk, config.topk_tokens):
+        if not kernel.accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
         if config.skip_topk and not cls.supports_skip_topk:
             yield "the selection of another layer not supported (supports_skip_topk)"
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
-        expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, INDEX_LAYOUTS)
+        kernel.expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, INDEX_LAYOUTS)
         self.config, self.vllm_config = config, vllm_config
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
@@ -156,4 +155,4 @@ def check_sparse_layer_call(backend: MLASparseLayerBackend, metadata: MLASparseL
     }
     require_forms(MLASparseLayerBackend.run_sparse_layer, vars(x), known)
     require_forms(MLASparseLayerMetadata, vars(metadata), known)
-    require_declared(backend, x.hidden_states.device, config)
+    kernel.require_declared(backend, x.hidden_states.device, config)

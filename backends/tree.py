@@ -6,14 +6,11 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import decode
-from mla_conformance.backends.conversions import starts_of
-from mla_conformance.backends.kernel import expect
-from mla_conformance.backends.operands import Form, table
+from mla_conformance.backends import conversions, decode, kernel, operands
 from mla_conformance.backends.slots import slots_at
 
 
-@table
+@operands.table
 @dataclass(kw_only=True)
 class MLATreeMetadata(decode.MLACommonDecodeMetadata):
     """What a tree backend may know of the batch, beside what a decode may; a row of padding has a mask of one element.
@@ -22,9 +19,9 @@ class MLATreeMetadata(decode.MLACommonDecodeMetadata):
     """
 
     # on the device; which query tokens each one sees, row after row, request after request
-    tree_mask: Annotated[Tensor, Form("Σ q²", torch.bool)]
+    tree_mask: Annotated[Tensor, operands.Form("Σ q²", torch.bool)]
     # on the device; where the mask of each request begins, and the end
-    tree_mask_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]
+    tree_mask_start_loc: Annotated[Tensor, operands.Form("B + 1", torch.int32)]
 
 
 def check_tree_operands(
@@ -33,7 +30,7 @@ def check_tree_operands(
     """As ``check_decode_operands``; refuses masks of another width, too."""
     decode.check_decode_operands(backend, metadata, ql_nope, q_pe, kv_cache)
     pairs, says = int(metadata.query_lens_cpu.square().sum()), "the squares of the requests' query tokens, added"
-    expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
+    kernel.expect("tree_mask", metadata.tree_mask, (pairs,), torch.bool, says)
 
 
 class MLATreeBackend(decode.LatentDecode):
@@ -68,4 +65,6 @@ class TreeBatch(NamedTuple):
             slots.append(slots_at(metadata.block_table, slice(request, request + 1), token, page)[0].clamp(min=0))
             masks.append(torch.ones(rows, length, dtype=torch.bool, device=device))
             masks[-1][:, context:] = squares[request].view(rows, rows)
-        return TreeBatch(lengths, contexts, slots, torch.cat([x.flatten() for x in masks]), starts_of(new * lengths))
+        return TreeBatch(
+            lengths, contexts, slots, torch.cat([x.flatten() for x in masks]), conversions.starts_of(new * lengths)
+        )

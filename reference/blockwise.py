@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import tiles
+from mla_conformance.reference import row_sums, tiles
 from mla_conformance.reference.attention import (
     AttentionState,
     attention,
@@ -22,7 +22,6 @@ from mla_conformance.reference.attention import (
     segments,
     workspace_elements,
 )
-from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, RowSums, empty_state, norms, store
 
 _KEYS = 2048  # keys whose magnitudes are counted at a time
 
@@ -49,9 +48,9 @@ class Panel:
     scale: float  # factor of the logits
     low: torch.dtype  # precision of the error terms' products
 
-    def summed(self, shift: Tensor) -> Generator[None, None, RowSums]:
+    def summed(self, shift: Tensor) -> Generator[None, None, row_sums.RowSums]:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
-        every = RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
+        every = row_sums.RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
         sums = every.map(tiles.cut(slice(self._length)))
         sums.absolute.copy_(self._absolute())
         for rows, tile in self._pieces():
@@ -59,7 +58,7 @@ class Panel:
             yield
         return sums
 
-    def extremes(self, sums: RowSums) -> Tensor:
+    def extremes(self, sums: row_sums.RowSums) -> Tensor:
         none = bisect_left(range(self.rows.start, self.rows.stop), 1, key=self.request.visible)
         if none == self._length:
             return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
@@ -230,15 +229,15 @@ def _swept(
     bounds = torch.zeros(shape[0], count, 1, dtype=torch.float64, device=device)
     for request in requests:
         if request.k.shape[0]:
-            product = abs(scale) * norms(request.q) * norms(request.k).amax(dim=0)
+            product = abs(scale) * row_sums.norms(request.q) * row_sums.norms(request.k).amax(dim=0)
             bounds[:, request.rows] = product.mT.unsqueeze(-1)
-    lengths = [norms(request.v).amax().double() for request in requests if request.v.numel()]
+    lengths = [row_sums.norms(request.v).amax().double() for request in requests if request.v.numel()]
     longest = torch.stack(lengths).amax() if lengths else torch.zeros((), dtype=torch.float64, device=device)
     finite = bounds.amax() + 0.0 * longest
     # A GPU is asked at the end only, and given its work meanwhile.
     if not finite.is_cuda and not math.isfinite(finite):
         return None
-    state, columns = empty_state(count, *shape, device), requests[0].k.shape[2]
+    state, columns = row_sums.empty_state(count, *shape, device), requests[0].k.shape[2]
     wide = tiles.score_dtype(requests[0].k, low).itemsize
     key_bytes = wide * columns + 8 * shape[1] + low.itemsize * (columns + 3 * shape[1])
     blocks = tiles.plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
@@ -249,14 +248,14 @@ def _swept(
         for rows in tiles.cuts(len(request.positions), blocks.panel)
         for heads in tiles.cuts(shape[0], blocks.heads)
     ]
-    shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
+    shift = (bounds - row_sums.LARGEST_EXPONENT).clamp_(min=0.0)
     extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
     works = zip(panels, [shift[panel.heads, panel.at] for panel in panels], extremes[1:], strict=True)
 
     def fill(panel: Panel, shift: Tensor, reached: Tensor) -> Iterator[None]:
         """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
         sums = yield from panel.summed(shift)
-        store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
+        row_sums.store(sums, panel.low, state.map(lambda x: x[panel.at, panel.heads]))
         reached.copy_(panel.extremes(sums))
 
     tiles.in_lanes(device, [fill(*work) for work in works])
@@ -264,7 +263,7 @@ def _swept(
     if not math.isfinite(bound):
         return None
     for panel, (least, most) in zip(panels, found, strict=True):
-        if not (least >= LEAST_SUM and math.isfinite(most)):
+        if not (least >= row_sums.LEAST_SUM and math.isfinite(most)):
             tiles.in_lanes(device, [fill(panel, panel.maxima(), extremes[0])])
     return state
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.reference import quantization
-from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS, TiledFormat
+from mla_conformance.reference import entry_formats, quantization
 
-CACHE_LAYOUTS = ("auto", "fp8", *TILED_FORMATS)  # layouts by the name that a configuration gives them
+CACHE_LAYOUTS = ("auto", "fp8", *entry_formats.TILED_FORMATS)  # layouts by the name that a configuration gives them
 _LEAST_E4M3 = 2.0**-9
 _EXPONENT_BIAS, _NOT_A_NUMBER = 127, 255
 _LARGEST = {"e4m3": quantization.E4M3_MAX, "e2m1": quantization.E2M1_MAX}
@@ -27,7 +26,7 @@ def require_layout(layout: str) -> str:
 
 def entry_width(layout: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
     """Elements of :func:`cache_dtype` in one token's entry; ValueError for dims that the layout has no form for."""
-    form = TILED_FORMATS.get(require_layout(layout))
+    form = entry_formats.TILED_FORMATS.get(require_layout(layout))
     if form is None:
         return kv_lora_rank + qk_rope_head_dim
     if (kv_lora_rank, qk_rope_head_dim) not in form.dims:
@@ -44,7 +43,7 @@ def cache_dtype(layout: str, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
     if layout == "fp8":
         return torch.float8_e4m3fn
-    form = TILED_FORMATS[layout]
+    form = entry_formats.TILED_FORMATS[layout]
     if form.plain and model_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{form.name} holds plain values of bfloat16 or float16, got {model_dtype}")
     return torch.uint8
@@ -66,7 +65,7 @@ def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float, tile_scales:
         return quantization.quantize_e4m3(keys, k_scale)
     entry_width(layout, kv_c.shape[1], k_pe.shape[1])
     cache_dtype(layout, keys.dtype)
-    return _by_blocks(partial(_tiles_of, form=TILED_FORMATS[layout], tile_scales=tile_scales), keys)
+    return _by_blocks(partial(_tiles_of, form=entry_formats.TILED_FORMATS[layout], tile_scales=tile_scales), keys)
 
 
 def decode_rows(
@@ -81,9 +80,9 @@ def decode_rows(
     width = entry_width(layout, kv_lora_rank, qk_rope_head_dim)
     if rows.dim() != 2 or rows.shape[1] != width:
         raise ValueError(f"expected {layout} entries [S, {width}], got {list(rows.shape)}")
-    if layout in TILED_FORMATS:
+    if layout in entry_formats.TILED_FORMATS:
         cache_dtype(layout, rope_dtype)
-        values = _by_blocks(partial(_keys_of, form=TILED_FORMATS[layout], plain_dtype=rope_dtype), rows)
+        values = _by_blocks(partial(_keys_of, form=entry_formats.TILED_FORMATS[layout], plain_dtype=rope_dtype), rows)
     else:
         values = rows.to(torch.float64) if layout == "auto" else quantization.dequantize_e4m3(rows, k_scale)
     return values[:, :kv_lora_rank], values[:, kv_lora_rank : kv_lora_rank + qk_rope_head_dim]
@@ -103,7 +102,7 @@ def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     target[pairs[:, 1].to(dst.device)] = source[pairs[:, 0].to(src.device)].to(dst.device)
 
 
-def _tiles_of(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:
+def _tiles_of(keys: Tensor, form: entry_formats.TiledFormat, tile_scales: str) -> Tensor:
     """The entries of keys [T, L + R] of the model's dtype: [T, form.width] uint8."""
     tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
     scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form, tile_scales)
@@ -122,7 +121,7 @@ def _tiles_of(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:
     return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
 
 
-def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> Tensor:
+def steady(keys: Tensor, form: entry_formats.TiledFormat, tile_scales: str, slack: float) -> Tensor:
     """[T, tiles] bool: tiles of keys [T, L + R] whose scale is the same for values larger or smaller by ``slack``."""
     tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
     least = tiles.abs().amax(dim=-1) / _LARGEST[form.codes]
@@ -132,7 +131,7 @@ def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> T
     return low == high
 
 
-def _keys_of(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
+def _keys_of(rows: Tensor, form: entry_formats.TiledFormat, plain_dtype: torch.dtype) -> Tensor:
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
     data = parts["scales"][:, : form.scale_bytes - form.padding].contiguous()
     if form.scales == "ue8m0":  # powers of two as bits of a float64, which are the same on every device
@@ -157,10 +156,10 @@ def _by_blocks(convert: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return torch.cat([convert(block) for block in blocks])
 
 
-def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor, Tensor]:
+def _scales(least: Tensor, form: entry_formats.TiledFormat, tile_scales: str) -> tuple[Tensor, Tensor]:
     """Scales of tiles that need at least ``least`` [T, tiles], in float64 and as they are stored."""
-    if tile_scales not in TILE_SCALES:
-        raise ValueError(f"unknown tile scales {tile_scales!r}; expected one of {', '.join(TILE_SCALES)}")
+    if tile_scales not in entry_formats.TILE_SCALES:
+        raise ValueError(f"unknown tile scales {tile_scales!r}; expected one of {', '.join(entry_formats.TILE_SCALES)}")
     if form.scales == "e4m3":
         code = quantization.quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
         return code.to(torch.float64), code

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.roundings import P_ROUNDOFFS
+from mla_conformance.reference import attention, roundings
 
 FLOAT32_ROUNDOFF = 2.0**-24
 _LARGEST_SHIFT = 40.0
@@ -35,11 +34,11 @@ class Roundoffs:
     merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
 
 
-Parts = tuple[ErrorTerms, Tensor, Tensor, Tensor, Tensor]
+Parts = tuple[attention.ErrorTerms, Tensor, Tensor, Tensor, Tensor]
 """What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1]."""
 
 
-def budget_parts(state: AttentionState, roundoffs: Roundoffs) -> Parts:
+def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts:
     terms = state.terms
     if terms is None:
         raise ValueError("expected a state with error terms; compute it with with_terms=True")
@@ -65,7 +64,7 @@ def budget_parts(state: AttentionState, roundoffs: Roundoffs) -> Parts:
     return terms, floors, float32, moved, torch.where(d > 0, growth, torch.ones_like(d))
 
 
-def element_budget(state: AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
+def element_budget(state: attention.AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
     """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
     terms, floors, float32, moved, growth = parts or budget_parts(state, roundoffs)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
@@ -84,7 +83,7 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs, parts: Parts | N
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
-def expected_row_rms(state: AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
+def expected_row_rms(state: attention.AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
     terms, floors, float32, moved, growth = parts or budget_parts(state, roundoffs)
     projected = state.projected
@@ -115,8 +114,8 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs, parts: Parts |
         systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     squares = (rounding / 3 + systematic.square()).mean(dim=-1)
     # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
-    if state.shared is not None and roundoffs.p in P_ROUNDOFFS:
-        squares = squares + roundoffs.p**2 * state.shared[..., P_ROUNDOFFS.index(roundoffs.p)]
+    if state.shared is not None and roundoffs.p in roundings.P_ROUNDOFFS:
+        squares = squares + roundoffs.p**2 * state.shared[..., roundings.P_ROUNDOFFS.index(roundoffs.p)]
     return squares.sqrt()
 
 
@@ -127,7 +126,7 @@ def rms_limit(samples: float, deviations: float) -> float:
     return float((1.0 - spread + deviations * spread**0.5) ** 1.5)
 
 
-def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
+def lse_budget(state: attention.AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
     assert state.terms is not None
     score = state.terms.lse_score

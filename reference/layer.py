@@ -1,4 +1,8 @@
-"""A whole MLA layer (arXiv:2405.04434), from hidden states to hidden states, by three golden routes in float64."""
+"""A whole MLA layer (arXiv:2405.04434), from hidden states to hidden states, by three golden routes in float64.
+
+Behind it its indexer, up to what scores are made of: queries, keys and weights. Sources: the ``Indexer`` of
+DeepSeek-V3.2-Exp's inference code and of transformers' DeepSeek-V3.2, GLM-5 and HY-V4.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mla_conformance.reference import chunking, dimensions
 from mla_conformance.reference.attention import AttentionState, attention, merge
-from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
-from mla_conformance.reference.dimensions import ModelDimensions
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
+from mla_conformance.reference.prepare_index import Prepared, layer_norm, rotated
 from mla_conformance.reference.projections import (
     MLAWeights,
     expand_key,
@@ -42,7 +46,7 @@ class QueryGrowth:
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     model: str  # name of the model; errors begin with it
-    dims: ModelDimensions  # sizes
+    dims: dimensions.ModelDimensions  # sizes
     scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
     rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
     q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
@@ -136,7 +140,7 @@ def _in_chunks(
     lengths = [stop - start for start, stop in pairwise(starts)]
     named = lists and lists.keys(context.context_lens, lengths)
     state = attend(*new, key_start_loc=starts, causal=True, selected=named)
-    for chunk in plan_context_chunks(
+    for chunk in chunking.plan_context_chunks(
         context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
     ):
         cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
@@ -151,7 +155,7 @@ def _over_all(
 ) -> AttentionState:
     """Attention to each request's whole context before its new tokens, at once."""
     rank, lens = new[0].shape[-1], context.context_lens
-    whole = ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
+    whole = chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
     cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=rank), dim=-1)
     own = [stop - start for start, stop in pairwise(starts)]
     pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)
@@ -197,3 +201,41 @@ def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
 
 def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:
     return x if spec.rotation is None else rope(x, positions, spec.rotation)
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    wq_b: Tensor  # [Lq, H, D], latent query to the queries of H heads
+    wk: Tensor  # [hidden, D]
+    k_norm: Tensor  # [D], of the keys' LayerNorm
+    k_norm_bias: Tensor  # [D]
+    weights_proj: Tensor  # [hidden, H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    rotation: Rotation  # RoPE of queries and keys
+    rope_last: bool  # whether the last columns are rotated, not the first
+    epsilon: float  # of the keys' norm
+
+
+def index_keys(hidden: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
+    """Keys [T, D] of hidden states [T, hidden] at positions [T]: normalised, then rotated."""
+    k = Prepared.of(hidden.to(torch.float64) @ weights.wk.to(torch.float64))
+    return _turned(layer_norm(k, weights.k_norm, weights.k_norm_bias, spec.epsilon), positions, spec)
+
+
+def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
+    q = torch.einsum("tl,lhd->thd", query_latent.to(torch.float64), weights.wq_b.to(torch.float64))
+    return _turned(Prepared.of(q), positions, spec)
+
+
+def index_weights(hidden: Tensor, weights: IndexerWeights) -> Tensor:
+    """[T, H] float64 weights of the heads with all that scales a score."""
+    scale = weights.wq_b[0].numel() ** -0.5
+    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * scale
+
+
+def _turned(x: Prepared, positions: Tensor, spec: IndexerSpec) -> Prepared:
+    first = (x.values.shape[-1] - spec.rotation.dim) * spec.rope_last
+    return rotated(x, spec.rotation.table(positions), first, spec.rotation.interleaved)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
-from mla_conformance.reference.quantization import E4M3_MAX, next_exponent
-from mla_conformance.reference.rope import join_pairs, split_pairs
+from mla_conformance.reference import error_budget, quantization, rope
 
 LARGEST_FLOOR = 1e-4  # a kernel may take the largest magnitude of a block for this where it is less, as DeepSeek's does
 _SCALE_STEPS = 8  # roundings of a scale, and of a weight times its factors
@@ -35,7 +33,7 @@ class Prepared:
 
     def error(self, accumulation: float, intermediates: float) -> Tensor:
         """[..., D], by roundings of a float32 accumulation, and the unit roundoff of what is between steps."""
-        float32 = accumulation * FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
+        float32 = accumulation * error_budget.FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
         return float32 + intermediates * self.stored
 
 
@@ -59,8 +57,8 @@ def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prep
     cos, sin = turn.tensor_split(2, dim=-1)
 
     def turned(part: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        a, b = split_pairs(part, interleaved)
-        return join_pairs(a * cos + sign * b * sin, b * cos + a * sin, interleaved)
+        a, b = rope.split_pairs(part, interleaved)
+        return rope.join_pairs(a * cos + sign * b * sin, b * cos + a * sin, interleaved)
 
     def within(whole: Tensor, sign: int) -> Tensor:
         part = whole[..., first : first + width]
@@ -96,19 +94,19 @@ def sylvester(size: int, device: torch.device) -> Tensor:
 
 def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
     """The least and the greatest scale of blocks: their largest magnitude, which may be off, over 448, or a power."""
-    slack = _SCALE_STEPS * FLOAT32_ROUNDOFF
-    low = (largest - error).clamp(min=0) / E4M3_MAX * (1 - slack)
-    high = (largest + error).clamp(min=LARGEST_FLOOR) / E4M3_MAX * (1 + slack)
+    slack = _SCALE_STEPS * error_budget.FLOAT32_ROUNDOFF
+    low = (largest - error).clamp(min=0) / quantization.E4M3_MAX * (1 - slack)
+    high = (largest + error).clamp(min=LARGEST_FLOOR) / quantization.E4M3_MAX * (1 + slack)
     if not powers_of_two:
         return low, high
-    low, high = (torch.where(x > 0, torch.exp2(next_exponent(x)), 0.0) for x in (low, high))
+    low, high = (torch.where(x > 0, torch.exp2(quantization.next_exponent(x)), 0.0) for x in (low, high))
     return low, high
 
 
 def nearest_power(scale: Tensor) -> Tensor:
     """The power of two that a scale stands for where products have rounded it; elsewhere the scale itself."""
     power = torch.exp2(scale.log2().round())
-    return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * FLOAT32_ROUNDOFF, power, scale)
+    return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * error_budget.FLOAT32_ROUNDOFF, power, scale)
 
 
 def windows(x: Tensor, ratio: int, overlap: bool, missing: float) -> Tensor:

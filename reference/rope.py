@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.yarn import Yarn
+from mla_conformance.reference.dimensions import Yarn
 
 
 @dataclass(frozen=True, kw_only=True)

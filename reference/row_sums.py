@@ -9,14 +9,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.tiles import Queries, Tile, TileKeys, View
+from mla_conformance.reference import attention, tiles
 
 LARGEST_EXPONENT = 32.0
 """Bound of a score less the shift: squares of weights, summed over a million keys, stay within float32's range."""
 LEAST_SUM = math.exp(-30.0)  # sums below it may have lost low-precision products to underflow
 _NO_KEY = 1e-18  # stands for the Σ p of a row without keys; its square's inverse is within float32
-Kernel = Callable[[Tile, Tensor, Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[[tiles.Tile, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class RowSums:
         terms = (torch.zeros(shape, device=shift.device) for shape in shapes)
         return RowSums(shift, shift.new_zeros(heads, rows, width), shift.new_zeros(heads, rows, 2), *terms)
 
-    def map(self, view: View) -> "RowSums":
+    def map(self, view: tiles.View) -> "RowSums":
         return RowSums(*map(view, vars(self).values()))
 
-    def add(self, tile: Tile) -> None:
+    def add(self, tile: tiles.Tile) -> None:
         """Add a tile's keys, but for Σ |v|, which takes no weights."""
         weights, tripled = weigh(tile, self.shift, self.totals, self.largest)
         products, low_v = tripled.flatten(0, 1), tile.keys.low_v
@@ -55,15 +54,15 @@ class RowSums:
         return torch.stack((self.totals[..., 0].amin(), self.products.amax().double()))
 
 
-def empty_state(rows: int, heads: int, width: int, device: torch.device) -> AttentionState:
+def empty_state(rows: int, heads: int, width: int, device: torch.device) -> attention.AttentionState:
     """A state of T rows, N heads and V = ``width`` columns to store sums in; its error terms are float32."""
     shapes = [(rows, heads, width)] * 4 + [(heads, rows)]
-    terms = ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
+    terms = attention.ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
     output = torch.empty(shapes[0], dtype=torch.float64, device=device)
-    return AttentionState(output, output.new_empty(shapes[-1]), terms)
+    return attention.AttentionState(output, output.new_empty(shapes[-1]), terms)
 
 
-def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
+def store(sums: RowSums, low: torch.dtype, state: attention.AttentionState) -> None:
     """Write the state that the sums end in; low: the precision of the error terms' products; state: r rows, h heads."""
     assert state.terms is not None
     # Terms must not be too small for the rounding of their products, six times by half an eps.
@@ -84,7 +83,7 @@ def store(sums: RowSums, low: torch.dtype, state: AttentionState) -> None:
     state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
 
 
-def weigh(tile: Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def weigh(tile: tiles.Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """[h, r, c] float64, the weights p of a tile; and products [3, h, r, c] in low precision: p, p·magnitude and p².
 
     Adds to the sums of `RowSums` that are named so. On a GPU one kernel moves 16 bytes an element, these lines 88; it
@@ -118,8 +117,8 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
     try:
         # On a tile in the form that every large problem has along its edge.
         q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
-        queries = Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), q)
-        tile = Tile(queries, TileKeys(k, k, k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
+        queries = tiles.Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), q)
+        tile = tiles.Tile(queries, tiles.TileKeys(k, k, k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
         shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
         products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
         weigh_on_gpu(tile, shift, totals, shift.float(), products)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference import attention as definition
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend, segments
+from mla_conformance.reference import row_sums
 from mla_conformance.reference.blockwise import low_precision
-from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, RowSums, empty_state, norms, store
 from mla_conformance.reference.tiles import Queries, Tile, TileKeys, in_lanes, magnitudes
 
 NO_KEY = -1
@@ -36,7 +35,7 @@ def selected_attention(
     with_terms: bool = False,
     with_key_terms: bool = False,
     rows: Sequence[int] | None = None,  # ascending query numbers; None for all
-) -> AttentionState:
+) -> definition.AttentionState:
     """Attention of each of the given rows to the keys of its list; terms are as `blockwise_attention`'s."""
     _check(q, k, v, selected, sink)
     if k.shape[1] > 1:  # each head has keys of its own
@@ -59,7 +58,7 @@ def selected_attention(
             keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
             queries = q[chosen[part]].transpose(0, 1).to(torch.float64)
             visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
-            state = _attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
+            state = definition._attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
             some = state.map(lambda x: x.transpose(0, 1))
             found = found or some.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
             for whole, own in zip(found.parts(), some.parts(), strict=True):
@@ -69,7 +68,7 @@ def selected_attention(
     return found if sink is None else with_sink(found, sink)
 
 
-def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
+def with_sink(state: definition.AttentionState, sink: Tensor) -> definition.AttentionState:
     """A state whose output shares its weights with a sink [N]: output · e^lse / (e^lse + e^sink), the LSE as it was.
 
     What an error of the LSE or of the sink does to the share joins the term of the scores' accumulation, and so does a
@@ -89,8 +88,8 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
         if terms.key_spread is not None:
             moved = shift * terms.lse_score.mT.unsqueeze(-1)
             scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
-        terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
-    return AttentionState(state.output * share, state.lse, terms)
+        terms = definition.ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
+    return definition.AttentionState(state.output * share, state.lse, terms)
 
 
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
@@ -140,7 +139,7 @@ class RowLists:
         device: torch.device,
     ) -> "RowLists | None":
         """What a window shows of a selection [T, K], or of all; None where neither is given."""
-        batch = zip(segments(query_start_loc), context_lens, strict=True)
+        batch = zip(definition.segments(query_start_loc), context_lens, strict=True)
         places = [torch.arange(rows.stop - rows.start) + context for rows, context in batch]
         own = torch.cat(places).unsqueeze(1).to(device)  # [T, 1], the token that each row is
         if selected is not None:
@@ -157,7 +156,7 @@ class RowLists:
         """[T, K] rows among the keys that hold the lengths[b] tokens from starts[b] on of each request b."""
         found = self.numbers.clone()
         for rows, start, length, key in zip(
-            segments(self.query_start_loc), starts, lengths, accumulate(lengths, initial=0), strict=False
+            definition.segments(self.query_start_loc), starts, lengths, accumulate(lengths, initial=0), strict=False
         ):
             local = self.numbers[rows] - start
             found[rows] = torch.where((local >= 0) & (local < length), local + key, NO_KEY)
@@ -169,13 +168,13 @@ _KEYS_OF_A_LANE = 2**17
 """Keys that are gathered at a time for all rows, 1.7 GB of latents: 64 rows of 2,048, whose 128 heads fill a GPU."""
 
 
-def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> AttentionState | None:
+def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> definition.AttentionState | None:
     """The state of rows and the lists of keys that they name, for a GPU: the same values, near the machine's speed.
 
     Rows that name equally many keys are a batch of products, in which a row's heads are its queries. q: [T, N, D], k:
     [S, D] and v: [S, V] of any float dtype. None where operands are not finite, or sums leave the range.
     """
-    state = empty_state(len(q), q.shape[1], v.shape[1], q.device)
+    state = row_sums.empty_state(len(q), q.shape[1], v.shape[1], q.device)
     for part in state.parts():
         part.zero_()
     state.lse.fill_(-torch.inf)  # stays so for rows that name no key
@@ -184,14 +183,14 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
         if count:
             parts += (counts == count).nonzero()[:, 0].split(max(1, _KEYS_OF_A_LANE // count))
     extremes = torch.ones(len(parts), 2, dtype=torch.float64, device=q.device)
-    of_queries, of_keys = norms(q), norms(k)
+    of_queries, of_keys = row_sums.norms(q), row_sums.norms(k)
 
     def fill(rows: Tensor, reached: Tensor) -> Iterator[None]:
         """Write some rows into the state, and their sums' extremes; one step."""
         lists = selected[rows]
         named = lists[lists >= 0].view(len(rows), -1)
         bounds = abs(scale) * of_queries[rows].double() * of_keys[named].amax(dim=1).double()[:, None]
-        shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
+        shift = (bounds - row_sums.LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
         # In float32, or float64, which the kernel reads; exact.
         wide_q, wide_k = (x if x.dtype == torch.float64 else x.float() for x in (q[rows], k[named]))
         factor = torch.full((), scale, dtype=torch.float64, device=q.device)
@@ -200,17 +199,17 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
         absolute, same, squares = low_v.chunk(3)
         same.copy_(absolute.copy_(values).abs_())
         torch.square(absolute, out=squares)
-        sums = RowSums.zeros(shift, v.shape[1])
+        sums = row_sums.RowSums.zeros(shift, v.shape[1])
         queries = Queries(wide_q, factor, magnitudes(wide_q * scale, _LOW))
         sums.add(Tile(queries, TileKeys(wide_k, values.double(), magnitudes(k[named], _LOW), low_v), None))
         sums.absolute.copy_(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
-        found = empty_state(q.shape[1], len(rows), v.shape[1], q.device)
-        store(sums, _LOW, found)
+        found = row_sums.empty_state(q.shape[1], len(rows), v.shape[1], q.device)
+        row_sums.store(sums, _LOW, found)
         for whole, part in zip(state.parts(), found.parts(), strict=True):
             whole[rows] = part.transpose(0, 1)
         reached.copy_(sums.extremes())
         yield
 
     in_lanes(q.device, [fill(*work) for work in zip(parts, extremes, strict=True)])
-    held = all(least >= LEAST_SUM and math.isfinite(most) for least, most in extremes.tolist())
+    held = all(least >= row_sums.LEAST_SUM and math.isfinite(most) for least, most in extremes.tolist())
     return state if held else None

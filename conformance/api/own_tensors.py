@@ -12,13 +12,13 @@ from mla_conformance.backends import roles, topk
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems.calls import Problem
+from mla_conformance.problems.calls import Problem, longest_lists
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall
 from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata, one_chunk
-from mla_conformance.roles.sparse.problem import SparseCall, longest_lists
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.topk.problem import TopKCall
 
 

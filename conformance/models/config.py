@@ -16,7 +16,7 @@ from msgspec import Meta
 from mla_conformance.backends.references import unknown
 from mla_conformance.files.whole import InputError, convert, decode, read_text
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
-from mla_conformance.reference.yarn import Yarn
+from mla_conformance.reference.dimensions import Yarn
 
 _STORED = files("mla_conformance.fixtures") / "models"
 

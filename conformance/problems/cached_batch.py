@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mla_conformance.backends import roles
 from mla_conformance.backends.kernel import int32 as int32
-from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, edges, segments, start_loc
-from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.kv_cache import local_positions, write_entries
+from mla_conformance.problems import calls, memory
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, segments, start_loc
+from mla_conformance.reference import cache_layout, entry_formats, kv_cache
 
 if TYPE_CHECKING:
-    from mla_conformance.backends.sparse import MLASparseMetadata
+    from mla_conformance.backends import sparse
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -32,15 +30,10 @@ class Pages:
     slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
-@dataclass(frozen=True)
-class PageForm:
-    layout: str  # of its entries
-    tokens: int  # how many it holds
-    guards: int = 0  # blocks of poison before the first one and behind the last, which no number names
-
-
 class CachedBatch(Draw[AnyCached]):
     """The batch before its tokens are dealt out to ranks."""
+
+    queries: Any  # [T, N, L + R] in the model's dtype, on the device; rows of padding are poison
 
     def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
         super().__init__(case, device, salt)
@@ -66,21 +59,33 @@ class CachedBatch(Draw[AnyCached]):
         drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
         keys = self.by_request(KEYS, drawn, starts)[:, 0]
         kv_c = self.by_request(VALUES, keys[:, :rank], starts)
-        parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
+        kv_c, k_pe = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
         # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
-        return encode(*parts, layout, float(self.k_scale), case.scales).cpu()  # type: ignore[arg-type, call-arg]
+        return cache_layout.encode(kv_c, k_pe, layout, float(self.k_scale), case.scales).cpu()
 
     def meaning(self, entries: torch.Tensor, layout: str) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what entries mean."""
         there = entries.to(self.device)
-        parts = decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
+        parts = cache_layout.decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
-    def sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        case, keys = self.case, self.keys.float().cpu()
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            k = keys[seen].expand(-1, case.heads, -1)
-            yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True)
+    def keys_by_request(self) -> Iterator[torch.Tensor]:
+        """[S, N, L + R] of each request, on the CPU."""
+        keys = self.keys.float().cpu().expand(-1, self.case.heads, -1)
+        return (keys[seen] for seen in segments(start_loc(self.totals)))
+
+    @property
+    def whole(self) -> calls.AttentionOperands | None:
+        """Causal attention to the keys of all ranks, where results of ranks are merged."""
+        if not self.case.is_merged:
+            return None
+        codes = self.case.holds_codes
+        return calls.AttentionOperands(**self.attended(self.keys, self.totals), causal=True, dequantised=codes)
+
+    def attended(self, keys: torch.Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+        """What calls say of the queries over these keys [S, 1, L + R], so many of each request."""
+        starts = {"query_start_loc": self.query_start_loc, "key_start_loc": start_loc(lengths)}
+        return {"q": self.queries, "k": keys, "v": keys[..., : self.case.kv_lora_rank], **starts}
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
@@ -88,7 +93,7 @@ class CachedBatch(Draw[AnyCached]):
             held = list(map(torch.arange, self.totals))
         else:
             world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-            held = [torch.tensor(local_positions(total, **world), dtype=torch.int64) for total in self.totals]
+            held = [torch.tensor(kv_cache.local_positions(total, **world), dtype=torch.int64) for total in self.totals]
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
@@ -110,30 +115,36 @@ def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -
 
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
-) -> "MLASparseMetadata":
+) -> "sparse.MLASparseMetadata":
     """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
-    from mla_conformance.backends.sparse import MLASparseMetadata  # which cases without lists do without
+    from mla_conformance.backends import sparse  # which cases without lists do without
 
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
-    return MLASparseMetadata(
+    return sparse.MLASparseMetadata(
         **batch_metadata(batch, lengths, rank),
         req_id_per_token=request.int().to(batch.device),
         block_table=pages.block_table if paged else None,
         workspace_starts=None if paged else pages.block_table,
-        index_space=IndexSpace(space),
+        index_space=roles.IndexSpace(space),
     )
 
 
-def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0."""
+def write_pages(
+    draw: Draw[AnyCached], entries: torch.Tensor, lengths: Sequence[int], layout: str, page: int, guards: int = 0
+) -> Pages:
+    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0.
+
+    A block holds ``page`` of them. No number names the ``guards`` before the first block and behind the last.
+    """
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
-    counts = -(-tokens // form.tokens)
+    counts = -(-tokens // page)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1
-    cache = poisoned_pages(case, form, 1 + len(order), entries, device)
+    entries = entries.to(device)
+    cache = poisoned_pages(case, 1 + len(order), entries, layout, page, guards)
     position = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
-    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
-    slots = block * form.tokens + position % form.tokens
-    write_entries(cache, entries.to(device), slots.to(device), form.layout)
+    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // page]
+    slots = block * page + position % page
+    kv_cache.write_entries(cache, entries, slots.to(device), layout)
     return Pages(cache, block_table_of(case, counts, order).to(device), slots)
 
 
@@ -146,21 +157,20 @@ def gather_entries(
     starts = firsts + case.spare * torch.arange(1, len(lengths) + 1)
     slots = torch.arange(sum(lengths)) + (starts - firsts).repeat_interleave(counts)
     size = max(1, sum(lengths) + case.spare * (len(lengths) + 1))
-    buffer = poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
+    buffer = memory.poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
     gathered = buffer[guards : size + guards]
     gathered[slots.to(device), 0] = entries.to(device)
     return Pages(gathered, starts.int().to(device), slots)
 
 
 def poisoned_pages(
-    case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device
+    case: CachedCase, blocks: int, like: torch.Tensor, layout: str, page: int, guards: int
 ) -> torch.Tensor:
     """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
-    width, size, tiled = like.shape[1], blocks + 2 * form.guards, TILED_FORMATS.get(form.layout)
-    elements = tiled.page_bytes(form.tokens) if tiled else form.tokens * width  # with what rounds a page up
-    buffer = poison((size, case.layers, elements), like.dtype, device, case.poison)
-    inside = buffer[form.guards : size - form.guards, -1, : form.tokens * width]
-    return inside.unflatten(1, (form.tokens, width))
+    width, size, tiled = like.shape[1], blocks + 2 * guards, entry_formats.TILED_FORMATS.get(layout)
+    elements = tiled.page_bytes(page) if tiled else page * width  # with what rounds a page up
+    buffer = memory.poison((size, case.layers, elements), like.dtype, like.device, case.poison)
+    return buffer[guards : size - guards, -1, : page * width].unflatten(1, (page, width))
 
 
 def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -12,7 +12,7 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.operands import Form, forms_of
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import Guarded, Written
-from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.problems.operands import rows_of, segments, start_loc
 from mla_conformance.reference.projections import Projection
 
 
@@ -132,8 +132,8 @@ class KernelCall(ABC):
             given=given,
             named=named,
             query_start_loc=new,
-            key_start_loc=seen,
-            metadata=regrouped_metadata(self.metadata, requests, rows),
+            key_start_loc=self.key_start_loc if self.means.get("k") == "" else seen,  # where all keys stay
+            metadata=self.metadata and regrouped_metadata(self.metadata, requests, rows),
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:
@@ -174,11 +174,13 @@ class KernelCall(ABC):
 
 def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: torch.Tensor) -> AnyMetadata:
     """Metadata of some of a batch's requests, in the given order, whose rows these are; the maxima stay as they are."""
+    parts = {name: part for name, part in vars(metadata).items() if hasattr(part, "__dataclass_fields__")}
     held = {name: x for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
     kind: Any = type(metadata)
     forms = {name: form for name, form in forms_of(kind).items() if name in held}
     found = {name: held[name][list(requests)] for name, form in forms.items() if form.has("B")}
     found |= {name: held[name][rows.to(held[name].device)] for name, form in forms.items() if form.has("T")}
+    found |= {name: regrouped_metadata(part, requests, rows) for name, part in parts.items()}
     if "query_start_loc" in held:
         starts = start_loc(found["query_lens_cpu"].tolist())
         found["query_start_loc"] = torch.tensor(starts).to(held["query_start_loc"])
@@ -193,8 +195,13 @@ class AttentionCall(KernelCall):
     v: torch.Tensor  # [S, N, V] or [S, 1, V]
     output_scale: torch.Tensor | None = None  # float32 scalar; None where the output is not quantised
     merges: int = 0  # of stored results, which the call itself makes
+    selected: torch.Tensor | None = None  # [T, K] int64 rows of k and v that queries attend to, or -1; None for all
 
     meant: ClassVar = ("q", "k", "v")
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        return super().key_lens if self.selected is None else longest_lists(self.selected, self.query_start_loc)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -208,6 +215,17 @@ class AttentionCall(KernelCall):
     def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
 
+    def attended(self, **meant: Any) -> AttentionOperands:
+        """Its queries, keys and values as they are, and what else they mean."""
+        meant = {"selected": self.selected, **meant}
+        return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
+
+
+def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
+    """Keys of the longest list [T, K] of each request; -1 names none."""
+    counts = (selected >= 0).sum(dim=1).tolist()
+    return tuple(max(counts[rows], default=0) for rows in segments(query_start_loc))
+
 
 def attention_call(call: KernelCall) -> AttentionCall:
     assert isinstance(call, AttentionCall), f"{call.name} asks for something else"
@@ -216,33 +234,56 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOfARank(AttentionCall):
+    """Of a whole layer, whose ranks may share heads or tokens."""
+
     rank: int = 0  # whose it is
 
+    returns_lse = False
+    takes: ClassVar[tuple[str, ...]]  # what is handed over, which has its address in all calls
 
-OfARank = TypeVar("OfARank", bound=CallOfARank)
+    def owned(self) -> dict[str, torch.Tensor]:
+        return {name: x for each in self.takes for name, x in _tensors(each, getattr(self, each))}
+
+    def overwritten(self, other: Self) -> Self:
+        super().overwritten(other)
+        written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
+        return replace(other, **{name: getattr(self, name) for name in self.takes}, written=written)
+
+    @abstractmethod
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """The result [T, N, V] of all heads, from what each rank returned for its part."""
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or those of a dataclass and of those in it, by the names that lead to them."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for part in getattr(value, "__dataclass_fields__", ()):
+        yield from _tensors(f"{name}.{part}", getattr(value, part))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOnRanks(AttentionCall, Generic[OfARank]):
-    parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
+class CallOnRanks(AttentionCall):
+    """What several ranks do together."""
 
-    @classmethod
-    def of(cls, parts: tuple[OfARank, ...]) -> Self:
-        operands: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")
-        }
-        one = parts[0]
-        return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
+    parts: tuple[CallOfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
+    returns_lse = False
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
+
+    @staticmethod
+    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOnRanks":
+        qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}
+        qkv |= {name: getattr(parts[0], name) for name in ("query_start_loc", "key_start_loc")}
+        return CallOnRanks(parts=parts, **qkv, merges=merges)
 
     @property
     def name(self) -> str:
         return f"{self.parts[0].name} on {len(self.parts)} ranks"
 
     @property
-    def returns_lse(self) -> bool:
-        return False
+    def key_lens(self) -> tuple[int, ...]:
+        return self.parts[0].key_lens
 
     def owned(self) -> dict[str, torch.Tensor]:
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
@@ -254,19 +295,18 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
     def handed(self) -> Self:
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> "CallOnRanks":
+        return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts), self.merges)
+
     def overwritten(self, other: Self) -> Self:
         pairs = zip(self.parts, other.parts, strict=True)
-        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+        return replace(other, parts=tuple(mine.overwritten(theirs) for mine, theirs in pairs))
 
     def prepare(self, backend: Any) -> None:
         backend.prepare(self.parts)
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
-        return self.joined(backend.forward(self.parts))
-
-    @abstractmethod
-    def joined(self, results: Sequence[Any]) -> Any:
-        """The result [T, N, V] of all heads, from that of each rank."""
+        return self.parts[0].joined(backend.forward(self.parts), self.parts)
 
     def wrong_writes(self) -> str:
         wrong = ((part.rank, part.wrong_writes()) for part in self.parts)

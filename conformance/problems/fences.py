@@ -19,8 +19,7 @@ from weakref import WeakSet
 
 import torch
 
-from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, Original, over, storage_bytes
+from mla_conformance.problems import calls, memory
 
 ZONE = 2**21  # bytes before and behind that fault, as many as a GPU's driver maps at least
 _MASK_BYTES, _WITH_INFO = 128, 4
@@ -232,22 +231,22 @@ class _Placed(NamedTuple):
 class MovedCall:
     """A call whose reachable storages, and output tensor, lie elsewhere."""
 
-    def __init__(self, place: Fence | Buffers, call: KernelCall, out: Guarded | None) -> None:
+    def __init__(self, place: Fence | Buffers, call: calls.KernelCall, out: memory.Guarded | None) -> None:
         self._placed: dict[str, _Placed] = {}
         moved: dict[int, torch.UntypedStorage] = {}
         for name, tensor in operands(call).items():
-            storage, source = tensor.untyped_storage(), storage_bytes(tensor)
+            storage, source = tensor.untyped_storage(), memory.storage_bytes(tensor)
             if place.holds(name) and source.numel() and storage._cdata not in moved:
                 self._placed[name] = place.place(name, source)
                 moved[storage._cdata] = self._placed[name].data.untyped_storage()
         # What operands mean is no backend's to see, and stays where it is.
-        original = Original(call, [getattr(call, name) for name in call.means])
+        original = memory.Original(call, [getattr(call, name) for name in call.means])
         self.call = original.over(moved)
         self.out = out
         if out is not None and place.holds(OUT) and out.view.numel():
             placed = self._placed[OUT] = place.place(OUT, out.view.view(-1).view(torch.uint8))
             view = placed.data.view(out.view.dtype).view(out.view.shape)
-            self.out = Guarded(view, storage_bytes(view), 0)
+            self.out = memory.Guarded(view, memory.storage_bytes(view), 0)
 
     def settle(self) -> Iterator[str]:
         for room in touched_rooms():  # an operand of an earlier call may lie in it
@@ -266,7 +265,7 @@ class MovedCall:
         for placed in self._placed.values():
             placed.source.copy_(placed.data)
 
-    def handed_back(self, value: Any, out: Guarded | None) -> Any:
+    def handed_back(self, value: Any, out: memory.Guarded | None) -> Any:
         """What the call returned, of which the moved output tensor is the caller's own again."""
         if out is None or self.out is None or self.out is out:
             return value
@@ -278,11 +277,11 @@ class MovedCall:
             if part.untyped_storage()._cdata == moved.untyped_storage()._cdata:
                 # The moved storage begins where the view does in the caller's own.
                 before = view.storage_offset() * view.element_size() // part.element_size()
-                settled[number] = over(view.untyped_storage(), part, before)
+                settled[number] = memory.over(view.untyped_storage(), part, before)
         return type(value)(settled) if isinstance(value, tuple | list) else settled[0]
 
 
-def operands(call: KernelCall) -> dict[str, torch.Tensor]:
+def operands(call: calls.KernelCall) -> dict[str, torch.Tensor]:
     """What a call hands over, by name; what it lets be written, without a name of its own, is its cache."""
     named = call.owned()
     known = {tensor.untyped_storage()._cdata for tensor in named.values()}

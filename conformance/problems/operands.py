@@ -183,13 +183,19 @@ class Draw(Generic[AnyCase]):
         numbered = enumerate(segments(starts))
         return torch.cat([kinds[self.case.data_of(request)](x[rows]) for request, rows in numbered])
 
-    def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
-        """[T, N, D] queries, which may be written over, as each request's regime makes them over its keys."""
+    def queries_of(
+        self, q: torch.Tensor, keys: Callable[[], Iterable[torch.Tensor]], *, causal: bool = True, each: bool = False
+    ) -> torch.Tensor:
+        """[T, N, D] queries, which may be written over, as each request's regime makes them over its keys [S, N, D].
+
+        Where ``each`` row sees other ones, these are the keys of a row.
+        """
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:
             return first.queries(Site(q, q[:0], self.case.softmax_scale, ()))
         starts = start_loc(self.case.q)
-        for rows, site in sites():
+        for rows, k in zip(segments(range(len(q) + 1) if each else starts), keys(), strict=False):
+            site = Site(q[rows], k, self.case.softmax_scale, edges(len(k), self.case), causal)
             q[rows] = REGIMES[self.case.data_of(bisect_right(starts, rows.start) - 1)].queries(site)
         return q
 
@@ -235,10 +241,7 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     """``x`` [tokens, N, width] with the same values in another memory layout."""
     layout = Layout(case.layout)
     if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
-        before, after = (1, 2) if layout is Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
-        wide = poison((*x.shape[:2], before + x.shape[2] + after), x.dtype, x.device, case.poison)
-        view = wide[..., before : before + x.shape[2]]
-        return view.copy_(x)
+        return sliced((x,), case)[0]
     if name == "v" and layout is not Layout.PACKED:
         # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
         wide = torch.cat([k[..., : case.dimensions.qk_nope_head_dim], x], dim=-1)
@@ -246,6 +249,16 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     if layout is Layout.HEADS_FIRST and name == "q":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     return x.contiguous()
+
+
+def sliced(parts: Sequence[torch.Tensor], case: Case) -> Sequence[torch.Tensor]:
+    """The same values, side by side in one wider buffer as slices of a projection are, if the layout says so."""
+    if case.layout not in (Layout.SLICED, Layout.ODD):
+        return parts
+    before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
+    widths, one = (before, *(x.shape[-1] for x in parts), after), parts[0]
+    wide = poison((*one.shape[:-1], sum(widths)), one.dtype, one.device, case.poison)
+    return [view.copy_(x) for view, x in zip(wide.split(widths, dim=-1)[1:-1], parts, strict=True)]
 
 
 COUNTER_SEEDS = 2**23  # seeds from 0 on that there are; each has 2^40 numbers of its own

@@ -10,8 +10,7 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
 from mla_conformance.problems.memory import Guarded, Written, differing, over, poison, storage_bytes
-from mla_conformance.reference.cache_layout import decode_rows
-from mla_conformance.reference.kv_cache import read_entries, write_entries
+from mla_conformance.reference import cache_layout, kv_cache, selected
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
@@ -38,15 +37,15 @@ class CacheImage(Written):
         rows = new.nonzero().flatten()
         slots = pages.slots[rows].to(cache.device)
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, case.poison)
-        write_entries(cache, holes, slots, case.cache)
+        kv_cache.write_entries(cache, holes, slots, case.cache)
         return CacheImage(cache, storage_bytes(cache).clone(), case, after, slots, (latents[0][rows], latents[1][rows]))
 
-    def with_only(self, rows: torch.Tensor) -> "CacheImage":
-        """The same cache before a call that writes only these [n] of the new tokens."""
+    def with_only(self, rows: torch.Tensor, starts: Sequence[int] = ()) -> "CacheImage":
+        """The same cache before a call that writes only these [n] of the new tokens, wherever requests begin."""
         slots = self.slots[rows.to(self.slots.device)]
         after = self.before.clone()
-        rows_after = read_entries(self._view(self.after), slots, self.case.cache)
-        write_entries(self._view(after), rows_after, slots, self.case.cache)
+        rows_after = kv_cache.read_entries(self._view(self.after), slots, self.case.cache)
+        kv_cache.write_entries(self._view(after), rows_after, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
         return replace(self, after=after, slots=slots, latents=latents)
 
@@ -56,7 +55,7 @@ class CacheImage(Written):
             return ""
         wrong = found != self.after
         every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
-        found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        found = kv_cache.read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
         if found.sum() < wrong.sum():
             return "bytes of the cache's buffer were written that are not this layer's"
         slots = every[found.any(dim=1)]
@@ -77,8 +76,8 @@ class CacheImage(Written):
         for name, x, right, got in zip(
             ("latent" if self.case.latent_dims[1] else "key", "rope key"),
             given,
-            decode_rows(expected, *codes),
-            decode_rows(found, *codes),
+            cache_layout.decode_rows(expected, *codes),
+            cache_layout.decode_rows(found, *codes),
             strict=True,
         ):
             allowed = (right.cpu() - x).abs() + TIE_SLACK * x.abs()
@@ -89,7 +88,7 @@ class CacheImage(Written):
         return ""
 
     def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
+        return kv_cache.read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
         """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
@@ -187,3 +186,53 @@ class WrittenEntries(Written):
             f"is {found:.6g} in column {column}, expected {least:.6g} to {most:.6g}; "
             f"{int(wrong.any(dim=1).sum())} of {len(wrong)} entries are wrong"
         )
+
+
+@dataclass(frozen=True)
+class SelectedLists(Written):
+    """A buffer [T or more, K] int32 of selected tokens, which layers behind the one that writes it read."""
+
+    lists: torch.Tensor  # [n, K] int32, what the first n rows must name, in any order
+    free: torch.Tensor  # [n] bool, rows that no layer need read
+    padding: int  # rows behind them that may hold anything
+    kept: bool  # whether the layer may not write at all
+    starts: tuple[int, ...]  # first row of each request, and n
+
+    expected: ClassVar = ("lists", "free")
+
+    def with_only(self, rows: torch.Tensor, starts: Sequence[int]) -> "SelectedLists":
+        self.reset()
+        cache = self.cache.clone()
+        cache[: len(rows)] = self.cache[rows.to(self.cache.device)]
+        lists, free = self.lists[rows.to(self.lists.device)], self.free[rows.to(self.free.device)]
+        before = storage_bytes(cache).clone()
+        return replace(self, cache=cache, before=before, lists=lists, free=free, padding=0, starts=tuple(starts))
+
+    def difference(self) -> str:
+        size = self.cache.element_size()
+        row, start = self.cache.shape[1] * size, self.cache.storage_offset() * size
+        changed = storage_bytes(self.cache) != self.before
+        writable = 0 if self.kept else len(self.lists) + self.padding
+        changed[start : start + writable * row] = False
+        if bool(changed.any()):
+            return f"row {(int(changed.nonzero()[0]) - start) // row} was written, expected it as it was"
+        return "" if self.kept else self._wrong()
+
+    def _wrong(self) -> str:
+        got, expected = (x.sort(dim=1).values for x in (self.cache[: len(self.lists)], self.lists))
+        wrong = (got != expected).any(dim=1) & ~self.free
+        if not bool(wrong.any()):
+            return ""
+        row = int(wrong.nonzero()[0])
+        named, wanted = (set(x[row].tolist()) - {selected.NO_KEY} for x in (got, expected))
+        request = next(number for number, end in enumerate(self.starts[1:]) if row < end)
+        return (
+            f"row {row} (query {row - self.starts[request]} of request {request}) names {len(named & wanted)} of "
+            f"{len(wanted)} tokens: it lacks {_some(wanted - named)} and has {_some(named - wanted)} instead; "
+            f"{int(wrong.sum())} of {len(wrong)} rows are wrong"
+        )
+
+
+def _some(tokens: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(tokens)[:4]))
+    return (shown + (", …" if len(tokens) > len(shown.split(",")) else "")) or "none"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mla_conformance.backends import foreign, operands, roles
-from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
@@ -21,14 +20,6 @@ from mla_conformance.problems.operands import TORCH_DTYPES
 
 KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The arguments that the constructors of attention kernels have in common."""
-_COARSER = (
-    Precision.FLOAT32,
-    Precision.FLOAT16,
-    Precision.MODEL,
-    Precision.MODEL_OR_FLOAT16,
-    Precision.SCALED_E4M3,
-    Precision.E4M3,
-)
 
 
 def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -66,7 +57,6 @@ class RoleDefinition:
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
     judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
-    parts: tuple[str, ...] = ()  # attributes of its classes that name the kernels which these are composed of
     # what files hold of the roles of this project: what varies in its cases, as `case.py`, its lists, as `cases.txt`,
     # and its entries, as `capabilities.toml`
     space: Space | None = None
@@ -103,27 +93,6 @@ class RoleDefinition:
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         """What of a case a class declares unsupported, whatever the device has."""
         return foreign.reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
-
-    def declared(self, kernel: Any) -> Declaration:
-        """What a class declares: its own words, or the coarser of the kernels' that it is composed of.
-
-        These gather context into a workspace of the model's dtype, so what was stored as codes is rounded to it.
-        """
-        if not self.parts or getattr(kernel, "declaration", None) is not None:
-            return declaration_of(kernel)
-        kernels = [declaration_of(each) for each in (getattr(kernel, name, None) for name in self.parts) if each]
-        roundings, coarsest = [each.rounding for each in kernels] or [Rounding()], dict[str, Precision]()
-        for name in ("p", "partial_outputs"):
-            found: set[Precision] = {getattr(each, name) for each in roundings}
-            # What allows what either does: fp16 is finer than bfloat16, and ends earlier.
-            either = {Precision.MODEL_OR_FLOAT16} if found >= {Precision.FLOAT16, Precision.MODEL} else set()
-            coarsest[name] = max(found | either, key=_COARSER.index)
-        lse = max((each.lse for each in roundings), key=list(LseClass).index)
-        return Declaration(
-            rounding=Rounding(lse=lse, dequantised_keys=Precision.MODEL, **coarsest),
-            emulated=any(each.emulated for each in kernels),
-            deterministic=all(each.deterministic for each in kernels),
-        )
 
 
 def _require_operands(call: KernelCall) -> None:

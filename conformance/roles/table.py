@@ -10,7 +10,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging import golden, verdict
 from mla_conformance.judging.steps import Measured
-from mla_conformance.judging.tolerance import Tolerance, tolerance
+from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.definition import RoleDefinition
 
@@ -43,15 +43,11 @@ def golden_of(problem: Problem) -> golden.Golden:
 
 
 def judge(
-    problem: Problem,
-    expectation: golden.Golden,
-    observation: Observation,
-    declaration: Declaration,
-    numbers: Tolerance | None = None,
+    problem: Problem, expectation: golden.Golden, observation: Observation, declaration: Declaration
 ) -> verdict.Verdict:
-    """The verdict over one observation; by default by the tolerance table that the suite ships."""
+    """The verdict over one observation, by the tolerance table that the suite ships."""
     steps = DEFINITIONS[problem.case.role].judge
-    return steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
+    return steps(problem, expectation, declaration, tolerance()).verdict(observation)
 
 
 def measure(

@@ -13,9 +13,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Instead, StepResult
 from mla_conformance.driving.remote import Part, RemoteExecutor, Reply, returned, written
 from mla_conformance.driving.shared import Piece, Shared, SharedRange, pack, send, unpack
+from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.problem import DecodeCall
-from mla_conformance.roles.layer.call import RankedCall
 from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
     case = "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"
     there, _held = crossed(build_problem(Case.parse(case), CPU))
     (call,) = there.calls
-    assert isinstance(call, RankedCall) and there.whole is None
+    assert isinstance(call, CallOnRanks) and there.whole is None
     for part in call.parts:
         assert part.image.after.is_meta and all(x.is_meta for x in (*part.image.latents, part.latents, part.v))
         assert torch.equal(storage_bytes(part.image.cache), part.image.before)

@@ -1,4 +1,4 @@
-"""From case to tensors: the same bytes each time, and poison and guards wherever nothing may be read or written."""
+"""From case to tensors: the same bytes each time, poison and guards, and copies and what tells that bytes changed."""
 
 from typing import Any
 
@@ -10,7 +10,15 @@ from mla_conformance.driving import driver
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import operands
 from mla_conformance.problems.calls import AttentionCall, Problem
-from mla_conformance.problems.memory import Guarded, out_of_memory, poison, storage_bytes
+from mla_conformance.problems.memory import (
+    Guarded,
+    Original,
+    Snapshot,
+    out_of_memory,
+    poison,
+    same_bytes,
+    storage_bytes,
+)
 from mla_conformance.problems.operands import fill_normal, stored
 from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.sparse.problem import SparseCall
@@ -147,13 +155,13 @@ def call_of(built: Case) -> SparseCall:
 
 def visible(call: AttentionCall) -> list[int]:
     """Keys that each row's list names."""
-    assert isinstance(call, SparseCall)
+    assert call.selected is not None
     return list(map(int, (call.selected >= 0).sum(1)))
 
 
 def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
     call = call_of(case())
-    assert visible(call) == [8, 8, 1, 6, 7, 8]
+    assert call.selected is not None and visible(call) == [8, 8, 1, 6, 7, 8]
     for row, (first, bound) in enumerate([(0, 21), (0, 22), (22, 1), (23, 6), (23, 7), (23, 8)]):
         named = call.selected[row][call.selected[row] >= 0]
         assert len(set(named.tolist())) == len(named) and bool(((named >= first) & (named < first + bound)).all())
@@ -173,3 +181,47 @@ def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
 def test_a_case_that_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(CaseError, match=said):
         case(**fields)
+
+
+LAYER = "layer:q=[5,1];kv=[9,4];page=16;workspace=64;decodes=1;layers=2"
+
+
+def test_a_copy_has_the_same_bytes_in_storages_of_its_own() -> None:
+    case = Case.parse(LAYER)
+    built = build_problem(case, CPU)
+    kept, copied = Original(built, [case]).copy(), Original(built).copy()
+    assert kept.case is case and copied.case == case and copied.case is not case
+    for mine, theirs in zip(kept.tensors(), built.tensors(), strict=True):
+        assert (mine.stride(), mine.storage_offset()) == (theirs.stride(), theirs.storage_offset())
+        assert same_bytes(storage_bytes(mine), storage_bytes(theirs))
+        assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+
+
+def test_what_shares_a_storage_or_is_one_tensor_does_so_in_a_copy() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    one, view, same = Original((whole, whole[1:, ::2], whole)).copy()
+    assert same is one and torch.equal(view, one[1:, ::2])
+    one.zero_()
+    assert not view.any() and whole.any()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_003])
+def test_every_byte_is_compared(size: int) -> None:
+    x = torch.arange(size).to(torch.uint8)
+    assert same_bytes(x, x.clone())
+    for place in {0, size // 2, size - 1} if size else ():
+        other = x.clone()
+        other[place] ^= 128
+        assert not same_bytes(x, other)
+
+
+def test_a_snapshot_tells_what_differs_of_what_it_kept_in_time() -> None:
+    a, b, beside = torch.zeros(9), torch.zeros(5000), torch.zeros(3)
+    snapshot = Snapshot({"a": a, "b": b, "rows of b": b[10:]})
+    snapshot.keep([b, beside])
+    b[4999], beside[0] = 1.0, 1.0
+    assert snapshot.changed() == ["b", "rows of b"]
+    b[4999] = 0.0
+    snapshot.keep()
+    a[0] = 1.0
+    assert snapshot.changed() == ["a"]

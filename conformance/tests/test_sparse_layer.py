@@ -96,9 +96,10 @@ def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() 
     (call, together), (_, alone) = called(f"{MIXED};tp=2"), called(MIXED)
     torch.testing.assert_close(together.float(), alone.float(), rtol=0.02, atol=0.02)
     results = [torch.zeros(11, part.weights.o_proj.shape[0], dtype=torch.bfloat16) for part in call.parts]
-    assert call.joined(results).shape == alone.shape and not call.joined(results).any()
+    one, parts = call.parts[0], call.parts
+    assert one.joined(results, parts).shape == alone.shape and not one.joined(results, parts).any()
     wrong = results[0][:, 1:]
-    assert call.joined([results[0], wrong]) is wrong
+    assert one.joined([results[0], wrong], parts) is wrong
     call.parts[1].written["topk_indices_buffer"].cache[0].add_(1)
     assert call.wrong_writes().startswith("on rank 1, topk_indices_buffer: row 0 (query 0 of request 0) names")
 

@@ -273,7 +273,7 @@ def _selected_otherwise(problem: Problem) -> Problem:
         return torch.cat((lists[:, columns], none, lists[:, columns.stop :]), dim=1)
 
     for call in problem.calls:
-        assert isinstance(call, SparseCall)
+        assert isinstance(call, SparseCall) and call.selected is not None
         length = call.named["topk_length"]
         length = None if length is None else (length - 1).clamp(min=0)
         other = call.given_otherwise(topk_indices=moved(call.named["topk_indices"]), topk_length=length)

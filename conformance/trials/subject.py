@@ -14,7 +14,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from mla_conformance.backends import hub
-from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import get_device_capability
@@ -75,7 +75,7 @@ class Subject:
     def declared(self, role: Role) -> Declaration:
         """What the backend declares in a role that can run here."""
         if role not in self._declared:
-            self._declared[role] = DEFINITIONS[role].declared(self.class_of(role))
+            self._declared[role] = declaration_of(self.class_of(role))
         return self._declared[role]
 
     @property

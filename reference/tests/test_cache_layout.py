@@ -1,4 +1,4 @@
-"""e4m3 codes and entries of the cache: values derived by hand, the consumer's formula, and blocks that move."""
+"""e4m3 codes and entries, those in tiles among them: bytes by hand, what they mean, pages, and blocks that move."""
 
 import math
 from bisect import bisect_left
@@ -14,9 +14,19 @@ from mla_conformance.reference.cache_layout import (
     decode_rows,
     encode,
     entry_width,
+    steady,
     swap_blocks,
 )
-from mla_conformance.reference.quantization import E4M3_MAX, dequantize_e4m3, e4m3_ordinal, quantize_e4m3
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
+from mla_conformance.reference.quantization import (
+    E4M3_MAX,
+    dequantize_e2m1,
+    dequantize_e4m3,
+    e4m3_ordinal,
+    quantize_e2m1,
+    quantize_e4m3,
+)
 
 BF16 = torch.bfloat16
 
@@ -159,3 +169,141 @@ def test_refusals() -> None:
     for scale in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive finite scale"):
             quantize_e4m3(torch.ones(1), scale)
+
+
+NO_ROPE = torch.zeros(1, 0, dtype=BF16)
+
+
+def key(**columns: float) -> torch.Tensor:
+    """[1, 512], zeros but for the columns c0, c1 … that are given."""
+    found = torch.zeros(1, 512, dtype=BF16)
+    for name, value in columns.items():
+        found[0, int(name[1:])] = value
+    return found
+
+
+def test_widths_are_those_of_the_published_formats() -> None:
+    widths = {"fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "fp4_v41": 288, "nvfp4_ds_mla": 352, "nvfp4_v4": 384}
+    widths |= dict.fromkeys(("fp8_index", "fp8_index_flat", "fp8_index_shuffled"), 132)
+    assert {name: form.width for name, form in TILED_FORMATS.items()} == widths
+    v4 = TILED_FORMATS["fp8_v4"]
+    assert v4.parts == (576, 8)
+    # 64 · 584 bytes are 64.9 times 576, one entry alone takes two.
+    assert (v4.page_bytes(64), v4.page_bytes(1), v4.page_bytes(72)) == (65 * 576, 2 * 576, 73 * 576)
+    assert TILED_FORMATS["fp8_v41"].page_bytes(64) == 64 * 528
+
+
+def test_an_entry_of_v4_by_hand() -> None:
+    row = encode(key(c0=448.0, c1=-3.5, c64=896.0, c447=1.0, c448=-2.0, c511=7.0), NO_ROPE, "fp8_v4", 1.0)[0]
+    # Exponents of the least powers of two that are 1, 2 and 1/448, of tiles of zeros 2^-13; the last byte is unused.
+    assert row[576:].tolist() == [127, 128, 114, 114, 114, 114, 127 - 8, 0]
+    codes = row[:448].view(torch.float8_e4m3fn).float()
+    assert codes[[0, 1, 2, 64, 447]].tolist() == [448.0, -3.5, 0.0, 448.0, 256.0]
+    assert row[448:576].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+
+
+def test_an_entry_of_v41_by_hand() -> None:
+    row = encode(key(c31=448.0, c32=-450.0, c511=224.0), NO_ROPE, "fp8_v41", 1.0)[0]
+    assert row[512:].tolist() == [127, 128, *[114] * 13, 126]
+    assert row[:512].view(torch.float8_e4m3fn).float()[[31, 32, 511]].tolist() == [448.0, -224.0, 448.0]
+
+
+def test_an_entry_of_four_bits_by_hand() -> None:
+    row = encode(key(c0=6.0, c1=-1.5, c2=0.5, c16=12.0, c17=-2.6), NO_ROPE, "fp4_v41", 1.0)[0]
+    # Column 0 in the low half: 6 is code 7, -1.5 code 8 + 3; the next byte has 0.5.
+    assert row[:2].tolist() == [7 | 11 << 4, 1]
+    assert row[8].item() == 7 | (8 + 3) << 4  # -2.6 / 2 rounds to -1.5
+    scales = row[256:].view(torch.float8_e4m3fn).float()
+    assert scales[:3].tolist() == [1.0, 2.0, 2.0**-9]
+
+
+def test_an_entry_of_nvfp4_by_hand() -> None:
+    rope = torch.zeros(1, 64, dtype=BF16)
+    rope[0, 0], rope[0, 63] = 1.0, -500.0
+    row = encode(key(c0=6.0, c1=-1.5, c16=12.0), rope, "nvfp4_ds_mla", 1.0)[0]
+    assert (row[0].item(), row[8].item()) == (7 | 11 << 4, 7)
+    assert row[256:320].view(torch.float8_e4m3fn).float()[[0, 1, 63]].tolist() == [1.0, 0.0, -448.0]
+    assert row[320:].view(torch.float8_e4m3fn).float()[:3].tolist() == [1.0, 2.0, 2.0**-9]
+    kv_c, k_pe = decode_rows(row[None], "nvfp4_ds_mla", 1.0, 512, 64)
+    assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
+
+
+def test_an_entry_of_v4_in_four_bits_by_hand() -> None:
+    row = encode(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), NO_ROPE, "nvfp4_v4", 1.0)[0]
+    assert (row[0].item(), row[223].item()) == (7 | 11 << 4, 7 << 4)
+    assert row[224:352].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+    assert row[352:380].view(torch.float8_e4m3fn).float()[[0, 1, 27]].tolist() == [1.0, 2.0**-9, 2.0]
+    assert row[380:].tolist() == [0] * 4
+    v4 = TILED_FORMATS["nvfp4_v4"]
+    assert (v4.parts, v4.page_bytes(64)) == ((352, 32), 64 * 384)
+
+
+def test_the_scale_of_an_index_key_by_hand() -> None:
+    keys = torch.tensor([[448.0], [-450.0], [1e-5]]).to(BF16).expand(3, 128)
+    for kind, scales in (("float32", [1.0, 450 / 448]), ("pow2", [1.0, 2.0, 2.0**-22])):
+        rows = encode(keys, keys[:, :0], "fp8_index", 1.0, kind)
+        found = rows[:, 128:].contiguous().view(torch.float32)[:, 0]
+        assert torch.equal(found[: len(scales)], torch.tensor(scales))
+
+
+def test_tiles_on_the_edge_of_a_scale_are_not_steady() -> None:
+    found = steady(key(c0=448.0, c32=446.0, c64=450.0), TILED_FORMATS["fp8_v41"], "float32", 2.0**-20)
+    assert found[0].tolist() == [False, *[True] * 15]
+    ties = steady(key(c0=6 * 17 / 16, c16=6.0), TILED_FORMATS["fp4_v41"], "float32", 2.0**-20)
+    assert ties[0, :2].tolist() == [False, True]
+    keys = key(c0=448.0)[:, :128]
+    assert bool(steady(keys, TILED_FORMATS["fp8_index"], "float32", 2.0**-20).all())
+    assert not bool(steady(keys, TILED_FORMATS["fp8_index"], "pow2", 2.0**-20).all())
+
+
+def test_shuffled_codes_stand_in_tiles_of_16_tokens_and_columns() -> None:
+    cache, row = torch.zeros(2, 32, 132, dtype=torch.uint8), torch.arange(1, 133, dtype=torch.uint8)[None]
+    write_entries(cache, row, torch.tensor([32 + 17]), "fp8_index_shuffled")
+    block = cache[1].flatten()
+    # The second token of the second 16: columns 0 to 15 follow those of the first, the next 16 follow all 16 tokens'.
+    tile = 16 * 128
+    assert block[tile + 16 : tile + 32].tolist() == [*range(1, 17)]
+    assert block[tile + 256 + 16 : tile + 256 + 32].tolist() == [*range(17, 33)]
+    assert block[32 * 128 + 17 * 4 :][:4].tolist() == [129, 130, 131, 132]
+    assert int((cache > 0).sum()) == 132
+    assert torch.equal(read_entries(cache, torch.tensor([32 + 17]), "fp8_index_shuffled"), row)
+
+
+def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
+    row = torch.zeros(1, 528, dtype=torch.uint8)
+    row[0, 0], row[0, 33] = 0x38, 0xB8  # 1.0 and -1.0
+    row[0, 512:515] = torch.tensor([130, 0, 255], dtype=torch.uint8)
+    keys = decode_rows(row, "fp8_v41", 1.0, 512, 0)[0][0]
+    assert (keys[0].item(), keys[33].item()) == (8.0, -(2.0**-127)) and bool(keys[64:96].isnan().all())
+
+
+def test_codes_of_e2m1_are_nearest_with_ties_to_even_and_saturate() -> None:
+    given = [0.0, 0.24, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0, -0.75, -5.0]
+    found = dequantize_e2m1(quantize_e2m1(torch.tensor(given, dtype=torch.float64)))
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -1.0, -4.0]
+    every = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(quantize_e2m1(dequantize_e2m1(every)), every)
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla", "fp4_v41", "fp8_v4"])
+def test_entries_come_back_from_their_slots_and_nothing_else_is_written(layout: str) -> None:
+    rows = torch.arange(3 * entry_width(layout, 512, 0)).reshape(3, -1).to(BF16 if layout == "auto" else torch.uint8)
+    buffer = torch.full((5, 2, 4 * rows.shape[1] + 40), 7).to(rows.dtype)
+    cache = buffer[:, 1, : 4 * rows.shape[1]].unflatten(1, (4, rows.shape[1]))
+    slots = torch.tensor([13, -1, 6])
+    write_entries(cache, rows, slots, layout)
+    assert torch.equal(read_entries(cache, slots[[0, 2]], layout), rows[[0, 2]])
+    if layout == "fp8_v4":  # the scales of a page stand behind the data of all its entries
+        assert torch.equal(cache[3].flatten()[576 : 2 * 576], rows[0, :576])
+        assert torch.equal(cache[3].flatten()[4 * 576 + 8 :][:8], rows[0, 576:])
+        assert [tuple(part.shape) for part in page_parts(cache, layout)] == [(5, 4, 576), (5, 4, 8)]
+    others = torch.tensor([slot for slot in range(20) if slot not in (13, 6)])
+    assert bool((read_entries(cache, others, layout) == 7).all()) and bool((buffer[:, 0] == 7).all())
+    assert bool((buffer[:, 1, 4 * rows.shape[1] :] == 7).all())
+
+
+def test_keys_that_a_form_has_no_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="fp8_v4 holds latents and rope keys of 512 and 0, got 512 and 64"):
+        entry_width("fp8_v4", 512, 64)
+    with pytest.raises(ValueError, match="fp8_v4 holds plain values of bfloat16 or float16, got"):
+        encode(torch.zeros(1, 512), torch.zeros(1, 0), "fp8_v4", 1.0)

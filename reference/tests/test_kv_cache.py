@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.reference.chunking import PLANNERS, ContextChunk, pack_context_chunks, plan_context_chunks
-from mla_conformance.reference.kv_cache import gather_latents, local_length, local_positions, write_latents
+from mla_conformance.reference import chunking, kv_cache
 
 contexts = st.lists(st.integers(0, 300), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", chunking.PLANNERS)
 @settings(max_examples=40, deadline=None)
 @given(lens=contexts, page_size=st.integers(1, 32), spare=st.integers(0, 200))
 def test_plan_covers_every_context_once_within_the_workspace(
@@ -22,7 +21,7 @@ def test_plan_covers_every_context_once_within_the_workspace(
 ) -> None:
     pages = sum(length > 0 for length in lens) if planner == "equal" else 1
     workspace = max(1, pages) * page_size + spare
-    plan = PLANNERS[planner](lens, workspace_tokens=workspace, page_size=page_size)
+    plan = chunking.PLANNERS[planner](lens, workspace_tokens=workspace, page_size=page_size)
     for request, length in enumerate(lens):
         covered = [
             token
@@ -39,7 +38,7 @@ def test_plan_covers_every_context_once_within_the_workspace(
 def test_a_packed_chunk_is_a_run_of_rows_of_which_the_first_may_continue(
     lens: list[int], page_size: int, spare: int
 ) -> None:
-    plan = pack_context_chunks(lens, workspace_tokens=page_size + spare, page_size=page_size)
+    plan = chunking.pack_context_chunks(lens, workspace_tokens=page_size + spare, page_size=page_size)
     for chunk in plan:
         first, *others = [request for request, length in enumerate(chunk.seq_lens) if length]
         assert others == list(range(first + 1, first + 1 + len(others)))
@@ -54,25 +53,25 @@ def test_a_packed_chunk_is_a_run_of_rows_of_which_the_first_may_continue(
 
 
 def test_prefills_without_context_take_no_share() -> None:
-    for planner in PLANNERS.values():
+    for planner in chunking.PLANNERS.values():
         assert planner([], workspace_tokens=0, page_size=16) == planner([0, 0], workspace_tokens=0, page_size=16) == ()
-    (chunk,) = plan_context_chunks([0, 64, 0], workspace_tokens=64, page_size=16)
-    assert chunk == ContextChunk(starts=(0, 0, 0), seq_lens=(0, 64, 0))
+    (chunk,) = chunking.plan_context_chunks([0, 64, 0], workspace_tokens=64, page_size=16)
+    assert chunk == chunking.ContextChunk(starts=(0, 0, 0), seq_lens=(0, 64, 0))
     assert chunk.key_start_loc == (0, 0, 64, 64) and chunk.num_tokens == 64
 
 
 def test_refusals_of_planners_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"at least 32 .* got 31; enlarge the workspace"):
-        plan_context_chunks([5, 5], workspace_tokens=31, page_size=16)
+        chunking.plan_context_chunks([5, 5], workspace_tokens=31, page_size=16)
     with pytest.raises(ValueError, match=r"at least 16 \(one page\), got 15"):
-        pack_context_chunks([5], workspace_tokens=15, page_size=16)
+        chunking.pack_context_chunks([5], workspace_tokens=15, page_size=16)
 
 
 def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
     context = prefill.context
-    plan = plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
+    plan = chunking.plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
     for chunk in plan:
-        kv_c, k_pe = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=32)
+        kv_c, k_pe = kv_cache.gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=32)
         expected = torch.cat(
             [
                 request[start : start + length]
@@ -84,27 +83,27 @@ def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
 
 
 def test_misfits_are_refused() -> None:
-    cache, chunk = torch.zeros(3, 4, 5), ContextChunk(starts=(4,), seq_lens=(5,))
+    cache, chunk = torch.zeros(3, 4, 5), chunking.ContextChunk(starts=(4,), seq_lens=(5,))
     for slot in (-2, 12):
         with pytest.raises(ValueError, match=r"slots in 0\.\.11"):
-            write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0, slot]))
+            kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0, slot]))
     assert (cache == 0).all()
     with pytest.raises(ValueError, match="one slot a token"):
-        write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0]))
+        kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0]))
     with pytest.raises(ValueError, match="one slot a token and rows of 5"):
-        write_latents(cache, torch.ones(2, 3), torch.ones(2, 3), torch.tensor([0, 1]))
+        kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 3), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="needs 3 blocks, its row holds 2"):
-        gather_latents(cache, torch.tensor([[0, 1]]), chunk, kv_lora_rank=3)
+        kv_cache.gather_latents(cache, torch.tensor([[0, 1]]), chunk, kv_lora_rank=3)
     with pytest.raises(ValueError, match=r"blocks in 0\.\.2"):
-        gather_latents(cache, torch.tensor([[0, 1, 3]]), chunk, kv_lora_rank=3)
+        kv_cache.gather_latents(cache, torch.tensor([[0, 1, 3]]), chunk, kv_lora_rank=3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 400), world_size=st.integers(1, 9), interleave=st.integers(1, 70))
 def test_every_token_has_one_owner_and_keeps_its_order(length: int, world_size: int, interleave: int) -> None:
     deal = {"world_size": world_size, "interleave": interleave}
-    shares = [local_positions(length, rank=rank, **deal) for rank in range(world_size)]
+    shares = [kv_cache.local_positions(length, rank=rank, **deal) for rank in range(world_size)]
     assert sorted(position for share in shares for position in share) == list(range(length))
     for rank, share in enumerate(shares):
-        assert list(share) == sorted(share) and len(share) == local_length(length, rank=rank, **deal)
+        assert list(share) == sorted(share) and len(share) == kv_cache.local_length(length, rank=rank, **deal)
         assert all(position // interleave % world_size == rank for position in share)

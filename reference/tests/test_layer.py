@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions, Yarn
 from mla_conformance.reference.kv_cache import PagedContext
 from mla_conformance.reference.layer import LayerSpec, QueryGrowth, latents, mla_layer
 from mla_conformance.reference.projections import MLAWeights, rms_norm
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.reference.yarn import Yarn
 
 SMALL = PRESETS["small"]
 PATHS: Any = ("compute_friendly", "data_movement_friendly", "chunked_prefill")

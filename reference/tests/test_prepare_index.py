@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.reference.dimensions import Yarn
 from mla_conformance.reference.prepare_index import (
     Prepared,
     hadamard,
@@ -17,7 +18,6 @@ from mla_conformance.reference.prepare_index import (
     sylvester,
 )
 from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
-from mla_conformance.reference.yarn import Yarn
 
 
 def drawn(*shape: int) -> torch.Tensor:

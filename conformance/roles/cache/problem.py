@@ -10,16 +10,14 @@ from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, verdict
-from mla_conformance.problems.cached_batch import PageForm, Pages, block_table_of, int32, write_pages
+from mla_conformance.problems import cached_batch, operands
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import ProblemError, edges, start_loc
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.problem import LatentBatch, Latents, lay_out_latents
+from mla_conformance.roles.layer.problem import LatentBatch, Latents
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
@@ -41,6 +39,13 @@ class CacheCall(KernelCall):
 
     means: ClassVar = {"q": "T", "k": ""}
 
+    @classmethod
+    def of(cls, batch: Any, named: Mapping[str, Any], written: Mapping[str, Any], **further: Any) -> Self:
+        counted = operands.start_loc(batch.case.q)
+        q, keys = torch.zeros(counted[-1], 1, 1, dtype=batch.dtype, device=batch.device), (0,) * len(counted)
+        about: dict[str, Any] = {"query_start_loc": counted, "key_start_loc": keys, "case": batch.case}
+        return cls(q=q, k=q[:0], named=named, written=written, **about, **further)
+
     @property
     def name(self) -> str:
         name = str(self.case.call).replace("_", " ")
@@ -52,7 +57,7 @@ class CacheCall(KernelCall):
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch."""
-        raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
+        raise operands.ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
 
 class CacheBatch(LatentBatch[CacheCase]):
@@ -76,38 +81,30 @@ class CacheBatch(LatentBatch[CacheCase]):
         return torch.cat((coded, kv_c[:, form.coded :]), dim=1), k_pe
 
     def calls(self) -> tuple[CacheCall, ...]:
-        case, counted, calls = self.case, start_loc(self.case.q), list[CacheCall]()
+        case = self.case
         computed = self._mapping if case.call == COMPUTES[0] else self._global
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else computed
-        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
-        about: dict[str, Any] = {"q": q, "k": q[:0], "query_start_loc": counted, "case": case}
-        for rank in range(case.ranks):
-            given, written = made(rank)
-            calls.append(CacheCall(**about, key_start_loc=(0,) * len(counted), named=given, written=written, rank=rank))
-        return tuple(calls)
+        return tuple(CacheCall.of(self, *made(rank), rank=rank) for rank in range(case.ranks))
 
-    def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> Pages:
-        form = PageForm(self.case.cache, self.case.page, _GUARDS)
-        return write_pages(self, form, self.entries[rows], (*lengths, *(0,) * self.case.pad))
+    def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> cached_batch.Pages:
+        padded = (*lengths, *(0,) * self.case.pad)
+        return cached_batch.write_pages(self, self.entries[rows], padded, self.case.cache, self.case.page, _GUARDS)
 
     def _write(self, rank: int) -> Arguments:
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
         image = CacheImage.of(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored]))
-        slots, stops = torch.full((sum(self.totals),), -1), start_loc(self.totals)[1:]
+        slots, stops = torch.full((sum(self.totals),), -1), operands.start_loc(self.totals)[1:]
         slots[stored] = pages.slots
         tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
         mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
-        # Rows of padding are another poison than the cache's, so that it shows where they were written.
-        behind = [-poison((2 * case.pad, x.shape[1]), self.dtype, x.device, case.poison) for x in self.latents]
-        new = [torch.cat((x[tokens], rows)).to(self.device) for x, rows in zip(self.latents, behind, strict=True)]
-        kv_c, k_pe = lay_out_latents(new[0], new[1], case)
+        kv_c, k_pe = operands.sliced([self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
 
     def _gather(self, rank: int) -> Arguments:
-        case, starts = self.case, start_loc(self.totals)
+        case, starts = self.case, operands.start_loc(self.totals)
         pages = self._pages(torch.arange(starts[-1]), self.totals)
         firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]
         rows = torch.cat([torch.arange(first, first + q) for first, q in zip(firsts, case.q, strict=True)])
@@ -115,8 +112,8 @@ class CacheBatch(LatentBatch[CacheCase]):
         given = {
             "kv_cache": pages.cache,
             "block_table": pages.block_table,
-            "cu_seq_lens": int32(start_loc((*case.q, *padding)), self.device),
-            "seq_starts": int32((*case.kv, *padding), self.device),
+            "cu_seq_lens": cached_batch.int32(operands.start_loc((*case.q, *padding)), self.device),
+            "seq_starts": cached_batch.int32((*case.kv, *padding), self.device),
             **({"k_scale": self.k_scale} if case.call == GATHERS[0] else {}),
             "compress_ratio": case.ratio,
         }
@@ -133,7 +130,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"workspace": self._rows("workspace", low, high)}
 
     def _rows(self, name: str, low: torch.Tensor, high: torch.Tensor, behind: int = _BEHIND) -> WrittenRows:
-        starts = start_loc(self.case.q)
+        starts = operands.start_loc(self.case.q)
         parts = (low.to(self.device), high.to(self.device))
         return WrittenRows.allocate(name, *parts, behind=behind, starts=starts, kind=self.case.poison)
 
@@ -141,7 +138,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         """Its blocks may have any number, since no cache is there."""
         case, counts = self.case, [-(-len(own) // self.case.page) for own in held]
         order = torch.randperm(sum(counts) + _FURTHER, generator=self.drawing(case.seed)) + 1 + case.spare
-        return block_table_of(case, torch.tensor(counts + [0] * case.pad), order)
+        return cached_batch.block_table_of(case, torch.tensor(counts + [0] * case.pad), order)
 
     def _mapping(self, rank: int) -> Arguments:
         case, slots, held = self.case, [], self.held(rank)[0]
@@ -154,7 +151,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         right = torch.cat((*slots, torch.full((case.pad + _BEHIND,), -1))).to(SLOT_DTYPES[case.slots]).to(self.device)
         positions = [torch.arange(kv, kv + q) for q, kv in zip(case.q, case.kv, strict=True)]
         given = {
-            "query_start_loc": int32(start_loc((*case.q, *(0,) * case.pad)), self.device),
+            "query_start_loc": cached_batch.int32(operands.start_loc((*case.q, *(0,) * case.pad)), self.device),
             "positions": torch.cat((*positions, torch.full((case.pad,), 2**40))).to(self.device),
             "block_table": table.to(self.device),
             "block_size": case.page,
@@ -172,7 +169,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         listed = torch.full((len(request) + case.pad, case.topk), -1)
         for row, own in enumerate(request.tolist()):
             drawn = torch.randint(self.totals[own], (case.topk,), generator=self.generator)
-            near = torch.tensor(edges(self.totals[own], case)[: case.topk // 2], dtype=torch.int64)
+            near = torch.tensor(operands.edges(self.totals[own], case)[: case.topk // 2], dtype=torch.int64)
             listed[row] = torch.cat((near, drawn[len(near) :]))
         request = torch.cat((request, torch.zeros(case.pad, dtype=torch.int64)))
         column = (listed // case.page).clamp(min=0)

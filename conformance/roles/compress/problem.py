@@ -6,11 +6,10 @@ from functools import cached_property, partial
 
 import torch
 
+from mla_conformance.backends import compress, roles
 from mla_conformance.backends import compress as interface
-from mla_conformance.backends.compress import CompressMetadata
-from mla_conformance.backends.roles import Role
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
-from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poisoned_pages, tails_of, write_pages
+from mla_conformance.problems.cached_batch import Pages, int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
@@ -64,7 +63,7 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
 class CompressStep:
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
-    metadata: CompressMetadata  # of its batch
+    metadata: compress.CompressMetadata  # of its batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,36 +113,21 @@ class CompressBatch(Draw[CompressCase]):
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        case, counted = self.case, start_loc(self.case.q)
+        case = self.case
         steps = tuple(map(self._step, case.steps(), self._tables[0]))
         ape, norm_weight = self.weights
-        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
-        blocks, form = 1 + len(self._tables[1]), PageForm("auto", case.state_page, _GUARDS)
-        states = poisoned_pages(case, form, blocks, torch.empty(0, 2 * case.columns), self.device)
+        like = torch.empty(0, 2 * case.columns, device=self.device)
+        states = poisoned_pages(case, 1 + len(self._tables[1]), like, "auto", case.state_page, _GUARDS)
         golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
-        return (
-            CompressCall(
-                q=q,
-                k=q[:0],
-                query_start_loc=counted,
-                key_start_loc=(0,) * len(counted),
-                case=case,
-                named={
-                    "ape": ape.to(self.device),
-                    "norm_weight": norm_weight.to(self.device),
-                    "cos_sin_cache": self.table.to(self.device),
-                },
-                written={
-                    "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
-                    "kv_cache": WrittenEntries.of(
-                        "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), low, high
-                    ),
-                },
-                steps=steps,
-            ),
-        )
+        named = {"ape": ape, "norm_weight": norm_weight, "cos_sin_cache": self.table}
+        entries = self._pages.cache, self._pages.slots, start_loc(self._entries)
+        written = {
+            "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
+            "kv_cache": WrittenEntries.of("the cache", *entries, low, high),
+        }
+        return (CompressCall.of(self, {name: x.to(self.device) for name, x in named.items()}, written, steps=steps),)
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:
@@ -152,8 +136,7 @@ class CompressBatch(Draw[CompressCase]):
     @cached_property
     def _pages(self) -> Pages:
         empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
-        form = PageForm("auto", self.case.page, _GUARDS)
-        return write_pages(self, form, empty, (*self._entries, *(0,) * self.case.pad))
+        return write_pages(self, empty, (*self._entries, *(0,) * self.case.pad), "auto", self.case.page, _GUARDS)
 
     @cached_property
     def _tables(self) -> tuple[list[dict[int, Columns]], torch.Tensor]:
@@ -194,7 +177,7 @@ class CompressBatch(Draw[CompressCase]):
         # The slot of an entry stands beside the last of its tokens.
         slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
         entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
-        metadata = CompressMetadata(
+        metadata = compress.CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
@@ -228,7 +211,7 @@ all others, exponentials beyond float32 and below it, no more variance than the 
 
 
 COMPRESS = RoleDefinition(
-    role=Role.COMPRESS,
+    role=roles.Role.COMPRESS,
     batch=CompressBatch,
     config=interface.MLACompressSelectorConfig,
     constructed=("compression",),

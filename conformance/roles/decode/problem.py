@@ -8,9 +8,8 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, batch_metadata, int32, write_pages
+from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import lay_out, segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
@@ -57,13 +56,12 @@ class DecodeCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.lse or self.metadata.dcp_world_size > 1
 
-    def invoke(self, backend: decode.MLADecodeBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: decode.MLADecodeBackend, out: memory.Guarded | None) -> Any:
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
-        starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
-        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
+        whole, metadata = self.attended(causal=True, dequantised=self.holds_codes), self.metadata
         if metadata.dcp_tot_seq_lens is None:
             return whole
         return rank_operands(
@@ -75,22 +73,12 @@ class DecodeCall(AttentionCall):
         )
 
 
-class DecodeBatch(CachedBatch[DecodeCase]):
+class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
-        """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, sum(case.latent_dims), generator=self.generator)
-        q = self.queries_of(q, lambda: self.sites(q))
-        return self.padded(q.to(self.dtype))
-
-    @property
-    def whole(self) -> AttentionOperands | None:
-        if not self.case.is_merged:
-            return None
-        keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
-        starts = (self.query_start_loc, start_loc(self.totals))
-        return AttentionOperands(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
+        return self.padded(self.queries_of(q, self.keys_by_request).to(self.dtype))
 
     def calls(self) -> tuple[DecodeCall, ...]:
         _ = self.entries, self.queries  # drawn in this order, whatever asks first
@@ -99,27 +87,22 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         if case.layout != Layout.KV_B_PROJ:
             ql_nope, q_pe = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
         else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
-            wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
+            wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
         calls = list[DecodeCall]()
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
-            pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
-            keys = self.keys[every]
+            pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
             metadata = decode.MLACommonDecodeMetadata(
-                **batch_metadata(self, lengths, rank),
+                **cached_batch.batch_metadata(self, lengths, rank),
                 block_table=pages.block_table,
-                dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
+                dcp_tot_seq_lens=cached_batch.int32(self.totals, self.device) if case.ranks > 1 else None,
             )
             calls.append(
                 DecodeCall(
-                    q=self.queries,
-                    k=keys,
-                    v=keys[..., : case.kv_lora_rank],
-                    query_start_loc=self.query_start_loc,
-                    key_start_loc=start_loc(lengths),
+                    **self.attended(self.keys[every], lengths),
                     given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
                     metadata=metadata,
                     holds_codes=case.holds_codes,

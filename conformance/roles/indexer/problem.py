@@ -9,10 +9,7 @@ import torch
 from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Golden, JudgedRows, choose_rows
-from mla_conformance.judging.steps import NOTHING, Form, Measured, SelectionSteps, selected, share_of, worst_of
-from mla_conformance.judging.tolerance import roundoffs
-from mla_conformance.judging.verdict import Verdict
+from mla_conformance.judging import golden, steps, tolerance, verdict
 from mla_conformance.problems import cached_batch, operands
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
@@ -60,7 +57,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         entries = self.entries  # drawn before the queries, and these before the weights
         # [rows, H, D] in the model's dtype, on the CPU, without rows of padding.
         normal = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        drawn = self.queries_of(normal, lambda: self.sites(normal)).to(self.dtype)
+        drawn = self.queries_of(normal, self.keys_by_request).to(self.dtype)
         # [rows, H], the next power of two of the least scale that leaves no head out of the codes' range.
         scales = torch.ones(drawn.shape[:2])
         if codes:
@@ -71,7 +68,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
         k_scale = None
         if case.is_paged:
-            pages = cached_batch.write_pages(self, cached_batch.PageForm(case.cache, case.page), entries, self.totals)
+            pages = cached_batch.write_pages(self, entries, self.totals, case.cache, case.page)
             k = pages.cache
         else:  # keys [S, D], and the scales [S] of codes
             pages = cached_batch.gather_entries(case, entries, self.totals, self.device)
@@ -100,51 +97,51 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
 
 
 @dataclass(frozen=True)
-class GoldenScores(Golden):
+class GoldenScores(golden.Golden):
     scores: IndexScores
 
 
 def golden_scores(problem: Problem) -> GoldenScores:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, golden.choose_rows(problem)
     starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
     return GoldenScores(rows, index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
 
 
-def positions_of(call: KernelCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+def positions_of(call: KernelCall, rows: golden.JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
     if call.case.space == roles.IndexSpace.POSITION:
-        return numbers.where(numbers >= NO_KEY, NOTHING)
+        return numbers.where(numbers >= NO_KEY, steps.NOTHING)
     starts = torch.tensor(call.key_start_loc, device=numbers.device)
     request = rows.pick(call.metadata.req_id_per_token.long())
     first, end = starts[request].unsqueeze(1), starts[request + 1].unsqueeze(1)
     stored = call.given["k"]
     blocks, page = stored.shape[:2] if call.case.is_paged else (len(stored), 1)
-    keys = numbers.new_full((blocks * page,), NOTHING)
+    keys = numbers.new_full((blocks * page,), steps.NOTHING)
     keys[call.slots.to(numbers.device)] = torch.arange(len(call.slots), device=numbers.device)
-    key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), NOTHING)
+    key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), steps.NOTHING)
     own = (key >= first) & (key < end)
-    return (key - first).where(own, NOTHING).where(numbers != NO_KEY, NO_KEY)
+    return (key - first).where(own, steps.NOTHING).where(numbers != NO_KEY, NO_KEY)
 
 
-class IndexJudge(SelectionSteps):
+class IndexJudge(steps.SelectionSteps):
     expectation: GoldenScores
 
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         """Visible scores, or how often each token was selected; of an observation whose form is right."""
         (returned,), (golden, budget) = observation.returned, self._golden()
         if returned.call.selects:
-            yield selected(
+            yield steps.selected(
                 positions_of(returned.call, self.rows, self.rows.pick(returned.value).long()), golden, budget
             )
         else:
             got = self.rows.pick(returned.value)[:, : golden.visible.shape[1]].double()
-            yield Measured(*(x.where(golden.visible, 0.0) for x in (got, golden.scores, budget)))
+            yield steps.Measured(*(x.where(golden.visible, 0.0) for x in (got, golden.scores, budget)))
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         name, dtype = ("topk_indices", torch.int32) if returned.call.selects else ("logits", torch.float32)
         return [(name, torch.Size(returned.call.result_shape), dtype)]
 
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
         (returned,), (golden, budget) = observation.returned, self._golden()
         call, got = returned.call, self.rows.pick(returned.value)
         if call.selects:
@@ -156,14 +153,16 @@ class IndexJudge(SelectionSteps):
     def _golden(self) -> tuple[IndexScores, torch.Tensor]:
         """Scores and their budgets."""
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
-        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
+        allowed = tolerance.roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         scores = self.expectation.scores
         return scores, scores.budget(allowed) * self.numbers.element_limit
 
-    def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
+    def _scores(
+        self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor
+    ) -> verdict.Verdict | None:
         error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
-        share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
-        self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
+        share = steps.share_of(error, budget).masked_fill(error.isnan(), torch.inf)
+        self.used = replace(self.used, element=max(self.used.element, steps.worst_of(share)))
         if self.used.element <= 1:
             return None
         row, token = divmod(int(share.argmax()), share.shape[1])

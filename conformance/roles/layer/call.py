@@ -13,7 +13,7 @@ from mla_conformance.backends.kernel import HEAD_DIMS
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.backends.layer import layer_config as engine
 from mla_conformance.problems import calls, memory
-from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
+from mla_conformance.problems.operands import ProblemError, rows_of
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference import chunking, projections
 from mla_conformance.roles.layer.case import LayerCase, Order
@@ -60,38 +60,32 @@ class LayerCall(calls.CallOfARank):
     written: Mapping[str, CacheImage]
     case: LayerCase
 
-    name, returns_lse = "layer", False
+    name = "layer"
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
+    takes: ClassVar = ("query", "kv_c", "k_pe")
 
     @property
     def image(self) -> CacheImage:
         return self.written["kv_cache"]
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
-
-    def overwritten(self, other: Self) -> Self:
-        mine = super().overwritten(other)
-        written = {"kv_cache": replace(other.image, cache=self.image.cache)}
-        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, written=written)
-
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Prefills and decodes each together, without padding."""
-        new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
+        if case.ranks > 1:  # which entries a rank writes goes by the whole batch
+            raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
+        new = rows_of(self.query_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
-        workspace, page = self.case.workspace_tokens, self.case.page
+        chunks = chunking.plan_context_chunks(
+            contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page
+        )
         return replace(
-            self,
-            **{name: getattr(self, name)[new] for name in ("q", "query", "kv_c", "k_pe")},
-            **{name: getattr(self, name)[every] for name in ("k", "v", "latents")},
-            query_start_loc=start_loc([request.query_len for request in chosen]),
-            key_start_loc=start_loc([request.query_len + request.context_len for request in chosen]),
+            super().regrouped(case, requests, queries),
+            **{name: getattr(self, name)[new] for name in self.takes},
             requests=chosen,
             padding=-1,
             padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
-            merges=len(chunking.plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
+            merges=len(chunks),
         )
 
     def output_buffer(self) -> memory.Guarded | None:
@@ -122,10 +116,9 @@ class LayerCall(calls.CallOfARank):
 
     def operands(self) -> calls.AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
-        starts, case = (self.query_start_loc, self.key_start_loc), self.case
+        case = self.case
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
-        whole = calls.AttentionOperands(
-            *(self.q, self.k, self.v, *starts),
+        whole = self.attended(
             causal=True,
             dequantised=case.holds_codes,
             value_weights=value_weights,
@@ -145,22 +138,9 @@ class LayerCall(calls.CallOfARank):
             ends[number] = tuple(start + length for start, length in each if length)
         return tuple(ends)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankedCall(calls.CallOnRanks[LayerCall]):
-    """What ranks that share the tokens do together: their heads side by side are the result of one rank."""
-
-    @classmethod
-    def of(cls, parts: tuple[LayerCall, ...]) -> Self:
-        """With the merges of context chunks in a prefill, or of ranks in a decode."""
-        return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
-
-    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch."""
-        raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
-
-    def joined(self, results: Sequence[Any]) -> Any:
-        expected = (*self.parts[0].q.shape[:2], self.v.shape[-1])
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """Heads of ranks that share the tokens, side by side."""
+        expected = (*self.q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)
 

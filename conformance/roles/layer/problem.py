@@ -12,17 +12,15 @@ from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import AnyCached, CachedBatch, PageForm, write_pages
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
+from mla_conformance.problems import cached_batch, memory, operands
+from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks, RankedCall
+from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.prefill.problem import PREFILL
 
@@ -32,7 +30,6 @@ _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
 _GRID = 32  # steps of the grid in a standard deviation of dense weights; four deviations are within an int8
-_SLICE_MARGIN = 16
 
 Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R]
 
@@ -41,9 +38,9 @@ def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     """The latents of a request in the order of its tokens, of a kind in ``LATENTS``, from N(0,1) [S, L] and [S, R]."""
     if kind in _TRANSFORMS:
         return _TRANSFORMS[kind](kv_c), k_pe
-    keys = REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
+    keys = operands.REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
     latent, rope = keys.tensor_split([kv_c.shape[1]], dim=-1)
-    return REGIMES[kind].values(latent), rope
+    return operands.REGIMES[kind].values(latent), rope
 
 
 def away_from_ties(case: CachedCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
@@ -104,7 +101,7 @@ def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> 
     return (normal * _GRID).round().clamp(-127, 127) * unit
 
 
-class LatentBatch(CachedBatch[AnyCached]):
+class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
     @cached_property
     def latents(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
@@ -112,13 +109,18 @@ class LatentBatch(CachedBatch[AnyCached]):
         latent, rope = case.latent_dims
         kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
         k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
-        for rows in segments(start_loc(self.totals)):
+        for rows in operands.segments(operands.start_loc(self.totals)):
             kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
         return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
     def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
         """The latents without those that may rightly be stored in two ways."""
         return away_from_ties(self.case, kv_c, k_pe)
+
+    def beside_poison(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """With rows of padding of another poison than the cache's, so that it shows where they were written."""
+        padding = -memory.poison((rows, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        return torch.cat([x, padding]).to(self.device)
 
     @cached_property
     def entries(self) -> torch.Tensor:
@@ -163,29 +165,27 @@ class LayerBatch(LatentBatch[LayerCase]):
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
-        return self._padded(self.queries_of(q, lambda: self._sites(q)).to(self.dtype))
+        return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
 
-    def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        case, k = self.case, self.keys_on_cpu[0]
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            bounds = edges(seen.stop - seen.start, case)
-            yield rows, Site(q[rows], k[seen].float(), case.softmax_scale, bounds, causal=True)
+    def keys_by_request(self) -> Iterator[torch.Tensor]:
+        return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
-    def calls(self) -> tuple[LayerCall | RankedCall]:
+    def calls(self) -> tuple[LayerCall | CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
-        ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
+        ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
-        new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
-        kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
+        kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
-        return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
+        # A prefill merges chunks of context, a decode ranks.
+        merges = max(parts[0].merges, len(parts) - 1)
+        return (parts[0] if self.case.ranks == 1 else CallOnRanks.of(parts, merges),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, each = self.case, self.case.heads // self.case.ranks
         heads = slice(rank * each, (rank + 1) * each)  # equal shares, in order
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
-        pages = write_pages(self, PageForm(case.cache, case.page), self.entries[rows], lengths)
+        pages = cached_batch.write_pages(self, self.entries[rows], lengths, case.cache, case.page)
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
@@ -197,7 +197,7 @@ class LayerBatch(LatentBatch[LayerCase]):
             k=k,
             v=v,
             query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(self.totals),
+            key_start_loc=operands.start_loc(self.totals),
             query=queries.flatten(1).contiguous(),
             kv_c=kv_c,
             k_pe=k_pe.unsqueeze(1),
@@ -215,22 +215,6 @@ class LayerBatch(LatentBatch[LayerCase]):
     @property
     def _prefills(self) -> list[bool]:
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """With rows of another poison than the cache's, so that it shows where they were written."""
-        padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
-        return torch.cat([x, padding]).to(self.device)
-
-
-def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same values as slices of one wider projection, as a model has them, if the layout says so."""
-    if case.layout not in (Layout.SLICED, Layout.ODD):
-        return kv_c, k_pe
-    before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
-    widths = (before, kv_c.shape[1], k_pe.shape[1], after)
-    wide = poison((len(kv_c), sum(widths)), kv_c.dtype, kv_c.device, case.poison)
-    _, first, second, _ = wide.split(widths, dim=1)
-    return first.copy_(kv_c), second.copy_(k_pe)
 
 
 _ASKED = {
@@ -299,4 +283,4 @@ class _Layer(RoleDefinition):
         return reasons
 
 
-LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))
+LAYER = _Layer(role=roles.Role.LAYER, batch=LayerBatch, config=None)

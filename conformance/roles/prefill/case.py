@@ -6,10 +6,9 @@ from functools import cache, partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, grammar
+from mla_conformance.cases import batches, dimensions, grammar
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
@@ -213,12 +212,12 @@ PREFILL = Space(
         values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
         plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
         values("quant", "quant", "none", "fp8", only=_NEW),
-        numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
-        replace(LSE, only=_NEW),
-        *INPUTS,
-        PADDING,
-        POISONS,
-        MAXIMA,
+        dimensions.numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
+        replace(dimensions.LSE, only=_NEW),
+        *dimensions.INPUTS,
+        dimensions.PADDING,
+        dimensions.POISONS,
+        dimensions.MAXIMA,
     ),
     rules=(
         never("one request has no others", {"requests": ("1",), "others": _BESIDE}),

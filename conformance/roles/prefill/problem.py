@@ -1,7 +1,7 @@
 """From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_
 from mla_conformance.cases.case import Call
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, lay_out, segments, start_loc, stored
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, segments, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -21,15 +21,6 @@ from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.case import PrefillCase
 
 ContextKeys = tuple[torch.Tensor, torch.Tensor]  # k [S, N, P + R] and v [S, N, V]
-
-
-@dataclass(frozen=True)
-class LatentContext:
-    chunks: tuple[ContextChunk, ...]  # the plan of the context
-    chunk_keys: tuple[ContextKeys, ...]  # keys and values of each chunk
-    new_tokens: ContextKeys  # keys and values of the new tokens
-    block_table: torch.Tensor  # [B, max blocks] int32
-    workspace: torch.Tensor  # [workspace tokens, L + R], holding the last chunk's latents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +89,7 @@ class PrefillCall(AttentionCall):
         return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
 
     def operands(self) -> AttentionOperands:
-        starts = self.query_start_loc, self.key_start_loc
-        return AttentionOperands(self.q, self.k, self.v, *starts, causal=self.chunk_idx is None)
+        return self.attended(causal=self.chunk_idx is None)
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
@@ -112,15 +102,17 @@ def assemble_metadata(
     chunks: Sequence[ContextChunk],
     dtype: torch.dtype,
     device: torch.device,
-    context: LatentContext | None = None,
+    pages: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> MLACommonPrefillMetadata:
-    room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    workspace = context.workspace if context else memory.poison(room, output_dtype(dtype), device, case.poison)
-    planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
+    """``pages`` are the block table of a cache, and the workspace that chunks were gathered from it into."""
+    if pages is None:
+        room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+        workspace = memory.poison(room, output_dtype(dtype), device, case.poison)
+        pages = torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device), workspace
+    planned = chunked_context_metadata(chunks, pages[1], device) if chunks else None
     if planned is not None:
         planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
-    blocks = context.block_table if context else torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device)
-    metadata = prefill_metadata(query_lens, block_table=blocks, dtype=dtype, device=device, chunked_context=planned)
+    metadata = prefill_metadata(query_lens, block_table=pages[0], dtype=dtype, device=device, chunked_context=planned)
     metadata.max_query_len *= case.inflate
     return metadata
 
@@ -130,11 +122,10 @@ _COUNTED_ELEMENTS = 2**24  # elements of the keys from which inputs are drawn on
 
 class PrefillBatch(Draw[PrefillCase]):
     def calls(self) -> tuple[PrefillCall, ...]:
-        case, device, context, chunks = self.case, self.device, None, tuple[ContextChunk, ...]()
+        case, device, pages, chunks = self.case, self.device, None, tuple[ContextChunk, ...]()
         if case.call == Call.CHUNKED_CONTEXT:
             # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
-            context = self._latent_context(output_dtype(self.dtype))
-            chunks, every = context.chunks, (context.new_tokens, *context.chunk_keys)
+            chunks, every, pages = self._latent_context(output_dtype(self.dtype))
             indices = (None, *range(len(chunks)))
             starts = (start_loc(case.q), *(tuple(chunk.key_start_loc) for chunk in chunks))
         else:
@@ -142,14 +133,14 @@ class PrefillBatch(Draw[PrefillCase]):
             lengths, chunks, indices = (case.q, (), (None,)) if new else (case.kv, one_chunk(case.kv), (0,))
             starts, widths = (start_loc(lengths),), (case.dimensions.qk_head_dim, case.dimensions.v_head_dim)
             k, v = (self._normal(starts[0][-1], case.heads, width) for width in widths)
-            every = ((self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0])),)
+            every = [(self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0]))]
         keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
         first, *others = zip(keys, starts, strict=True)
         ordered = [*others, first]  # of each request the keys of its context, then the new ones
         q = self._queries(
             torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
         )
-        metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, context)
+        metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, pages)
         quantised = case.quant == "fp8"
         scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if quantised else None
         out_dtype = torch.float8_e4m3fn if quantised else output_dtype(self.dtype) if case.out else None
@@ -183,16 +174,15 @@ class PrefillBatch(Draw[PrefillCase]):
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
         q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
-        causal = case.call != Call.CONTEXT_CHUNK
+        return stored(self.queries_of(q, lambda: keys, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
 
-        def sites() -> Iterator[tuple[slice, Site]]:
-            for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-                yield rows, Site(q[rows], k, case.softmax_scale, operands.edges(k.shape[0], case), causal)
+    def _latent_context(
+        self, dtype: torch.dtype
+    ) -> tuple[tuple[ContextChunk, ...], list[ContextKeys], tuple[torch.Tensor, torch.Tensor]]:
+        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected.
 
-        return stored(self.queries_of(q, sites), self.dtype)
-
-    def _latent_context(self, dtype: torch.dtype) -> LatentContext:
-        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected."""
+        Returns the plan, keys and values of the new tokens and of each chunk, and block table and workspace.
+        """
         case, device, generator = self.case, self.device, self.generator
         dims, rank = case.dimensions, case.kv_lora_rank
 
@@ -214,13 +204,12 @@ class PrefillBatch(Draw[PrefillCase]):
         cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
         workspace = memory.poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
-        chunk_keys = []
+        every = [keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))]
         for chunk in chunks:
             gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
             workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
-            chunk_keys.append(keys_of(*gathered, chunk.key_start_loc))
-        new_tokens = keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))
-        return LatentContext(chunks, tuple(chunk_keys), new_tokens, block_table, workspace)
+            every.append(keys_of(*gathered, chunk.key_start_loc))
+        return chunks, every, (block_table, workspace)
 
     def _paged_cache(self, dtype: torch.dtype, latents: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends import declaration, roles
 from mla_conformance.backends import prepare as interface
-from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis, steps, tolerance, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
@@ -17,11 +16,9 @@ from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.rope import plain_frequencies
+from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
-
-_BASE = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +54,8 @@ class PrepareBatch(Draw[PrepareCase]):
         # [T] int64, those of rows of padding 0; of every one that a token has cosines and sines [P, R] float32.
         own = [kv + row for new, kv in zip(case.q, case.kv, strict=True) for row in range(new)]
         positions = torch.tensor(own + [0] * case.pad, dtype=torch.int64)
-        frequencies = torch.tensor(plain_frequencies(case.rope_dim, _BASE), dtype=torch.float64)
-        angle = torch.arange(int(positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
-        table = torch.cat((angle.cos(), angle.sin()), dim=1).float()
+        rotation = Rotation.plain(case.rope_dim, interleaved=case.pairs == "neighbours")
+        table = rotation.table(torch.arange(int(positions.max()) + 1)).float()
         return (
             PrepareCall(
                 q=q,
@@ -162,7 +158,7 @@ class PrepareJudge(steps.Steps):
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         golden, case, dtype = self.expectation, self.case, self.problem.dtype
-        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
+        coarse = self.declaration.intermediates is declaration.Precision.MODEL and dtype != torch.float32
         between = tolerance.unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
@@ -221,7 +217,7 @@ class PrepareJudge(steps.Steps):
 
 
 PREPARE = RoleDefinition(
-    role=Role.PREPARE,
+    role=roles.Role.PREPARE,
     batch=PrepareBatch,
     config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases import batches, dimensions, grammar
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Labels, Numbers, first
-from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, counted, never, plain, values
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -122,7 +121,7 @@ _SECOND_COLUMNS = Labels(
 )
 
 
-def _fields(row: Row, draw: Draw) -> Fields:
+def _fields(row: Row, draw: Draw) -> grammar.Fields:
     shape, columns = first(dimensions.shapes_with_columns(row, draw))
     shorter = draw.near(1, columns - 1, "shorter") if draw and columns > 1 else max(1, columns // 2)
     second = {"as long": columns, "longer": columns + draw.near(columns, 4 * columns, "longer"), "shorter": shorter}

@@ -4,28 +4,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems import cached_batch
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, write_pages
+from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import Guarded, poison
-from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, segments, start_loc
+from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.case import SparseCase
-from mla_conformance.roles.sparse.selection import Lists, draw_lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCall(AttentionCall):
-    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64."""
+    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, float64."""
 
-    selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
     slots: torch.Tensor  # [S] int64, where the key of each token stands
     metadata: sparse.MLASparseMetadata
     case: SparseCase
@@ -54,28 +50,87 @@ class SparseCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.case.lse
 
-    @property
-    def key_lens(self) -> tuple[int, ...]:
-        return longest_lists(self.selected, self.query_start_loc)
-
-    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
-
-    def invoke(self, backend: sparse.MLASparseBackend, out: Guarded | None) -> Any:
+    def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
-        starts = (self.query_start_loc, self.key_start_loc)
-        means = {"dequantised": self.case.holds_codes, "selected": self.selected, "sink": self.named["attn_sink"]}
-        return AttentionOperands(self.q, self.k, self.v, *starts, causal=False, **means)
+        return self.attended(causal=False, dequantised=self.case.holds_codes, sink=self.named["attn_sink"])
 
 
-def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
-    """Keys of the longest list [T, K] of each request; -1 names none."""
-    counts = (selected >= 0).sum(dim=1).tolist()
-    return tuple(max(counts[rows], default=0) for rows in segments(query_start_loc))
+_HUGE = 2**31 - 1
+_ROUND = 7  # of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can
+
+
+@dataclass(frozen=True)
+class Lists:
+    keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
+    length: torch.Tensor  # [T] int64, columns up to the last key that is named
+
+    def named(self, keys: int) -> torch.Tensor:
+        found = torch.zeros(keys, dtype=torch.bool)
+        found[self.keys[self.keys != NO_KEY]] = True
+        return found
+
+    def renumbered(self, numbers: torch.Tensor) -> "Lists":
+        """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
+        there, keys = self.keys != NO_KEY, torch.full_like(self.keys, NO_KEY)
+        keys[there] = numbers[self.keys[there]]  # a rank may have no keys at all
+        return replace(self, keys=keys)
+
+    def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
+        """[T, K] int32 as they are handed over, with ``numbers`` [T, K] int64 for the named keys.
+
+        ``behind`` says what stands from the length on; what is stale is drawn.
+        """
+        filling = torch.full_like(numbers, {"minus": NO_KEY, "zero": 0, "huge": _HUGE}.get(behind, NO_KEY))
+        used = numbers[numbers != NO_KEY]
+        if behind == "stale" and len(used):
+            filling = used[torch.randint(len(used), numbers.shape, generator=generator)]
+        counted = torch.arange(self.keys.shape[1]) < self.length.unsqueeze(1)
+        return torch.where(counted, numbers, filling).int()
+
+
+def draw_lists(
+    case: SparseCase, firsts: torch.Tensor, bounds: torch.Tensor, columns: int, generator: torch.Generator
+) -> Lists:
+    """Lists of so many columns, as the case says, of rows that may name ``bounds`` [T] keys from ``firsts`` [T] on."""
+    column, most = torch.arange(columns), bounds.clamp(max=columns)
+    counts = (torch.rand(len(most), generator=generator) * (most + 1)).long()  # keys that each list names
+    row = torch.arange(len(most)) % _ROUND
+    counts = torch.where(row == 1, most, counts)
+    counts = torch.where(row == 2, 0, torch.where(row == 4, most.clamp(max=1), counts))
+    counts = (most if case.fill == "full" else counts).unsqueeze(1)
+    chosen = _chosen(bounds, columns, generator)
+    if case.repeats:  # the last quarter of each list's keys are its first ones
+        first = counts - counts // 4
+        chosen = chosen.gather(1, torch.where(column >= first, column - first, column).clamp(max=columns - 1))
+    chosen = chosen + firsts.unsqueeze(1)
+    if case.order != "drawn":  # of the named ones, which stand first
+        descending = case.order == "descending"
+        behind = chosen.masked_fill(column >= counts, -1 if descending else torch.iinfo(torch.int64).max)
+        chosen = behind.sort(dim=1, descending=descending).values
+    place = column.expand(len(bounds), columns)
+    if case.holes == "scattered":
+        place = torch.rand(place.shape, generator=generator).argsort(dim=1).argsort(dim=1)
+    held = place >= columns - counts if case.holes == "front" else place < counts
+    # The n-th column that holds a key holds the n-th of them.
+    keys = torch.where(held, chosen.gather(1, (held.cumsum(1) - 1).clamp(min=0)), NO_KEY)
+    return Lists(keys, torch.where(held, column + 1, 0).amax(dim=1))
+
+
+def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any.
+
+    One of each of so many equal parts of the range, so that no draw is as wide as the range is.
+    """
+    column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
+    first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
+    drawn = torch.rand(len(bounds), columns, generator=generator)
+    numbers = first + (drawn * (behind - first)).long()
+    order = torch.rand(len(bounds), columns, generator=generator).masked_fill(column >= parts, 2.0).argsort(dim=1)
+    return numbers.gather(1, order)
 
 
 _LISTS_SEED = 10**6
@@ -92,7 +147,7 @@ class _Source:
     lists: Lists  # numbers of these keys
 
 
-class SparseBatch(CachedBatch[SparseCase]):
+class SparseBatch(cached_batch.CachedBatch[SparseCase]):
     @cached_property
     def _drawing(self) -> torch.Generator:
         """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
@@ -123,7 +178,7 @@ class SparseBatch(CachedBatch[SparseCase]):
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
             left = ~lists.named(len(entries))
-            hole = poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
+            hole = memory.poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
             entries.view(torch.uint8)[left] = hole.view(torch.uint8)
         return _Source(lengths, entries, self.meaning(entries, layout), lists)
 
@@ -137,13 +192,11 @@ class SparseBatch(CachedBatch[SparseCase]):
             return self.padded(fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed))
         q = torch.randn(*shape, generator=self.generator)
 
-        def sites() -> Iterator[tuple[slice, Site]]:
-            keys = self.keys.float().cpu()
-            for row, named in enumerate(self.selected[: len(q)]):
-                own, k = slice(row, row + 1), keys[named[named != NO_KEY]].expand(-1, case.heads, -1)
-                yield own, Site(q[own], k, case.softmax_scale, edges(len(k), case))
+        def keys() -> Iterator[torch.Tensor]:
+            every = self.keys.float().cpu().expand(-1, case.heads, -1)
+            return (every[named[named != NO_KEY]] for named in self.selected[: len(q)])
 
-        return self.padded(self.queries_of(q, sites).to(self.dtype).to(self.device))
+        return self.padded(self.queries_of(q, keys, causal=False, each=True).to(self.dtype).to(self.device))
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -176,12 +229,8 @@ class SparseBatch(CachedBatch[SparseCase]):
 
     @property
     def whole(self) -> AttentionOperands | None:
-        if not self.case.is_merged:
-            return None
-        starts = (self.query_start_loc, start_loc(self.totals))
-        values, selected = self.keys[..., : self.case.kv_lora_rank], self.selected.to(self.device)
-        codes = self.case.holds_codes
-        return AttentionOperands(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
+        whole = super().whole
+        return whole and replace(whole, causal=False, selected=self.selected.to(self.device))
 
     def calls(self) -> tuple[SparseCall, ...]:
         _ = self.main, self.extra, self.queries  # drawn in this order, whatever asks first
@@ -196,7 +245,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
         if case.is_paged:
-            pages = write_pages(self, PageForm(case.cache, case.page, _GUARDS), self.entries[every], lengths)
+            pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
         else:
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
         if extra is not None:
@@ -204,16 +253,12 @@ class SparseBatch(CachedBatch[SparseCase]):
         named = self._lists(lists, self._numbers(lists, lengths, pages))
         named |= {"return_softmax_lse": case.lse, "attn_sink": self.sink}
         if extra is not None:
-            second = write_pages(self, PageForm(case.extra, case.extra_page, _GUARDS), extra.entries, extra.lengths)
+            second = cached_batch.write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
         metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
         return SparseCall(
-            q=self.queries,
-            k=keys,
-            v=keys[..., : case.kv_lora_rank],
-            query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(lengths),
+            **self.attended(keys, lengths),
             given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
@@ -222,7 +267,7 @@ class SparseBatch(CachedBatch[SparseCase]):
             case=case,
         )
 
-    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
+    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: cached_batch.Pages) -> torch.Tensor:
         """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
         if self.case.space == roles.IndexSpace.SLOT:
             return lists.renumbered(pages.slots).keys

@@ -5,12 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, cached, grammar
-from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
+from mla_conformance.cases import batches, cached, classes, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import PLAIN as STANDS
-from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, ROOM, SCALE, numbers
 from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
@@ -125,9 +121,9 @@ class SparseLayerCase(cached.CachedCase):
             )
 
 
-_HEADS = Numbers(exactly(4, 16, 1, 5, 32))
-_RANKS = Numbers(exactly(1, 2, 4, 8, 16))
-_REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
+_HEADS = classes.Numbers(exactly(4, 16, 1, 5, 32))
+_RANKS = classes.Numbers(exactly(1, 2, 4, 8, 16))
+_REQUESTS = classes.Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
 _SELECTED = {
     "8 by 4 heads": (4, 8),
     "16 by 9 heads": (9, 16),
@@ -139,8 +135,8 @@ _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200
 _SHORT = (17, 5, 1, 33)
-_QUERIES = Numbers(exactly(1, 2, 3))
-_TOKENS = Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))})
+_QUERIES = classes.Numbers(exactly(1, 2, 3))
+_TOKENS = classes.Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))})
 _TILES = Only("cache", ("fp8_ds_mla",), "only tiles have scales of either kind")
 _PLAIN = Only("cache", ("auto",), "the latents of a cache of codes are codes")
 _CODED = Only("index cache", (CODES,), "only codes have scales")
@@ -156,7 +152,7 @@ def _keys(case: SparseLayerCase) -> str:
     return "more" if beyond > 1 else {1: "one more", 0: "as many"}.get(beyond, "fewer")
 
 
-def _longest(topk: int, keys: str, draw: Draw = STANDS) -> tuple[int, ...]:
+def _longest(topk: int, keys: str, draw: classes.Draw = classes.PLAIN) -> tuple[int, ...]:
     near = {"one more": topk + 1, "as many": topk, "fewer": topk - 1}
     if draw and keys == "fewer":
         return (draw.near(1, topk - 1, keys), topk - 1)
@@ -165,9 +161,9 @@ def _longest(topk: int, keys: str, draw: Draw = STANDS) -> tuple[int, ...]:
     return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
 
 
-def _fields(row: Row, draw: Draw) -> grammar.Fields:
+def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
     heads, topk = _SELECTED[row["selected"]]
-    longest = first(_longest(topk, row["keys"], draw))
+    longest = classes.first(_longest(topk, row["keys"], draw))
     number = draw.of(_REQUESTS, row["requests"])
     decodes = batches.decodes_of(row, number, draw)
     drafted = _QUERIES.first(row["queries"]) if decodes else 0
@@ -201,23 +197,23 @@ SPARSE_LAYER = Space(
         replace(ROTATED, only=_OWN),
         values("layer pairs", "layer_pairs", *PAIRS[::-1]),
         values("dtype", "dtype", "bf16", "fp16"),
-        numbers("heads", "heads", _HEADS),
-        numbers("ranks", "tp", _RANKS),
+        dimensions.numbers("heads", "heads", _HEADS),
+        dimensions.numbers("ranks", "tp", _RANKS),
         counted("requests", _REQUESTS, lambda case: len(case.q)),
-        counted("queries", _QUERIES, lambda case: max(case.q[: case.decodes]), WITH_DECODES),
-        counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), WITH_PREFILLS),
+        counted("queries", _QUERIES, lambda case: max(case.q[: case.decodes]), batches.WITH_DECODES),
+        counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), batches.WITH_PREFILLS),
         measured("selected", _SELECTED, _selected),
         measured("keys", _KEYS, _keys),
-        numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),
+        dimensions.numbers("page", "page", classes.Numbers(exactly(64, 16, 128, 1))),
         values("tails", "tails", *cached.TAILS),
-        numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)})),
-        LAYOUT,
-        SCALE,
-        PADDING,
-        POISONS,
+        dimensions.numbers("layers", "layers", classes.Numbers({"1": ((1,),), "several": (range(2, 9),)})),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        dimensions.PADDING,
+        dimensions.POISONS,
     ),
     rules=(
-        ROOM,
+        dimensions.ROOM,
         batches.NOT_BOTH,
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),

@@ -1,7 +1,9 @@
 """From a sparse layer's case to its call: hidden states, both caches, and the buffer of selected tokens."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -9,28 +11,94 @@ from torch import Tensor
 from mla_conformance.backends import prepare, roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
-from mla_conformance.problems import cached_batch, memory, operands, written
-from mla_conformance.reference.cache_layout import encode
-from mla_conformance.reference.layer import latents, queries
+from mla_conformance.problems import cached_batch, memory, operands
+from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks
+from mla_conformance.problems.written import CacheImage, SelectedLists
+from mla_conformance.reference import cache_layout, layer
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.call import LayersOnRanks
 from mla_conformance.roles.sparse_layer import hidden_states, weights
-from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
-from mla_conformance.roles.sparse_layer.case import INDEX_DIM
+from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 _INDEX_SEED = 10**6
 _BEHIND = 2  # rows of the buffer behind those of the batch
 _UNTOUCHED = 0x5A5A5A5A
 
 
+@dataclass(frozen=True, kw_only=True)
+class SparseLayerCall(CallOfARank):
+    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
+
+    weights: sparse_layer.SparseLayerWeights  # of the layer
+    metadata: sparse_layer.MLASparseLayerMetadata
+    written: Mapping[str, CacheImage | SelectedLists]
+    case: SparseLayerCase
+
+    name, entry = "sparse layer", "run_sparse_layer"
+    interface: ClassVar = sparse_layer.MLASparseLayerBackend
+    means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T"}  # lists name keys by number: all stay
+    takes: ClassVar = ("hidden_states", "positions", "cos_sin_cache", "weights", "metadata")
+
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """Other requests, without padding; those that decode have to stand first."""
+        call, rows = super().regrouped(case, requests, queries), operands.rows_of(self.query_start_loc, requests)
+        decodes = sum(request < self.metadata.num_decodes for request in requests)
+        written = {name: image.with_only(rows, call.query_start_loc) for name, image in self.written.items()}
+        return replace(call, metadata=replace(call.metadata, num_decodes=decodes), written=written)
+
+    def prepare(self, backend: sparse_layer.MLASparseLayerBackend) -> None:
+        backend.load_weights(self.weights)
+        backend.prepare_metadata(self.metadata)
+
+    def invoke(self, backend: sparse_layer.MLASparseLayerBackend, out: memory.Guarded | None) -> Any:
+        self.reset()
+        return self.run(backend)
+
+    def run(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
+        """The call on memory as it is; its result by heads and values."""
+        return self.by_heads(self.on_rank(backend), self.weights.o_proj)
+
+    def on_rank(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
+        caches: dict[str, Any] = {"index_kv_cache": None}
+        caches |= {name: image.cache for name, image in self.written.items()}
+        return backend.run_sparse_layer(*self.given.values(), **caches)
+
+    def fits(self, result: Any) -> bool:
+        hidden = self.weights.o_proj.shape[0]
+        return isinstance(result, Tensor) and result.shape == (len(self.hidden_states), hidden)
+
+    def by_heads(self, result: Any, o_proj: Tensor) -> Any:
+        """[T, N, V], as the output's weights [hidden, N · V] pick them; what does not fit as it is."""
+        if not self.fits(result):
+            return result
+        factors, columns = o_proj.abs().max(dim=0).values, o_proj.abs().argmax(dim=0)
+        signed = torch.copysign(factors, o_proj.gather(0, columns.unsqueeze(0))[0])
+        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.v.shape[-1]))
+
+    def wrong_writes(self) -> str:
+        wrong = ((name, image.difference()) for name, image in self.written.items())
+        return next((f"{name}: {what}" for name, what in wrong if what), "")
+
+    def operands(self) -> AttentionOperands:
+        """Attention to what is selected; values are picked latents, times 1 at most."""
+        weights = torch.ones_like(self.v[0])
+        return self.attended(causal=False, dequantised=self.case.holds_codes, value_weights=weights)
+
+    def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """The sum of what ranks that share the heads return."""
+        wrong = [result for result in results if not self.fits(result)]
+        o_proj = torch.cat([part.weights.o_proj for part in parts], dim=1)
+        return wrong[0] if wrong else self.by_heads(sum(results), o_proj)
+
+
 class SparseLayerBatch(hidden_states.HiddenStates):
-    def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
+    def calls(self) -> tuple[SparseLayerCall | CallOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
-        return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
+        return (parts[0] if self.case.tp == 1 else CallOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         case = self.case
@@ -47,9 +115,11 @@ class SparseLayerBatch(hidden_states.HiddenStates):
             query_start_loc=self.counted,
             key_start_loc=operands.start_loc(case.totals),
             selected=torch.where(self.lists == NO_KEY, NO_KEY, self.lists + first.unsqueeze(1)).to(self.device),
-            hidden_states=(x if case.layout == Layout.HEADS_FIRST else operands.lay_out("q", x, x, case))[:, 0],
-            positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
-            cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
+            given={
+                "hidden_states": (x if case.layout == Layout.HEADS_FIRST else operands.lay_out("q", x, x, case))[:, 0],
+                "positions": torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
+                "cos_sin_cache": table.round().float().to(self.device),  # exact: pairs turn by quarters
+            },
             weights=self.layer.handed(case, self.dtype, self.device, rank),
             metadata=sparse_layer.MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
             written={
@@ -64,20 +134,20 @@ class SparseLayerBatch(hidden_states.HiddenStates):
     @cached_property
     def _latents(self) -> tuple[Tensor, Tensor]:
         """kv_c [S, L] and k_pe [S, R] of the model's dtype."""
-        kv_c, k_pe = latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
+        kv_c, k_pe = layer.latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
         return kv_c.to(self.dtype), k_pe.to(self.dtype)
 
     @cached_property
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
+        asked = layer.queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         q, k, v = (x.to(self.device) for x in found)
         return q, k, v
 
-    def _index_cache(self) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
+    def _index_cache(self) -> tuple[CacheImage, sparse.MLASparseMetadata, Tensor]:
         keys = self.keys.to(self.dtype)
         names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
         case = IndexerCase(
@@ -92,12 +162,12 @@ class SparseLayerBatch(hidden_states.HiddenStates):
 
     def _cache(
         self, batch: cached_batch.CachedBatch[Any], parts: tuple[Tensor, Tensor]
-    ) -> tuple[written.CacheImage, sparse.MLASparseMetadata, Tensor]:
+    ) -> tuple[CacheImage, sparse.MLASparseMetadata, Tensor]:
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
-        entries = encode(*parts, case.cache, case.cache_scale, case.scales)
-        pages = cached_batch.write_pages(batch, cached_batch.PageForm(case.cache, case.page), entries, batch.totals)
-        image = written.CacheImage.of(case, pages, self.new, parts)
+        entries = cache_layout.encode(*parts, case.cache, case.cache_scale, case.scales)
+        pages = cached_batch.write_pages(batch, entries, batch.totals, case.cache, case.page)
+        image = CacheImage.of(case, pages, self.new, parts)
         metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 

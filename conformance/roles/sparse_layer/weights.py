@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import sparse_layer as interface
-from mla_conformance.reference import dimensions, layer, layer_index, projections
+from mla_conformance.reference import dimensions, layer, projections
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
@@ -21,9 +21,9 @@ class DrawnLayer:
     """A layer as the reference has it; weights float64 on the CPU."""
 
     weights: projections.MLAWeights  # of the attention
-    index: layer_index.IndexerWeights  # of the indexer
+    index: layer.IndexerWeights  # of the indexer
     spec: layer.LayerSpec  # the layer
-    index_spec: layer_index.IndexerSpec  # the indexer
+    index_spec: layer.IndexerSpec  # the indexer
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
@@ -43,7 +43,7 @@ class DrawnLayer:
             kv_norm=_powers(latent, (1.0, 2.0), generator),
         )
         every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
-        index = layer_index.IndexerWeights(
+        index = layer.IndexerWeights(
             wq_b=every[:, torch.arange(case.index_heads) % case.queries],
             wk=wk,
             k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
@@ -69,7 +69,7 @@ class DrawnLayer:
         )
         rotation = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
         return DrawnLayer(
-            weights, index, spec, layer_index.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
+            weights, index, spec, layer.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
         )
 
     def handed(

@@ -39,9 +39,7 @@ class TreeCall(DecodeCall):
                 seen[:, length - len(mask) :] = mask
                 number = torch.arange(keys.start, keys.stop, device=selected.device)
                 selected[rows, :length] = number.where(seen, NO_KEY)
-        return AttentionOperands(
-            self.q, self.k, self.v, *starts, causal=False, dequantised=self.holds_codes, selected=selected
-        )
+        return self.attended(causal=False, dequantised=self.holds_codes, selected=selected)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         call = super().regrouped(case, requests, queries)

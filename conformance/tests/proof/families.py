@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
+from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions, Yarn
 from mla_conformance.reference.layer import LayerSpec, QueryGrowth
 from mla_conformance.reference.rope import Rotation, plain_frequencies
-from mla_conformance.reference.yarn import Yarn
 
 HIDDEN, HEADS, Q_RANK, LATENT, NOPE, ROPE, VALUE = 48, 4, 32, 24, 16, 8, 12
 INDEX_HEADS, INDEX_WIDTH, INDEX_TOPK, INDEX_POOL = 3, 20, 6, 2

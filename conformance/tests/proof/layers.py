@@ -17,8 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from mla_conformance.reference import kv_cache
 from mla_conformance.reference.index_scores import index_scores
-from mla_conformance.reference.layer import LayerSpec, Path, latents, mla_layer, query_latent
-from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_keys, index_queries, index_weights
+from mla_conformance.reference.layer import (
+    IndexerSpec,
+    IndexerWeights,
+    LayerSpec,
+    Path,
+    index_keys,
+    index_queries,
+    index_weights,
+    latents,
+    mla_layer,
+    query_latent,
+)
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.tests.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
