@@ -247,7 +247,8 @@ class CallOfARank(AttentionCall):
     def overwritten(self, other: Self) -> Self:
         super().overwritten(other)
         written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
-        return replace(other, **{name: getattr(self, name) for name in self.takes}, written=written)
+        own = {name: getattr(self, name) for name in self.takes if name not in self.given}
+        return replace(other, **own, given=self.given, written=written)
 
     @abstractmethod
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
