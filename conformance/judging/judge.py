@@ -83,7 +83,7 @@ class AttentionJudge(Steps):
         for number, (name, asked, golden, (output, *lse), merges) in enumerate(found):
             keys = max(map(sum, zip(*(call.key_lens for call in asked), strict=True)))
             allowed = roundoffs(
-                *(self.problem.output_dtype, declared, self.numbers, merges, keys),
+                *(self.problem.output_dtype, declared, self.numbers, merges, keys, asked[0].q.shape[-1]),
                 exact=golden is whole and not case.own_merge,
                 dequantised=golden.terms is not None and golden.terms.key_spread is not None,
                 projected=golden.projected is not None,

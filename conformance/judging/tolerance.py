@@ -22,6 +22,7 @@ class Tolerance:
     float32_accumulation: float
     keys_per_step: float
     fp22_accumulation: float
+    fp22_columns_per_step: float
     fp22_keys_per_step: float
     approximate_exp: float
     element_limit: float
@@ -85,6 +86,7 @@ def roundoffs(
     numbers: Tolerance,
     parts: int = 0,  # roundings of an output on its way into the result: one for each merge, or for what is merged
     keys: int = 0,  # the most keys that a row sums over
+    columns: int = 0,  # of a query and a key
     *,
     exact: bool = False,  # whether the result was merged exactly, and is not rounded
     dequantised: bool = False,  # whether the keys were stored as codes
@@ -109,7 +111,7 @@ def roundoffs(
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
         keys=stored_keys if dequantised else 0.0,
-        scores=truncated * numbers.fp22_accumulation,
+        scores=truncated * max(numbers.fp22_accumulation, columns / numbers.fp22_columns_per_step),
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
         values_floor=floor,

@@ -12,7 +12,7 @@ from mla_conformance.backends.declaration import Declaration, Precision, Roundin
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.bases import E4M3Operands
+from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging import golden
 from mla_conformance.judging.golden import choose_rows
@@ -63,11 +63,14 @@ def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
     assert (found.status, found.message) == (Status.UNSUPPORTED, "dtype torch.float8_e4m3fn not supported")
 
 
-@pytest.mark.parametrize(("keys", "steps"), [(1, 16), (256, 16), (4000, 250)])
-def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int) -> None:
-    narrow = roundoffs(torch.bfloat16, Rounding(accumulation=Precision.FP22), tolerance(), keys=keys)
-    exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), keys=keys)
-    assert (narrow.scores, narrow.values) == (16 * 2**-13, steps * 2**-13)
+@pytest.mark.parametrize(
+    ("keys", "steps", "columns", "cuts"), [(1, 16, 64, 16), (256, 16, 192, 32), (4000, 250, 384, 64)]
+)
+def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int, columns: int, cuts: int) -> None:
+    sizes = {"keys": keys, "columns": columns}
+    narrow = roundoffs(torch.bfloat16, Rounding(accumulation=Precision.FP22), tolerance(), **sizes)
+    exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), **sizes)
+    assert (narrow.scores, narrow.values) == (cuts * 2**-13, steps * 2**-13)
     assert replace(narrow, scores=0.0, values=0.0) == exact
 
 
@@ -98,13 +101,18 @@ MERGED = (
     "chunked_context:dtype=fp16;dims=glm;heads=8;q=[17,200,33];kv=[64,16,5];page=32;workspace=192;scale=400;data=integers;"
     "pad=1;poison=inf;merge=own;seed=411039"
 )
+ALONG_KEYS = "context_chunk:dtype=e4m3;dims=glm;heads=64;q=[1];kv=[17];scale=1;data=hot_ones"
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [*((case, backend) for case in ALARMS.values() for backend in ("EAGER", "TORCH_SDPA")), (MERGED, "EAGER")],
+    [
+        *((case, backend) for case in ALARMS.values() for backend in ("EAGER", "TORCH_SDPA")),
+        (MERGED, "EAGER"),
+        (ALONG_KEYS, HopperE4M3Operands),
+    ],
 )
-def test_right_kernels_pass(case: str, backend: str) -> None:
+def test_right_kernels_pass(case: str, backend: str | type) -> None:
     record = judged(backend, case)
     assert record.status is Status.PASS, record.message
 
