@@ -64,7 +64,10 @@ FILES = {
         (f"{CERTIFY} others.py:MyBackedn", "no class MyBackedn in others.py; did you mean others.py:MyBackend?\n"),
         (f"{CERTIFY} empty.py:MyBackedn", "no class MyBackedn in empty.py; it defines no class\n"),
         (f"{CERTIFY} EAGER --capability nope", "unknown capability 'nope'; expected one of new_tokens, lse"),
-        (f"{CERTIFY} EAGER --case decode_lse:q=[1];kv=[3]", "expected a call of decode_lse, such as call=decode"),
+        (
+            "replay 'decode_lse:q=[1];kv=[3]' --backend EAGER --device cpu",
+            "expected a call of decode_lse, such as call=decode, got new_tokens",
+        ),
         (
             f"{CERTIFY} EAGER --capability new_token",
             "; did you mean new_tokens? 'mla-conformance capabilities' lists all\n",
