@@ -126,7 +126,7 @@ def _result(make: Callable[..., Problem], *, declaration: Declaration, **inputs:
     (call,) = problem.attention
     operands, rounding = call.operands(), declaration.rounding_of(problem.dtype)
     state = golden.golden_state(problem, golden.JudgedRows(problem.query_start_loc), operands)
-    sizes = {"keys": max(call.key_lens), "columns": operands.q.shape[-1]}
-    allowed = roundoffs(problem.output_dtype, rounding, numbers, **sizes, dequantised=operands.dequantised)
+    keys, columns, dequantised = max(call.key_lens), operands.q.shape[-1], operands.dequantised
+    allowed = roundoffs(problem.output_dtype, rounding, numbers, 0, keys, columns, dequantised=dequantised)
     element = error_budget.element_budget(state, allowed) * numbers.element_limit
     return GoldenResult(state.output, state.lse, element, error_budget.lse_budget(state, allowed) * numbers.lse_limit)

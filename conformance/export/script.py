@@ -135,8 +135,9 @@ def _budget(found: Reproduced) -> dict[str, str]:
     """Element rule and LSE rule of SPEC 4.2 with the numbers of this kernel, over the script's sums of a row."""
     numbers, operands = tolerance(), found.call.operands()
     declared = found.subject.declared(found.case.role).rounding_of(found.problem.dtype)
-    sizes = {"keys": max(found.call.key_lens), "columns": operands.q.shape[-1]}
-    allowed = roundoffs(found.problem.output_dtype, declared, numbers, **sizes, dequantised=operands.dequantised)
+    keys, columns = max(found.call.key_lens), operands.q.shape[-1]
+    dequantised = operands.dequantised
+    allowed = roundoffs(found.problem.output_dtype, declared, numbers, 0, keys, columns, dequantised=dequantised)
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores
     weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
     output = {

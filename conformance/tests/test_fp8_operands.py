@@ -67,9 +67,8 @@ def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
     ("keys", "steps", "columns", "cuts"), [(1, 16, 64, 16), (256, 16, 192, 32), (4000, 250, 384, 64)]
 )
 def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int, columns: int, cuts: int) -> None:
-    sizes = {"keys": keys, "columns": columns}
-    narrow = roundoffs(torch.bfloat16, Rounding(accumulation=Precision.FP22), tolerance(), **sizes)
-    exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), **sizes)
+    narrow = roundoffs(torch.bfloat16, Rounding(accumulation=Precision.FP22), tolerance(), 0, keys, columns)
+    exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), 0, keys, columns)
     assert (narrow.scores, narrow.values) == (cuts * 2**-13, steps * 2**-13)
     assert replace(narrow, scores=0.0, values=0.0) == exact
 
