@@ -289,7 +289,8 @@ def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
 def test_a_run_ends_where_its_caller_ignores_the_ends_of_children(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("# mla_conformance\n\ndef test_nothing(): ...\n")
     ignoring = (
-        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv)"
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"  # a venv is found by the first of them
     )
     line = [sys.executable, "-c", ignoring, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
     assert subprocess.run(line, cwd=tmp_path, check=False, timeout=120).returncode == 0
