@@ -58,7 +58,7 @@ def fit(
     triples: bool = False,
     salt: str = "",
 ) -> Region:
-    """The region of a kernel, found by asking what it ``supports`` beside the ``cases`` of everybody's that it does.
+    """The region of a kernel: of the listed ``cases`` that it supports, and of what it ``supports`` beside them.
 
     Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Members of
     rows are drawn with the salt.

@@ -110,7 +110,7 @@ def by_length(
     only: Only = ALWAYS,
     of: Callable[[Any, int], Any] = lambda case, length: length,
 ) -> Dimension:
-    """Of the longest of some lengths of requests, and of each one's own: of what a case makes ``of`` a length."""
+    """Classes of the longest of some lengths of requests and of each one's own, or of what ``of`` makes of them."""
 
     def of_request(case: Case, request: int) -> str | None:
         return classes.class_of(of(case, lengths(case)[request]))
