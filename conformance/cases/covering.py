@@ -5,14 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, Self, TypeVar
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.grammar import Lengths
-from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
+from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
 _T = TypeVar("_T")
 _MOST_REGIMES = 16
@@ -31,6 +32,8 @@ _COMPARED = 4
 Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
 Triple = tuple[ClassOf, ClassOf, ClassOf]
+Numbered = tuple[list[int], int]
+"""Classes as their numbers and as a mask of them."""
 
 
 class Missing(ABC):
@@ -38,12 +41,14 @@ class Missing(ABC):
 
     def __init__(self, space: Space) -> None:
         self.space, self.values = space, space.values
-        self._numbers = {value: number for number, value in enumerate(space.values)}
+        self._numbers = space.numbers
 
-    def _of(self, row: Row) -> tuple[list[int], int]:
+    def numbered(self, row: Row) -> Numbered:
         """The classes of a row, as numbers and as a mask; one that the space does not have is in neither."""
-        numbers = [self._numbers[value] for value in held(row) if value in self._numbers]
-        return numbers, sum(1 << number for number in numbers)
+        numbers, mask = [self._numbers[value] for value in row.items() if value in self._numbers], 0
+        for number in numbers:
+            mask |= 1 << number
+        return numbers, mask
 
     @abstractmethod
     def copy(self) -> Self: ...
@@ -61,12 +66,15 @@ class Missing(ABC):
 
     def held_by(self, row: Row) -> int:
         """A number that grows with those that a row holds."""
-        numbers, mask = self._of(row)
+        return self.held_among(self.numbered(row))
+
+    def held_among(self, classes: Numbered) -> int:
+        numbers, mask = classes
         return sum(self._gain(number, numbers, mask) for number in numbers)
 
     def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
         """Classes of a dimension behind a row, those with most first; of small batches before all others."""
-        others, usual = self._of(row), self.space.small.get(name, labels) if small else labels
+        others, usual = self.numbered(row), self.space.small.get(name, labels) if small else labels
         gains = {label: self._gain(self._numbers[name, label], *others) for label in labels}
         return sorted(labels, key=lambda label: (label in usual, gains[label]), reverse=True)
 
@@ -93,12 +101,12 @@ class Pairs(Missing):
         return found
 
     def add(self, row: Row) -> None:
-        numbers, mask = self._of(row)
+        numbers, mask = self.numbered(row)
         for number in numbers:
             self.partners[number] |= mask & ~(1 << number)
 
     def drop(self, row: Row) -> None:
-        numbers, mask = self._of(row)
+        numbers, mask = self.numbered(row)
         for number in numbers:
             self.partners[number] &= ~mask
 
@@ -155,7 +163,7 @@ class Triples(Missing):
         return found
 
     def drop(self, row: Row) -> None:
-        numbers, mask = self._of(row)
+        numbers, mask = self.numbered(row)
         for first in numbers:
             self._most.pop(first, None)
             for second in numbers:
@@ -236,17 +244,31 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
     many = bool(space.regimes) and row.get(DATA) == case.data
     regimes = {request % slots: case.data for request in case.leading if many}
     found = _requests(space, case, row, part) if part else {}
+
+    @cache
+    def numbered(new: int, regime: str) -> list[tuple[Lengths, Row, Numbered]]:
+        """What requests of so many new tokens may be, beside the data regime of their slot where it has one."""
+        own: Row = {DATA: regime} if regime else {}
+        alike = found.get(new, found.get(_ANY, {}))
+        return [(lengths, of, missing.numbered({**of, **own})) for lengths, of in alike.items()]
+
+    most: dict[tuple[int, str], tuple[int, Lengths, Row]] = {}  # what adds most, until something is added
     for request in (n for n in range(len(q)) if n not in case.leading):
-        slot, own = request % slots, space.row_of_request(row, case, request)
-        of_slot: Row = {DATA: regimes[slot]} if slot in regimes else {}
-        known = found.get(q[request], found.get(_ANY, {}))
-        if known and q[request] and (not kv or kv[request]):  # those without keys stay so
-            best = max(known, key=lambda lengths: missing.held_by({**known[lengths], **of_slot}))
-            if missing.held_by({**known[best], **of_slot}):
-                own, q[request], kv[request : request + 1] = known[best], best[0], best[1:]
+        slot, asked, best = request % slots, (q[request], regimes.get(request % slots, "")), None
+        if numbered(*asked) and q[request] and (not kv or kv[request]):  # those without keys stay so
+            if asked not in most:
+                gains = ((missing.held_among(classes), lengths, of) for lengths, of, classes in numbered(*asked))
+                most[asked] = max(gains, key=itemgetter(0))
+            gain, lengths, of = most[asked]
+            if gain:
+                best, q[request], kv[request : request + 1] = of, lengths[0], lengths[1:]
+        own = best or space.row_of_request(row, case, request)
         if many and slot not in regimes:
             regimes[slot] = max(space.regimes, key=lambda label: missing.held_by({**own, DATA: label}))
-        missing.drop({**own, **({DATA: regimes[slot]} if many else {})})
+        own = {**own, **({DATA: regimes[slot]} if many else {})}
+        if missing.held_by(own):
+            missing.drop(own)
+            most.clear()
     data = "+".join(regimes[slot] for slot in range(slots)) if len(regimes) == slots else case.data
     return replace(case, q=tuple(q), kv=tuple(kv), data=data)
 

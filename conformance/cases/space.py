@@ -163,6 +163,10 @@ class Space:
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
     @cached_property
+    def numbers(self) -> Mapping[ClassOf, int]:
+        return {value: number for number, value in enumerate(self.values)}
+
+    @cached_property
     def regimes(self) -> tuple[str, ...]:
         """The data regimes that requests of one case may have; none where all of them have one."""
         own = (each for each in self.dimensions if each.name == DATA and not each.only.name)

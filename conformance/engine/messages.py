@@ -28,10 +28,15 @@ class Setup(msgspec.Struct, frozen=True):
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
     reference: str
-    # the capabilities to whose covering arrays further cases are fitted, or for triples as well
-    arrays: tuple[str, ...] = ()
-    triples: bool = False
     cases: tuple[str, ...] = ()  # the id of a case of each role that is to be judged
+
+
+class Fit(msgspec.Struct, frozen=True, tag_field="kind", tag="fit"):
+    """Find cases beside a covering array that hold what a backend declares, of one role, which takes seconds."""
+
+    reference: str
+    capability: str  # whose cases the array is
+    triples: bool
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
@@ -79,8 +84,8 @@ class TakeTimes(msgspec.Struct, frozen=True, tag_field="kind", tag="take times")
     forms: tuple[str, ...]
 
 
-Task = Describe | Judge | Explore | Trace | Examine | Repeat | TakeTimes
-Unrecorded = Describe | Trace | Examine | Repeat | TakeTimes  # tasks that no record answers
+Task = Describe | Fit | Judge | Explore | Trace | Examine | Repeat | TakeTimes
+Unrecorded = Describe | Fit | Trace | Examine | Repeat | TakeTimes  # tasks that no record answers
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -130,6 +135,7 @@ class Found(msgspec.Struct, frozen=True, omit_defaults=True):
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
+    fitted: tuple[str, ...] = ()  # ids of the cases that were asked for
     missing: dict[str, str] = {}  # why no case of a role can be called on what was described
     found: Found = Found()
     repeated: Repeated | None = None

@@ -26,7 +26,7 @@ from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
 from mla_conformance.engine.folder import LOG_NAME, Findings, RunFolder, deciding_files
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
-from mla_conformance.engine.messages import Describe, Examine, Explore, Found, Judge, Step, TakeTimes, Told, Trace
+from mla_conformance.engine.messages import Describe, Examine, Explore, Fit, Found, Judge, Step, TakeTimes, Told, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
@@ -41,6 +41,7 @@ from mla_conformance.report.summary import BackendSummary, RunSummary, is_right,
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import Tier
 
 _COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
@@ -133,14 +134,35 @@ class Run:
     def describe(self) -> None:
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        asked = self.request.arrays, self.request.triples, self._pool.examples
-        for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names]), WHOLE):
+        for outcome in self.outcomes(Tasks([[Describe(each, self._pool.examples)] for each in names]), WHOLE):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
             found[reference] = outcome.answer.facts or gone
             self._missing[reference] = outcome.answer.missing
         self.facts = [found[reference] for reference in names]
+        if self.request.arrays:
+            self._fit()
+
+    def _fit(self) -> None:
+        """Have cases fitted to what can run: role by role, since each takes seconds, what takes longest first."""
+        spaces = sorted(map(SPACES.__getitem__, self.request.arrays), key=lambda space: -len(space.dimensions))
+        asked = [(facts, space) for space in spaces for facts in self.available if space.role in facts.declared]
+        tasks = [[Fit(facts.reference, space.capability, self.request.triples)] for facts, space in asked]
+        fitted: dict[tuple[str, str], tuple[str, ...]] = {}
+        ended: dict[str, str] = {}
+        for outcome in self.outcomes(Tasks(tasks), WHOLE):
+            assert isinstance(outcome.task, Fit)
+            fitted[outcome.task.reference, outcome.task.capability] = outcome.answer.fitted
+            if outcome.ended:
+                ended[outcome.task.reference] = f"its process ended while cases were fitted to it: {outcome.ended}"
+        for number, facts in enumerate(self.facts):
+            if why := ended.get(facts.reference):
+                self.facts[number] = replace(facts, reasons=(why,), fingerprint="unavailable")
+            elif not facts.reasons:
+                own = chain.from_iterable(fitted.get((facts.reference, name), ()) for name in self.request.arrays)
+                cases = tuple(own)
+                self.facts[number] = replace(facts, fitted=cases, region=digest_of(cases))
 
     @property
     def available(self) -> list[BackendFacts]:

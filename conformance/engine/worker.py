@@ -45,7 +45,7 @@ from mla_conformance.traits import examine, repeats
 from mla_conformance.trials import explore, role_file
 from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, judge_one, judged_trial, load_procedures
-from mla_conformance.vocabulary.arrays import SPACES, digest_of
+from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import lists_of
 
 Send = Callable[[messages.WorkerEvent], None]
@@ -215,7 +215,13 @@ class Worker:
         torch.cuda.empty_cache()
 
     def _asked(
-        self, task: messages.Explore | messages.Trace | messages.Examine | messages.Repeat | messages.TakeTimes
+        self,
+        task: messages.Fit
+        | messages.Explore
+        | messages.Trace
+        | messages.Examine
+        | messages.Repeat
+        | messages.TakeTimes,
     ) -> messages.TaskReply:
         if isinstance(task, messages.Trace | messages.TakeTimes):
             # By a process that has not imported the backend before: for times the device comes first.
@@ -227,6 +233,9 @@ class Worker:
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
             return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
+        if isinstance(task, messages.Fit):
+            region = explore.region_of(subject, SPACES[task.capability], task.triples, self.context.salt)
+            return messages.TaskReply(fitted=tuple(case.id for case in region.cases))
         if isinstance(task, messages.Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             asked = task.draws, task.seconds, task.capabilities, self.context, starts
@@ -276,16 +285,13 @@ class Worker:
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return messages.TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
-        regions = (explore.region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
-        fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again
         for case in map(Case.parse, task.cases):
             asked = self.executor.query(partial(subject.missing_role, case.role), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 missing[str(case.role)] = "; ".join(asked.value)
-        facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted) if task.arrays else "")
-        return messages.TaskReply(facts=facts, missing=missing)
+        return messages.TaskReply(facts=replace(done.value, declared=words), missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         record = Record.begun(subject.backend, case, self.context.salt)

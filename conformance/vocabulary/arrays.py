@@ -190,12 +190,13 @@ def _drawn(space: Space, name: str, changed: Any, *arguments: int) -> Iterator[C
 def preferred(space: Space, draw: Draw, classes: Mapping[str, Sequence[str]] | None = None) -> Preference:
     """Any classes, of these where some are given, but mostly those of small batches first where these are named."""
 
-    def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
+    @cache
+    def drawn(name: str, labels: Sequence[str]) -> list[str]:
         usual, known = space.small.get(name, labels), classes[name] if classes else labels
         usual = usual if draw.below(4, "usual", name) else labels
         return sorted(known, key=lambda label: (label not in usual, draw.below(2**32, name, label)))
 
-    return prefer
+    return lambda name, labels, row: drawn(name, labels)
 
 
 def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
