@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, library_roles, packaged
+from mla_conformance.backends import cache_dtypes, decode, library_roles, packaged
 from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.graph_support import may_look_at
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _NOTE = "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
@@ -27,7 +28,7 @@ class FlashMLADecodeBackend(library_roles.PagedDecodeBackend):
         packaged.JOINS_Q,
         ("LSE [B, N, queries of a request]", "[N, T]"),
         packaged.LSE_INFINITE,
-        packaged.NEW_SCHEDULE,
+        ("a schedule holds for one batch of lengths", "kept until the next; a graph has its own, made on the device"),
         ("faults on rows that do not start at multiples of 16 bytes", "such a cache is copied"),
         ("reads an e4m3 cache only where a list of tokens is given", "declared unsupported"),
         ("sgl-flash-mla: reads one without a list too, under queries in e4m3", "declared unsupported"),
@@ -52,10 +53,15 @@ class FlashMLADecodeBackend(library_roles.PagedDecodeBackend):
         build, served = (FORK, {"kernels": "legacy"}) if is_fork(self.library) else (_DEEPSEEK, {})
         return {build.distribution: build.version(), **served}
 
+    def prepare_metadata(self, decode_metadata: decode.MLACommonDecodeMetadata) -> None:
+        super().prepare_metadata(decode_metadata)
+        self._schedule = self.library.get_mla_metadata()[0]  # made by the first call that is given it
+
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         x, library, queries = self._decode_metadata, self.library, int(self._decode_metadata.query_lens_cpu.max())
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(x.query_lens_cpu), queries))
-        batch = (x.block_table, x.seq_lens, self.kv_lora_rank, library.get_mla_metadata()[0])
+        schedule = self._schedule if may_look_at(query) else library.get_mla_metadata()[0]
+        batch = (x.block_table, x.seq_lens, self.kv_lora_rank, schedule)
         options: dict[str, Any] = {"softmax_scale": self.scale, "causal": queries > 1}
         options |= {"use_legacy": True} if is_fork(library) else {}
         output, lse = library.flash_mla_with_kvcache(query, aligned(kv_cache).unsqueeze(2), *batch, **options)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import cache, conversions, decode, indexer, interface, operands, packaged, topk, tree
+from mla_conformance.backends.graph_support import may_look_at
 from mla_conformance.backends.kernel import UnsupportedConfiguration, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.reference.dimensions import MLADimensions
@@ -89,7 +90,7 @@ class RaggedPrefillBackend(packaged.LibraryKernel, interface.MLAPrefillBackend):
 class PagedLatentDecode(packaged.LibraryKernel, decode.LatentDecode):
     """Operands are trimmed to the rows that count; a row without keys is set to 0 and -inf.
 
-    Nothing here decides by the lengths what to launch, so that a captured CUDA graph serves other lengths.
+    A captured CUDA graph serves other lengths: nothing in it is decided by those of the batch that it was captured for.
     """
 
     supported_latent_dims = [(512, 64)]  # unless an adapter says otherwise
@@ -101,10 +102,11 @@ class PagedLatentDecode(packaged.LibraryKernel, decode.LatentDecode):
         if rows:
             found = self.attend(ql_nope[:rows], q_pe[:rows], kv_cache, k_scale)
             output, lse = found if self.returns_lse else (found, None)
-            # On the device, from what stands there when it runs.
-            keyless = (metadata.seq_lens == 0).repeat_interleave(metadata.query_start_loc.diff(), output_size=rows)
-            output.masked_fill_(keyless[:, None, None], 0.0)
-            lse = None if lse is None else lse.masked_fill(keyless, -torch.inf)
+            if not may_look_at(output) or not metadata.seq_lens_cpu.all():
+                # On the device, from what stands there when it runs.
+                keyless = (metadata.seq_lens == 0).repeat_interleave(metadata.query_start_loc.diff(), output_size=rows)
+                output.masked_fill_(keyless[:, None, None], 0.0)
+                lse = None if lse is None else lse.masked_fill(keyless, -torch.inf)
         if rows < len(ql_nope) or not rows:
             whole = ql_nope.new_zeros(ql_nope.shape)
             whole_lse = ql_nope.new_full((self.num_heads, len(whole)), -torch.inf, dtype=torch.float32)
