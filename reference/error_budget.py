@@ -24,6 +24,7 @@ class Roundoffs:
     row_sum: float  # P before it is summed, which moves the LSE
     exp: float  # the exponential, in P and in the row sum alike
     accumulation: float  # rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes
+    walk: float = 0.0  # those of P·v over all keys one after another, where they are more
     keys: float = 0.0  # keys that were stored as codes, and the values that they hold, after dequantisation
     scores: float = 0.0  # sums of q·k, beyond that, relative to the sum of magnitudes
     values: float = 0.0  # sums of P·v, beyond that, relative to the sum of magnitudes
@@ -50,7 +51,8 @@ def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts
     by_lse = lse_score * state.output.abs()
     # What accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v, or the sum
     # that it is divided by where the largest weight is of a value near 0.
-    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + torch.maximum(terms.score, by_lse))
+    sums = max(roundoffs.accumulation, roundoffs.walk) * terms.magnitude
+    float32 = FLOAT32_ROUNDOFF * (sums + roundoffs.accumulation * torch.maximum(terms.score, by_lse))
     # What scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o). Both parts
     # count, since the errors may have any signs.
     moved = terms.score + by_lse

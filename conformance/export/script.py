@@ -141,7 +141,7 @@ def _budget(found: Reproduced) -> dict[str, str]:
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores
     weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
     output = {
-        "a": weights + steps + allowed.keys + allowed.values,
+        "a": weights + max(steps, allowed.walk * FLOAT32_ROUNDOFF) + allowed.keys + allowed.values,
         "torch.maximum(e, size[..., None] * output.abs())": steps,
         "e": moved,
         "output.abs()": allowed.output,

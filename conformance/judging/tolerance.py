@@ -1,5 +1,6 @@
 """From declared rounding classes to unit roundoffs: the numbers that the error budget is made of (SPEC 4.2)."""
 
+import math
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class Tolerance:
 
     float32_accumulation: float
     keys_per_step: float
+    float32_walk: float
     fp22_accumulation: float
     fp22_columns_per_step: float
     fp22_keys_per_step: float
@@ -110,6 +112,7 @@ def roundoffs(
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
+        walk=numbers.float32_walk * math.sqrt(keys),
         keys=stored_keys if dequantised else 0.0,
         scores=truncated * max(numbers.fp22_accumulation, columns / numbers.fp22_columns_per_step),
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),

@@ -19,6 +19,7 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.roles.layer.call import Layer, LayerCall
+from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged, little_work
 
@@ -183,6 +184,13 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("mla_conformance.trials.layers.captured", capturing)
     assert judged(EAGER, REPLAYS).status is Status.PASS
+
+
+def test_scales_of_a_layer_stay_where_a_graph_reads_them() -> None:
+    case = Case.parse(REPLAYS)
+    assert isinstance(case, LayerCase)
+    layer = Layer(EagerLayer, case, torch.bfloat16, CPU)
+    assert layer.attention_layer(case)._k_scale is layer.attention_layer(replace(case, seed=1))._k_scale
 
 
 class LastChunkTwice(EagerLayer):

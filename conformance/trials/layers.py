@@ -119,8 +119,7 @@ class CapturedLayer:
 
     def __init__(self, layer: Any, call: LayerCall, device: torch.device) -> None:
         self._layer, size = layer, call.query.shape[0]
-        # Made before the capture: its scales come from the host.
-        module = layer.attention_layer(call.case)
+        module = layer.attention_layer(call.case)  # made before the capture, since its scales come from the host
         call.prepare(layer)
         runner, longest = layer.state.runner, _LONGER * max(call.key_lens)
         runner.graph_block_tables = np.zeros((size, longest // call.case.page + _UNUSED_COLUMNS), np.int32)

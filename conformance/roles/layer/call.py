@@ -185,6 +185,7 @@ class Layer:
         runner = SimpleNamespace(**told, device=device)
         self.state = backend.get_state_cls()(runner) if hasattr(backend, "get_state_cls") else None
         self._linear: Linear | PackedLinear | None = None
+        self._modules: dict[float, Any] = {}
 
     def load(self, linear: Linear | PackedLinear) -> None:
         """Load weights, or update dense ones in place as an engine that trains does; either way they are processed.
@@ -246,11 +247,17 @@ class Layer:
         return reported
 
     def attention_layer(self, case: LayerCase) -> Any:
-        """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'."""
-        scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
-        tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
-        floats = {f"_{name}_scale_float": x for name, x in scales.items()}
-        return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
+        """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'.
+
+        It is made once, and kept: a graph reads its tensors where they stood when it was captured.
+        """
+        if case.cache_scale not in self._modules:
+            scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
+            tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
+            floats = {f"_{name}_scale_float": x for name, x in scales.items()}
+            module = SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
+            self._modules[case.cache_scale] = module
+        return self._modules[case.cache_scale]
 
 
 class LayersOnRanks:
