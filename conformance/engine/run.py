@@ -226,9 +226,8 @@ class Run:
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
                     self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or NO_TRAITS))
-            # A profiler takes seconds to start.
-            few = self.request.deployment is None and (self.request.cases or self.request.tier is Tier.SMOKE)
-            if self.device == "cuda" and not few:
+            # A profiler takes seconds to start, of a deployment's kernels longer than judging them.
+            if self.device == "cuda" and not (self.request.cases or self.request.tier is Tier.SMOKE):
                 on_phase("looking which kernels run")
                 self._trace()
             if self.request.speed:
