@@ -124,7 +124,7 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def timed(kind: str, shape: str, median: float, share: float = 0.5) -> Timed:
-    called, graph = Interval(9 * median, 1, 1), Interval(median, median - 2, median + 2)
+    called, graph = Interval(0.9 * median, 0.8 * median, 9 * median), Interval(median, median - 2, median + 2)
     return Timed(kind, shape, "x:q=[1]", called, graph, share=share)
 
 
