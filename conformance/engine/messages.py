@@ -32,7 +32,7 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
 
 
 class Fit(msgspec.Struct, frozen=True, tag_field="kind", tag="fit"):
-    """Find cases beside a covering array that hold what a backend declares, of one role, which takes seconds."""
+    """Find cases that hold what a backend declares of one role and no listed case holds, which takes seconds."""
 
     reference: str
     capability: str  # whose cases the array is

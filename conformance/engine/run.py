@@ -148,17 +148,24 @@ class Run:
         """Have cases fitted to what can run: role by role, since each takes seconds, what takes longest first."""
         spaces = sorted(map(SPACES.__getitem__, self.request.arrays), key=lambda space: -len(space.dimensions))
         asked = [(facts, space) for space in spaces for facts in self.available if space.role in facts.declared]
-        tasks = [[Fit(facts.reference, space.capability, self.request.triples)] for facts, space in asked]
+        tasks = Tasks([[Fit(facts.reference, space.capability, self.request.triples)] for facts, space in asked])
         fitted: dict[tuple[str, str], tuple[str, ...]] = {}
-        ended: dict[str, str] = {}
-        for outcome in self.outcomes(Tasks(tasks), WHOLE):
-            assert isinstance(outcome.task, Fit)
-            fitted[outcome.task.reference, outcome.task.capability] = outcome.answer.fitted
-            if outcome.ended:
-                ended[outcome.task.reference] = f"its process ended while cases were fitted to it: {outcome.ended}"
+        gone: dict[str, tuple[str, ...]] = {}
+        again = set[Fit]()
+        for outcome in self.outcomes(tasks, WHOLE):
+            task = outcome.task
+            assert isinstance(task, Fit)
+            fitted[task.reference, task.capability] = outcome.answer.fitted
+            if outcome.answer.facts:
+                gone[task.reference] = outcome.answer.facts.reasons
+            elif outcome.ended and task in again:
+                gone[task.reference] = (f"its process ended while cases were fitted to it: {outcome.ended}",)
+            elif outcome.ended:  # over what another backend had left there, perhaps
+                again.add(task)
+                tasks.groups.append([task])
         for number, facts in enumerate(self.facts):
-            if why := ended.get(facts.reference):
-                self.facts[number] = replace(facts, reasons=(why,), fingerprint="unavailable")
+            if facts.reference in gone:
+                self.facts[number] = replace(facts, reasons=gone[facts.reference], fingerprint="unavailable")
             elif not facts.reasons:
                 own = chain.from_iterable(fitted.get((facts.reference, name), ()) for name in self.request.arrays)
                 cases = tuple(own)

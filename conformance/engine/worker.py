@@ -233,7 +233,11 @@ class Worker:
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
             return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
-        if isinstance(task, messages.Fit):
+        if isinstance(task, messages.Fit):  # perhaps by a process that has to import the backend first
+            told = self.executor.query(partial(getattr, subject, "unavailable"), list[str])
+            if told.error or told.value:
+                why = told.error or "; ".join(told.value)
+                return messages.TaskReply(facts=unavailable(subject, f"cases could not be fitted to it: {why}"))
             region = explore.region_of(subject, SPACES[task.capability], task.triples, self.context.salt)
             return messages.TaskReply(fitted=tuple(case.id for case in region.cases))
         if isinstance(task, messages.Explore):

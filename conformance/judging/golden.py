@@ -28,7 +28,7 @@ from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
 """Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200."""
-FULL_RESULTS = 7e10  # bytes of results, and of what is kept beside them, up to which every row is judged
+FULL_RESULTS = 5e9  # bytes of results in float64, those of each rank among them, up to which every row is judged
 TELLING_ROWS = 128  # rows at ends and edges that are judged at most, before others are drawn
 DRAWN_ROWS = 384
 
@@ -63,7 +63,7 @@ def choose_rows(problem: Problem) -> JudgedRows:
     causal = problem.case.causal and problem.case.call != Call.CONTEXT_CHUNK
     beside = [max(0, keys - new * causal) for keys, new in zip(seen, lengths, strict=True)]
     few = problem.case.operations(lengths, beside) <= FULL_OPERATIONS[problem.device.type]
-    if (few and _result_bytes(problem.case, starts[-1]) <= FULL_RESULTS) or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
+    if (few and _result_bytes(problem.case) <= FULL_RESULTS) or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
         return JudgedRows(starts)
     # Ends of requests first, then rows on both sides of tiles, pages and chunks, small ones first, request by request.
     ends = (row for each in rows if each.stop > each.start for row in (each.start, each.stop - 1))
@@ -240,13 +240,17 @@ MOST_OPERATIONS = {"cpu": 1e12}
 
 _WORKSPACE = 2**28
 _INPUT_COPIES, _RESULT_COPIES = 6, 16
+_MERGED_COPIES = 6  # of one result, while those of ranks are merged
 _RANK_COPIES = 10  # copies of the results that are kept of each rank, where there are several
 _ITEM_BYTES = {"fp32": 4, "fp64": 8}
 
 
-def _result_bytes(case: Case, rows: int) -> int:
-    ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
-    return (_RESULT_COPIES + _RANK_COPIES * ranks) * 8 * rows * case.sizes.output
+def _merged_ranks(case: Case) -> int:
+    return case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
+
+
+def _result_bytes(case: Case) -> int:
+    return 8 * max(1, _merged_ranks(case)) * sum(case.q) * case.sizes.output
 
 
 def memory_need(case: Case, device_type: str) -> int:
@@ -256,7 +260,11 @@ def memory_need(case: Case, device_type: str) -> int:
     elements = rows * case.sizes.row + keys * case.sizes.key
     inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
-    whole = case.operations() <= FULL_OPERATIONS[device_type] and _result_bytes(case, sum(case.q)) <= FULL_RESULTS
-    results = _result_bytes(case, rows if whole else min(rows, TELLING_ROWS + DRAWN_ROWS))
+    whole = case.operations() <= FULL_OPERATIONS[device_type] and _result_bytes(case) <= FULL_RESULTS
+    judged = rows if whole else min(rows, TELLING_ROWS + DRAWN_ROWS)
+    ranks = _merged_ranks(case)
+    results = (_RESULT_COPIES + _RANK_COPIES * ranks) * 8 * judged * case.sizes.output
+    if ranks and not whole:  # all rows are merged before some are judged
+        results += (8 * _MERGED_COPIES + 2 * ranks) * rows * case.sizes.output
     far = 0 if case.far == "none" else needed_bytes(case)
     return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)

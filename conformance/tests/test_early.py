@@ -22,6 +22,8 @@ from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
 from mla_conformance.engine.explainer import Explainer
 from mla_conformance.engine.messages import tell
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
@@ -123,6 +125,31 @@ def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(run: tuple[Pat
     lines = "\n".join(backend_lines(hangs, 1000))
     assert f"{hangs.counts.not_run} NOT RUN: gave up on " in lines
     assert all(f"gave up on {call} {said}" in lines for call in calls)
+
+
+ENDS_WHEN_FITTED = """
+import os
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class EndsWhenFitted(EagerPrefillBackend):
+    asked = 0
+
+    @classmethod
+    def validate_configuration(cls, *operands, **named):
+        EndsWhenFitted.asked += 1
+        if cls.asked > 100:
+            os._exit(3)
+        return super().validate_configuration(*operands, **named)
+"""
+
+
+def test_a_process_that_ends_while_cases_are_fitted_leaves_no_shorter_list(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS_WHEN_FITTED)
+    request = RunRequest.of([f"{tmp_path / 'ends.py'}:EndsWhenFitted"], ["combinations"], device="cpu")
+    with passing_run(request) as run, run:
+        run.prepare()
+        (facts,) = run.facts
+    assert facts.reasons == ("its process ended while cases were fitted to it: exit status 3",) and not facts.fitted
 
 
 CASE = "lse:dims=small;heads=2;q=[5,9]"

@@ -114,6 +114,14 @@ def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
         assert case.operations() > 1e12
 
 
+def test_one_gpu_has_room_for_each_listed_case() -> None:
+    """On 12 ranks one wanted more than an H200 has, so that no kernel that claimed it had a record."""
+    needs = {case.id: memory_need(case, "cuda") for case in cases_of(Tier.FULL)}
+    assert max(needs.values()) < 120e9, max(needs, key=needs.__getitem__)
+    rows = Case.parse("many_rows:call=sparse_prefill;heads=16;q=[65537];kv=[9]")
+    assert memory_need(rows, "cuda") > 8 * 16 * 65537 * 16 * 512, "all of which are judged"
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=list(CAPABILITIES))
 def test_the_smoke_tier_meets_every_role(capability: Capability) -> None:
     # One case of over a hundred calls tells enough at first.

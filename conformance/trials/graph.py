@@ -99,7 +99,7 @@ def graph(trial: Trial) -> None:
     larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
     trial.conforms(trial.build(larger), step="one request more than any graph has, called")
     whole.judge(batch(whole, size, 6), "replayed after a call without a graph")
-    # Which no kernel is called with: drawing values by a regime would take longer than all else.
+    # They are prepared and never called: values of a regime would take longer to draw than all else.
     others = [trial.build(replace(other, data=Data.NORMAL)) for other in small_batches(case)]
     trial.query("others are prepared", partial(_prepare, trial.backend, [other.calls[0] for other in others]))
     whole.judge(batch(whole, size, 9), f"replayed after {len(others)} other batches were prepared")

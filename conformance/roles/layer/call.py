@@ -249,7 +249,7 @@ class Layer:
     def attention_layer(self, case: LayerCase) -> Any:
         """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'.
 
-        It is made once, and kept: a graph reads its tensors where they stood when it was captured.
+        It is made once for each scale of a cache, and kept: a captured graph reads its tensors where they stood.
         """
         if case.cache_scale not in self._modules:
             scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
