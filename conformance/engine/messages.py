@@ -32,7 +32,7 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
 
 
 class Fit(msgspec.Struct, frozen=True, tag_field="kind", tag="fit"):
-    """Find cases that hold what a backend declares of one role and no listed case holds, which takes seconds."""
+    """Find cases for the pairs of classes that a backend declares of one role and no listed case holds."""
 
     reference: str
     capability: str  # whose cases the array is

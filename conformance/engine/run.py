@@ -145,7 +145,7 @@ class Run:
             self._fit()
 
     def _fit(self) -> None:
-        """Have cases fitted to what can run: role by role, since each takes seconds, what takes longest first."""
+        """Have cases fitted to each backend that can run, one task a role, those with most dimensions first."""
         spaces = sorted(map(SPACES.__getitem__, self.request.arrays), key=lambda space: -len(space.dimensions))
         asked = [(facts, space) for space in spaces for facts in self.available if space.role in facts.declared]
         tasks = Tasks([[Fit(facts.reference, space.capability, self.request.triples)] for facts, space in asked])
@@ -160,15 +160,15 @@ class Run:
                 gone[task.reference] = outcome.answer.facts.reasons
             elif outcome.ended and task in again:
                 gone[task.reference] = (f"its process ended while cases were fitted to it: {outcome.ended}",)
-            elif outcome.ended:  # over what another backend had left there, perhaps
+            elif outcome.ended:  # perhaps another backend had damaged the process
                 again.add(task)
                 tasks.groups.append([task])
         for number, facts in enumerate(self.facts):
             if facts.reference in gone:
                 self.facts[number] = replace(facts, reasons=gone[facts.reference], fingerprint="unavailable")
             elif not facts.reasons:
-                own = chain.from_iterable(fitted.get((facts.reference, name), ()) for name in self.request.arrays)
-                cases = tuple(own)
+                own = (fitted.get((facts.reference, name), ()) for name in self.request.arrays)
+                cases = tuple(chain.from_iterable(own))
                 self.facts[number] = replace(facts, fitted=cases, region=digest_of(cases))
 
     @property
@@ -233,7 +233,7 @@ class Run:
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
                     self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or NO_TRAITS))
-            # A profiler takes seconds to start, of a deployment's kernels longer than judging them.
+            # Starting a profiler takes seconds; for a deployment's few cases, longer than judging them.
             if self.device == "cuda" and not (self.request.cases or self.request.tier is Tier.SMOKE):
                 on_phase("looking which kernels run")
                 self._trace()

@@ -233,7 +233,7 @@ class Worker:
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
             return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
-        if isinstance(task, messages.Fit):  # perhaps by a process that has to import the backend first
+        if isinstance(task, messages.Fit):  # this process may have to import the backend first
             told = self.executor.query(partial(getattr, subject, "unavailable"), list[str])
             if told.error or told.value:
                 why = told.error or "; ".join(told.value)

@@ -41,7 +41,7 @@ _COPIED, _SIDE = {"cuda": 2**30, "cpu": 2**26}, {"cuda": 8192, "cpu": 512}
 _PAGES, _ROWS = 64, 64  # of a small case, which are repeated
 _SAID = {
     "cuda": "median of 2 × 3 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed "
-    "before each call; the shorter of plain calls and of a CUDA graph, where one can be captured",
+    "before each call; plain calls or a CUDA graph, whichever has the faster slowest round",
     "cpu": "on a CPU, at small shapes: median of 2 × 3 rounds of timeit, ± half their range (a 97 % "
     "interval); caches not flushed",
 }

@@ -51,7 +51,7 @@ class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
     @property
     def best(self) -> Interval | None:
-        """The one whose slowest round is shorter: a graph's device may decide what an adapter decides on the host."""
+        """The one with the faster slowest round: a graph leaves to the device what adapters may decide on the host."""
         return min(filter(None, (self.graph, self.called)), key=lambda each: each.high, default=None)
 
     @property
