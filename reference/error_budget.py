@@ -66,12 +66,6 @@ def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts
     return terms, floors, float32, moved, torch.where(d > 0, growth, torch.ones_like(d))
 
 
-def _attending_latents(projected: attention.ProjectedTerms, roundoffs: Roundoffs) -> Tensor:
-    """[T, N, V] what accumulating in float32 does where latents are attended and then projected."""
-    further = max(0.0, roundoffs.walk - roundoffs.accumulation) * projected.magnitude
-    return FLOAT32_ROUNDOFF * (roundoffs.accumulation * projected.accumulation + further)
-
-
 def element_budget(state: attention.AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
     """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
     terms, floors, float32, moved, growth = parts or budget_parts(state, roundoffs)
@@ -87,8 +81,8 @@ def element_budget(state: attention.AttentionState, roundoffs: Roundoffs, parts:
         return weights + rest + roundoffs.keys * (moved + terms.magnitude) if roundoffs.keys else weights + rest
     projected = state.projected
     keys = growth * (roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding)
-    latents = roundoffs.latent_partials * projected.magnitude
-    return weights + rest + keys + _attending_latents(projected, roundoffs) + latents
+    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
+    return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
 def expected_row_rms(state: attention.AttentionState, roundoffs: Roundoffs, parts: Parts | None = None) -> Tensor:
@@ -119,7 +113,7 @@ def expected_row_rms(state: attention.AttentionState, roundoffs: Roundoffs, part
     if projected is not None:
         rounding = rounding + (roundoffs.projections * growth).square() * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
-        systematic = systematic + _attending_latents(projected, roundoffs)
+        systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     squares = (rounding / 3 + systematic.square()).mean(dim=-1)
     # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
     if state.shared is not None and roundoffs.p in roundings.P_ROUNDOFFS:
