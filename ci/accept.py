@@ -24,6 +24,7 @@ from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.installed import module_file, source_digest, source_name
 from mla_conformance.files.whole import InputError, read_text, write_whole
 from mla_conformance.report.differences import contradicts
+from mla_conformance.report.json_report import to_text
 from mla_conformance.version import SUITE_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def append(records: Sequence[Path]) -> None:
     again = {certificate.backend for certificate in map(read_certificate, records)}
     sys.stdout.write(f"not judged again: {', '.join(sorted({each.backend for each in kept} - again)) or 'none'}\n")
     for path, value in ((suites, stored), (defects, report)):
-        write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+        write_whole(path, to_text(value))
 
 
 def _with_last(listed: list[str], digest: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from mla_conformance.certificate.verify import LOCKED, SOURCES, version_digests
 from mla_conformance.files.whole import read_text, write_whole
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.report.json_report import to_text
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import first_cases
 
@@ -30,4 +31,4 @@ if __name__ == "__main__":
     ):
         path = FIXTURES / name
         stored = json.loads(read_text(path)) if path.exists() else {}
-        write_whole(path, json.dumps({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION))}, indent=1) + "\n")
+        write_whole(path, to_text({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION))}))

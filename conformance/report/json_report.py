@@ -200,9 +200,22 @@ def _backend(backend: summary.BackendSummary) -> BackendForm:
     )
 
 
+_FLAT_LIST = re.compile(r'\[\n(?: +(?:"(?:[^"\\]|\\.)*"|[-+.\w]+),?\n)+ *\]')
+_LINE = 120
+
+
+def _on_a_line(found: re.Match[str]) -> str:
+    line = json.dumps(json.loads(found[0]), ensure_ascii=False)
+    return line if len(line) <= _LINE else found[0]
+
+
 def to_text(data: dict[str, Any] | Struct) -> str:
-    """The text of a JSON file; what no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark."""
+    """The text of a JSON file, a short list on a line.
+
+    What no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark.
+    """
     text = json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n"
+    text = _FLAT_LIST.sub(_on_a_line, text)
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
