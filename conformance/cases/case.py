@@ -183,6 +183,7 @@ class Case(ABC):
 
         A field that only other roles have may be given at its default, and is dropped.
         """
+        usual = "" if call or capability in CLASSES else ", as one without call= is,"
         call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
@@ -197,7 +198,7 @@ class Case(ABC):
             if all(value != other.defaults()[name] for other in others):
                 *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
-                raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
+                raise CaseError(f"field {name}: a {cls.role} case{usual} has none, only {roles} cases; got {value!r}")
         return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
 
     @staticmethod
