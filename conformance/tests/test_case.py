@@ -119,8 +119,8 @@ CONTRADICTIONS = [
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         (
             "lse:q=[1];cache=fp8",
-            "field cache: a prefill case, as one without call= is, has none, only cache, compress, decode, indexer, layer, sparse, sparse_layer "
-            "and tree",
+            "field cache: a prefill case, as one without call= is, has none, only cache, compress, decode, indexer, "
+            "layer, sparse, sparse_layer and tree",
         ),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
         ("lse:q=[1x65537]", "field q: expected at most 65,536 requests, got 65,537"),
