@@ -72,7 +72,9 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
         else:
             raise ValueError
     except (ValueError, KeyError):
-        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17], [1x48] or [(5,9)x24]")
+        expected = {int: "an integer", bool: "0 or 1"}.get(
+            kind, "a list such as [64,0,17], [1x48,7] or, alone, [(5,9)x24]"
+        )
         raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
     require_requests(name, sum(len(lengths) * times for lengths, times in runs))  # before it is written out
     return tuple(chain.from_iterable(lengths * times for lengths, times in runs))

@@ -19,7 +19,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, usual_capabilities
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
 DEVICES = ("cpu", "cuda")
@@ -72,6 +72,10 @@ class RunRequest:
         wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
         for name in wanted:
             if name not in CAPABILITIES:
+                about = [each for each, entry in CAPABILITIES.items() if _is_about(entry, name)]
+                if about:
+                    said = f"'{name}' is a role or a call, and no capability; those about it: {', '.join(about)}"
+                    raise InputError(said)
                 raise InputError(references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
         _require_calls(parsed)
         chosen = tuple(wanted) or usual_capabilities()
@@ -144,13 +148,25 @@ class RunRequest:
         return list(filter(None, left))
 
 
+def _is_about(entry: Capability, name: str) -> bool:
+    return any(name in (case.role, case.call) for case in entry.cases)
+
+
 def _require_calls(cases: Sequence[Case]) -> None:
-    """Refuse a case of another role than its capability: one that says no call is a prefill's, whatever it decides."""
+    """Refuse a case of another role than its capability: one that says no call is a prefill's, whatever it decides.
+
+    Also one of operands far apart that no such call of the capability has: it would not be asked for what it says.
+    """
     for case in cases:
-        calls = dict.fromkeys(listed.call for listed in CAPABILITIES[case.capability].select(Tier.FULL))
+        listed = CAPABILITIES[case.capability].select(Tier.FULL)
+        calls = dict.fromkeys(each.call for each in listed)
         if calls and case.call == Call.NEW_TOKENS and case.call not in calls:
             expected = f"expected a call of {case.capability}, such as call={next(iter(calls))}"
             raise InputError(f"case {case.id}: {expected}, got {case.call}")
+        far = sorted({each.far for each in listed if each.call == case.call} - {"none"})
+        if case.far != "none" and not any(each[:-2] == case.far[:-2] for each in far):
+            expected = f"expected {' or '.join(('none', *far))} of a {case.call} under {case.capability}"
+            raise InputError(f"case {case.id}: field far: {expected}, got {case.far}")
 
 
 def _is_function(file: Path, name: str) -> bool:

@@ -100,7 +100,7 @@ CONTRADICTIONS = [
         ("", "expected 'capability:field=value;…'"),
         ("lse", "malformed case id 'lse'"),
         ("lse:", "one non-negative length per request, got q=[]"),
-        ("lse:q", "field q: expected a list such as [64,0,17], [1x48] or [(5,9)x24], got ''"),
+        ("lse:q", "field q: expected a list such as [64,0,17], [1x48,7] or, alone, [(5,9)x24], got ''"),
         ("lse:q=5", "field q: expected a list"),
         ("lse:q=[1];q=[2]", "each field once"),
         ("lse:q=[1];capability=lse", "capability before the colon"),
