@@ -184,7 +184,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
             )
         elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
-            known, triples = capabilities.listed(space), size is Tier.NIGHTLY
+            known, triples = capabilities.listed(space), capabilities.FITTED[size] if size is Tier.NIGHTLY else 0
             held, right = covering.Pairs(space, space.rows(known)), list(filter(fits, known))
             fitting += fit(space, right, lambda some: list(map(fits, some)), held, work.CPU_WORK, triples).cases
         # By the smoke tier's own rules: it would hold few of what is asked for.

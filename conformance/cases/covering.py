@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
+from mla_conformance.cases.dimensions import residues
 from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
@@ -33,7 +34,7 @@ Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
 Triple = tuple[ClassOf, ClassOf, ClassOf]
 Numbered = tuple[list[int], int]
-"""Classes as their numbers and as a mask of them."""
+"""Classes as their numbers, and a mask of what they hold together."""
 
 
 class Missing(ABC):
@@ -44,7 +45,7 @@ class Missing(ABC):
         self._numbers = space.numbers
 
     def numbered(self, row: Row) -> Numbered:
-        """The classes of a row, as numbers and as a mask; one that the space does not have is in neither."""
+        """The classes of a row, as numbers and in a mask; one that the space does not have is in neither."""
         numbers, mask = [self._numbers[value] for value in row.items() if value in self._numbers], 0
         for number in numbers:
             mask |= 1 << number
@@ -61,8 +62,8 @@ class Missing(ABC):
         """A number that grows with what rows hold together."""
 
     @abstractmethod
-    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
-        """Those of a class with others."""
+    def _gain(self, number: int, mask: int) -> int:
+        """Those of a class with others, whose mask is given."""
 
     def held_by(self, row: Row) -> int:
         """A number that grows with those that a row holds."""
@@ -70,12 +71,12 @@ class Missing(ABC):
 
     def held_among(self, classes: Numbered) -> int:
         numbers, mask = classes
-        return sum(self._gain(number, numbers, mask) for number in numbers)
+        return sum(self._gain(number, mask) for number in numbers)
 
     def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
         """Classes of a dimension behind a row, those with most first; of small batches before all others."""
-        others, usual = self.numbered(row), self.space.small.get(name, labels) if small else labels
-        gains = {label: self._gain(self._numbers[name, label], *others) for label in labels}
+        (_, others), usual = self.numbered(row), self.space.small.get(name, labels) if small else labels
+        gains = {label: self._gain(self._numbers[name, label], others) for label in labels}
         return sorted(labels, key=lambda label: (label in usual, gains[label]), reverse=True)
 
 
@@ -127,7 +128,7 @@ class Pairs(Missing):
     def new_in(self, rows: Iterable[Row]) -> int:
         return len(self) - len(self - Pairs(self.space, rows))
 
-    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
+    def _gain(self, number: int, mask: int) -> int:
         return (self.partners[number] & mask).bit_count()
 
     def __sub__(self, other: "Pairs") -> "Pairs":
@@ -146,51 +147,85 @@ class Pairs(Missing):
                 later &= later - 1
 
 
+class FinePairs:
+    """Pairs of classes and residues that are to be held by members of rows, at first those that no given case holds."""
+
+    def __init__(self, space: Space, given: Iterable[Case]) -> None:
+        self._fine = tuple(residues())
+        finer = replace(space, dimensions=(*space.dimensions, *self._fine))
+        self._left = Pairs.every(finer) - Pairs(finer, map(finer.row_of, given))
+
+    def held_by(self, row: Row, case: Case) -> int:
+        return self._left.held_by(self._finer(row, case))
+
+    def drop(self, row: Row, case: Case) -> None:
+        self._left.drop(self._finer(row, case))
+
+    def _finer(self, row: Row, case: Case) -> Row:
+        return {**row, **{each.name: each.class_of(case) or "" for each in self._fine}}
+
+
 class Triples(Missing):
-    """All triples of classes that are pairs two by two: for each two classes a mask of those that make triples."""
+    """All triples of classes that are pairs two by two.
+
+    For each class the masks of those with which it and each other one make triples stand behind each other in one
+    number: what a row holds of them is one product and one ``and`` for each of its classes.
+    """
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(pairs.space)
+        self._width = len(self.values)
         self._thirds = [
-            [own & other if own >> number & 1 else 0 for number, other in enumerate(pairs.partners)]
+            sum(
+                (own & other) << number * self._width
+                for number, other in enumerate(pairs.partners)
+                if own >> number & 1
+            )
             for own in pairs.partners
         ]
         self._most: dict[int, tuple[int, int]] = {}
 
     def copy(self) -> Self:
         found = copy(self)
-        found._thirds, found._most = [list(own) for own in self._thirds], dict(self._most)
+        found._thirds, found._most = list(self._thirds), dict(self._most)
         return found
 
+    def numbered(self, row: Row) -> Numbered:
+        numbers, mask = super().numbered(row)
+        return numbers, mask * sum(1 << number * self._width for number in numbers)
+
     def drop(self, row: Row) -> None:
-        numbers, mask = self.numbered(row)
-        for first in numbers:
-            self._most.pop(first, None)
-            for second in numbers:
-                self._thirds[first][second] &= ~mask
+        numbers, masks = self.numbered(row)
+        for number in numbers:
+            self._most.pop(number, None)
+            self._thirds[number] &= ~masks
 
     def new_in(self, rows: Iterable[Row]) -> int:
         return sum(map(self.held_by, rows))
 
-    def _gain(self, number: int, numbers: list[int], mask: int) -> int:
-        return sum((self._thirds[number][other] & mask).bit_count() for other in numbers)
+    def _gain(self, number: int, mask: int) -> int:
+        return (self._thirds[number] & mask).bit_count()
+
+    def _with_each(self, number: int) -> list[int]:
+        every, own = (1 << self._width) - 1, self._thirds[number]
+        return [own >> other * self._width & every for other in range(self._width)]
 
     def densest(self) -> Triple | None:
         """A triple of the two classes that are in most; None if there is none left."""
-        for first in range(len(self.values)):
+        for first in range(self._width):
             if first not in self._most:
-                counts = [mask.bit_count() for mask in self._thirds[first]]
+                counts = [mask.bit_count() for mask in self._with_each(first)]
                 self._most[first] = max(counts), -counts.index(max(counts))
-        first = max(range(len(self.values)), key=self._most.__getitem__)
+        first = max(range(self._width), key=self._most.__getitem__)
         second = -self._most[first][1]
-        third = self._thirds[first][second]
+        third = self._with_each(first)[second]
         if not third:
             return None
         one, two, three = sorted((first, second, (third & -third).bit_length() - 1))
         return self.values[one], self.values[two], self.values[three]
 
     def __len__(self) -> int:
-        return sum(mask.bit_count() for thirds in self._thirds for mask in thirds) // 6
+        return sum(thirds.bit_count() for thirds in self._thirds) // 6
 
 
 def cover(

@@ -215,7 +215,7 @@ def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 
 def residues() -> Iterator[Dimension]:
-    """What the numbers of a batch leave of tiles, warps and groups of heads, for every role alike.
+    """What the numbers of a batch leave of tiles, warps and groups of heads, and their magnitudes, for every role.
 
     No row asks for one; among the members that are drawn for a row those with new pairs of residues are taken.
     """
@@ -233,6 +233,11 @@ def residues() -> Iterator[Dimension]:
             lambda n: near.get(n % size) or ("few" if n % size <= size // 2 else "more"),
         )
 
+    magnitudes = Labels(tuple(map(str, range(32))), lambda number: str(max(0, number - 1).bit_length()))
+    yield counted("magnitude of requests", magnitudes, lambda case: len(case.q))
+    yield counted("magnitude of rows", magnitudes, lambda case: sum(case.q))
+    yield counted("magnitude of the longest", magnitudes, lambda case: max(case.totals))
+    yield counted("magnitude of slots", magnitudes, lambda case: getattr(case, "spare", 0) * case.page)
     for size in (64, 128, 512):
         yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
     yield counted("requests mod 32", groups(32), lambda case: len(case.q))

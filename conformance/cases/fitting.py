@@ -1,25 +1,33 @@
 """Cases that follow a kernel: rows that hold every pair of classes of the region which it declares. No torch.
 
-Beside them, if that is asked for, rows that hold many triples.
+Behind them, if that is asked for, those of its dispatch grid, a cell for each instance that kernels choose by heads,
+query tokens and the like, and then those that hold most triples.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress, cycle, product
 
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs, Triples, filled
+from mla_conformance.cases.batches import HEADS
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.covering import FinePairs, Pairs, Triples, filled
+from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 from mla_conformance.cases.work import work_of
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
-_DRAWS = 2
-"""Draws of members of a row that a kernel is asked whether it supports them."""
+_DRAWS, _FINE_DRAWS = 2, 8
+"""Draws of members of a row that a kernel is asked whether it supports them, for pairs and behind them."""
 _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""
-MOST_TRIPLES, _MOST_TRIES = 500, 1500
-"""Cases of a role that are fitted for triples, those that hold most first, and triples that are tried for them."""
+_TRIES = 3
+"""Triples that are tried for each case."""
+_GRID_HEADS = (1, 2, 4, 6, 8, 16, 20, 32, 64, 128)
+_NO_NUMBERS: Fields = {}
+_GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
 
 
 @dataclass(frozen=True)
@@ -55,19 +63,48 @@ def fit(
     supports: Supports,
     reachable: Pairs,
     most: float,
-    triples: bool = False,
+    triples: int = 0,
     salt: str = "",
 ) -> Region:
     """The region of a kernel: of the listed ``cases`` that it supports, and of what it ``supports`` beside them.
 
-    Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Members of
-    rows are drawn with the salt.
+    Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Behind
+    them so many are found for the grid and for ``triples``. Members of rows are drawn with the salt.
     """
     fitting = _Fitting(space, cases, supports, reachable, most, salt)
     if triples:
-        light = (case for case in (*cases, *fitting.region.cases) if work_of(case) <= most)
-        fitting.find_triples(Pairs(space, space.rows(light)))
+        fitting.find_triples([case for case in (*cases, *fitting.region.cases) if work_of(case) <= most], triples)
     return fitting.region
+
+
+def cells_of(space: Space, classes: Mapping[str, Sequence[str]]) -> Iterator[tuple[Row, Fields]]:
+    """Those of the grids of a space among some classes: their classes, and the numbers that stand for them."""
+    heads = [{"heads": number} for number in _GRID_HEADS if "heads" in classes]
+    for names in space.grids:
+        for number, labels in product(heads or [{}], product(*map(classes.__getitem__, names))):
+            cell = {
+                **dict(zip(names, labels, strict=True)),
+                **{name: str(HEADS.class_of(n)) for name, n in number.items()},
+            }
+            if cell.get("queries", "1") in _GRID_QUERIES and cell.get("heads", "") in classes.get("heads", [""]):
+                queries = {"q": (_GRID_QUERIES[cell["queries"]],)} if "queries" in cell else {}
+                ordered = {each.name: cell[each.name] for each in space.dimensions if each.name in cell}
+                yield ordered, {**number, **queries}
+
+
+def _with(case: Case, numbers: Fields) -> Case | None:
+    """The case with these numbers of heads and of query tokens; None if there is none."""
+    if not numbers:
+        return case
+    with suppress(CaseError):
+        return replace(case, **{**numbers, **({"q": numbers["q"] * len(case.q)} if "q" in numbers else {})})
+    return None
+
+
+def _has(case: Case, numbers: Fields) -> bool:
+    return all(
+        getattr(case, name)[: len(n)] == n if name == "q" else getattr(case, name) == n for name, n in numbers.items()
+    )
 
 
 class _Fitting:
@@ -83,6 +120,7 @@ class _Fitting:
         self.region, self._supports, self._most, self._needs = Region(space, []), supports, most, True
         self._salt = salt
         self._left: Pairs | Triples
+        self._fine: FinePairs | None = None
         self._refused: set[tuple[ClassOf, ...]] = set()
         self._with: dict[ClassOf, list[Row]] = {}
         for case in cases:
@@ -129,19 +167,35 @@ class _Fitting:
                     break
                 self._decides.add(further)
 
-    def find_triples(self, pairs: Pairs) -> None:
-        """Rows for triples of these pairs, the densest first, until there are enough."""
-        claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.cases
-        before, enough, self._needs = claimed - len(left), len(fitted) + MOST_TRIPLES, False
-        self._left = left
-        for _ in range(_MOST_TRIES):
+    def find_triples(self, light: Sequence[Case], many: int) -> None:
+        """Cases for cells of the grid that no light case holds, then for the densest of the triples of its pairs."""
+        space, fitted = self.region.space, self.region.cases
+        pairs = Pairs(space, space.rows(light))
+        claimed, left = len(Triples(pairs)), self._without_held(pairs)
+        before, enough, self._needs = claimed - len(left), len(fitted) + many, False
+        self._fine = FinePairs(space, light)
+        self._left, held_by = left, [({*space.row_of(case).items()}, case) for case in light]
+        for cell, numbers in cells_of(space, self.region.classes):
+            if not any(cell.items() <= row and _has(case, numbers) for row, case in held_by):
+                bases = [row for value in cell.items() for row in self._with[value][-1:]]
+                if self._try([*cell.items()], bases, numbers):
+                    held_by.append(({*space.row_of(fitted[-1]).items()}, fitted[-1]))
+        sizes = cycle([*self._large_classes(), None])
+        for _ in range(_TRIES * many):
             triple = left.densest()
-            if triple is None or len(fitted) == enough:
+            if triple is None or len(fitted) >= enough:
                 break
-            if not self._try(triple, [row for value in triple for row in self._with[value][-1:]]):
+            bases, large = [row for value in triple for row in self._with[value][-1:]], next(sizes)
+            tried = [(*triple, large)] if large and large[0] not in dict(triple) else []
+            if not any(self._try(wanted, bases) for wanted in (*tried, triple)):
                 left.drop(dict(triple))
         lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
         self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+
+    def _large_classes(self) -> list[ClassOf]:
+        """Those that are more work than usual, one of which a row has in turn: long batches, many heads and so on."""
+        small = self.region.space.small
+        return [(name, label) for name in small for label in self.region.classes[name] if label not in small[name]]
 
     def _without_held(self, pairs: Pairs) -> Triples:
         found = Triples(pairs)
@@ -149,15 +203,18 @@ class _Fitting:
             found.drop(row)
         return found
 
-    def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
+    def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row], numbers: Fields = _NO_NUMBERS) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
-        case = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
+        found = (self._supported(wanted, base, self._decides, numbers) for base in bases)
+        case = next(filter(None, found), None)
         if case:
             several = filled(self.region.space, case, self._left, self._is_light)
             case = several if several == case or all(self._supports((several,))) else case
             self.region.cases.append(case)
-            for row in self._add(case):
+            for row in (rows := self._add(case)):
                 self._left.drop(row)
+            if self._fine:
+                self._fine.drop(rows[0], case)
         return case is not None
 
     def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:
@@ -173,7 +230,9 @@ class _Fitting:
                 return free[enough - 1]
         return None
 
-    def _supported(self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str]) -> Case | None:
+    def _supported(
+        self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str], numbers: Fields = _NO_NUMBERS
+    ) -> Case | None:
         """A supported case with these classes: as the base in some dimensions, else with most of the missing pairs."""
 
         def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
@@ -182,20 +241,26 @@ class _Fitting:
             return self._left.dense(name, labels, row, small=True)
 
         row = self.region.space.completed(wanted, prefer)
-        if not row or (known := tuple(row.items())) in self._refused:
+        if not row or (known := (*row.items(), *numbers.items())) in self._refused:
             return None
-        case = self._member(row)
+        case = self._member(row, numbers)
         if not case:
             self._refused.add(known)
         return case
 
-    def _member(self, row: Row) -> Case | None:
+    def _member(self, row: Row, numbers: Fields) -> Case | None:
         """A supported case of a row: of light ones with drawn members that which adds most, or that with the first."""
-        *drawn, plain = self.region.space.drawn(row, self._salt, _DRAWS)
-        for tried in (list(filter(self._is_light, drawn)), [plain] if self._needs or self._is_light(plain) else []):
+        space, fine = self.region.space, self._fine
+        draws = _FINE_DRAWS if fine else _DRAWS
+        *drawn, plain = (_with(case, numbers) for case in space.drawn(row, self._salt, draws))
+        kept = [case for case in drawn if case and self._is_light(case) and not (numbers and space.outside(case))]
+        for tried in (kept, [plain] if plain and (self._needs or self._is_light(plain)) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):
-                return max(supported, key=lambda case: self._left.new_in(self.region.space.rows((case,))))
+                return max(supported, key=partial(fine.held_by, row) if fine else self._adds)
         return None
+
+    def _adds(self, case: Case) -> int:
+        return self._left.new_in(self.region.space.rows((case,)))
 
     def _is_light(self, case: Case) -> bool:
         return work_of(case) <= self._most

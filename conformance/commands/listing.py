@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mla_conformance.backends.references import known_backends, unknown
 from mla_conformance.cases.covering import Pair, Pairs, Triples
-from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import ClassOf
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.commands.parser import commands_of
@@ -23,7 +22,7 @@ from mla_conformance.models.profile import Deployment, ModelProfile, cases_of
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier, counted, listed
 
 _NO_GPU = "they need a GPU, and a package"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
@@ -97,15 +96,15 @@ def _list_declared(reference: str, device: str | None) -> int:
     if subject.unavailable:
         raise InputError(f"{subject.backend.name} cannot run here: {'; '.join(subject.unavailable)}")
     for space in (space for space in SPACES.values() if space.role in subject.roles):
-        region = region_of(subject, space, triples=True)
+        region = region_of(subject, space, FITTED[Tier.NIGHTLY])
         claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
         said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
         lines = wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
         if triples := region.triples:
             left = triples.claimed - triples.held - triples.vain
             said = (
-                f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; "
-                f"no row found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
+                f"{triples.claimed:,} triples claimed two by two: listed {triples.before:,}, nightly {triples.held:,}; "
+                f"no row found for {triples.vain:,}, {left:,} left out behind {FITTED[Tier.NIGHTLY]} cases"
             )
             lines += wrapped(said, 2)
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
@@ -204,7 +203,7 @@ def print_completion(options: argparse.Namespace) -> int:
 
 def tier_lines() -> Iterator[str]:
     for tier in Tier:
-        further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
+        further = f", and up to {FITTED[tier]} a role fitted for triples" if tier in FITTED else ""
         yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
     for space in SPACES.values():
         rows = {case: tuple(space.rows((case,))) for case in listed(space)}

@@ -36,7 +36,7 @@ class Fit(msgspec.Struct, frozen=True, tag_field="kind", tag="fit"):
 
     reference: str
     capability: str  # whose cases the array is
-    triples: bool
+    triples: int
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):

@@ -48,7 +48,6 @@ class RunRequest:
     speed: bool = False  # whether those that are right are timed
     is_usual: bool = False  # whether no backend was named, of which those that cannot run here were not asked for
     arrays: tuple[str, ...] = ()  # capabilities whose covering arrays are judged whole, to which cases are fitted
-    triples: bool = False  # whether they are fitted for triples of classes as well
     surely_cpu: bool = False  # whether it is known without torch that no GPU is used
 
     @staticmethod
@@ -100,7 +99,6 @@ class RunRequest:
             found,
             is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
             arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
-            triples=found.tier is Tier.NIGHTLY,
             surely_cpu=device == "cpu" or not may_have_gpu(),
         )
 

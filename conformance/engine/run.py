@@ -42,7 +42,7 @@ from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
-from mla_conformance.vocabulary.capabilities import Tier
+from mla_conformance.vocabulary.capabilities import FITTED, Tier
 
 _COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
 """Distributions that compile kernels on a GPU when they are called, which may take longer than all else."""
@@ -148,7 +148,7 @@ class Run:
         """Have cases fitted to each backend that can run, one task a role, those with most dimensions first."""
         spaces = sorted(map(SPACES.__getitem__, self.request.arrays), key=lambda space: -len(space.dimensions))
         asked = [(facts, space) for space in spaces for facts in self.available if space.role in facts.declared]
-        tasks = Tasks([[Fit(facts.reference, space.capability, self.request.triples)] for facts, space in asked])
+        tasks = Tasks([[Fit(facts.reference, space.capability, FITTED[self.request.tier])] for facts, space in asked])
         fitted: dict[tuple[str, str], tuple[str, ...]] = {}
         gone: dict[str, tuple[str, ...]] = {}
         again = set[Fit]()

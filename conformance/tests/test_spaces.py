@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import fitting
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs, cover, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
@@ -18,7 +17,15 @@ from mla_conformance.cli import main
 from mla_conformance.commands import listing
 from mla_conformance.judging.golden import memory_need
 from mla_conformance.vocabulary.arrays import SPACES, array_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts
+from mla_conformance.vocabulary.capabilities import (
+    CAPABILITIES,
+    FITTED,
+    Capability,
+    Tier,
+    counted,
+    listed,
+    long_contexts,
+)
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
@@ -146,8 +153,7 @@ class Narrow(EagerDecodeBackend):
 def test_what_a_declaration_claims_and_refuses_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, number in (("MOST_TRIPLES", 6), ("_MOST_TRIES", 20)):  # each of which takes a while to be held
-        monkeypatch.setattr(fitting, name, number)
+    monkeypatch.setitem(FITTED, Tier.NIGHTLY, 6)  # each of which takes a while to be held
     (tmp_path / "narrow.py").write_text(NARROW)
     assert main(["capabilities", "--backend", f"{tmp_path}/narrow.py:Narrow", "--device", "cpu"]) == 0
     headline, *lines = capsys.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, OnStarted, judge_one
-from mla_conformance.vocabulary.arrays import SPACES, grid_cases
+from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
 
 _ROUND = 200  # cases that are drawn with one seed
@@ -22,8 +22,8 @@ _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which i
 _Cause = tuple[str, str]  # the call and the check that fails
 
 
-def region_of(subject: Subject, space: Space, triples: bool = False, salt: str = "") -> fitting.Region:
-    """The part of a space that a backend declares, and cases fitted to it, if asked for ``triples`` of classes as well.
+def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
+    """The part of a space that a backend declares, and cases fitted to it, so many for ``triples`` of classes as well.
 
     Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
     """
@@ -31,11 +31,7 @@ def region_of(subject: Subject, space: Space, triples: bool = False, salt: str =
     supported = list(compress(cases, _supported(subject, cases)))
     if not supported:
         return fitting.Region(space, [])
-    region = fitting.fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
-    listed_or_fitted = {*cases, *region.cases}
-    further = [case for case in grid_cases(space, region.classes) if case not in listed_or_fitted]
-    region.cases += compress(further, _supported(subject, further) if further else ())
-    return region
+    return fitting.fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
 
 
 def reachable(space: Space, most: float) -> covering.Pairs:

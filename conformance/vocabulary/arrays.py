@@ -15,15 +15,14 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.resources import files
-from itertools import chain, combinations, islice, product
+from itertools import chain, combinations, islice
 from typing import Any
 
 from mla_conformance.backends.roles import ROLES, Role
-from mla_conformance.cases import batches, grammar
+from mla_conformance.cases import grammar
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.classes import Draw
-from mla_conformance.cases.covering import Pair, Pairs, cover, filled
-from mla_conformance.cases.dimensions import residues
+from mla_conformance.cases.covering import FinePairs, Pair, Pairs, cover, filled
 from mla_conformance.cases.space import Preference, Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 
@@ -100,25 +99,19 @@ def _within(most: float, case: Case) -> bool:
 
 class _Members:
     def __init__(self, space: Space, given: Iterable[Case]) -> None:
-        self._residues = tuple(residues())
-        self._space, finer = space, replace(space, dimensions=(*space.dimensions, *self._residues))
-        self._left = Pairs.every(finer) - Pairs(finer, finer.rows(given))
+        self._space, self._fine = space, FinePairs(space, given)
 
     def of(self, row: Row, left: Pairs, most: float) -> Case | None:
         """The case of a row, of a few with no more than so much work, that adds most of what is left, then residues."""
         if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
             return None
         fits = (case for case in self._space.drawn(row) if work_of(case) <= most)
-        rows = {
-            case: {**row, **{each.name: each.class_of(case) or "" for each in self._residues}}
-            for case in islice(fits, _COMPARED)
-        }
 
         def added(case: Case) -> tuple[int, int]:
-            return left.new_in(self._space.rows((case,))), self._left.held_by(rows[case])
+            return left.new_in(self._space.rows((case,))), self._fine.held_by(row, case)
 
-        best = max(rows, key=added)
-        self._left.drop(rows[best])
+        best = max(islice(fits, _COMPARED), key=added)
+        self._fine.drop(row, best)
         return filled(self._space, best, left, partial(_within, most))
 
 
@@ -159,9 +152,6 @@ _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)  # roles whose requests 
 _PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
 _SHORT = 43
 _RUN = (33, 40, 48)
-_GRID_HEADS = (1, 2, 4, 6, 8, 16, 20, 32, 64, 128)
-_GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
-_GRID_TRIES, _GRID_COMPARED = 6, 3
 
 
 def dense_cases(space: Space) -> list[Case]:
@@ -252,36 +242,3 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
     tokens = case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")  # to a multiple of 8, as builders have them
     room = {"workspace": -(-tokens // 8) * 8} if case.call in _PLANNED else {}
     return {**lengths, **decodes, **room}
-
-
-def grid_cases(space: Space, classes: Mapping[str, Sequence[str]]) -> list[Case]:
-    """Cases of every cell of the grids of a space, of these classes of its dimensions.
-
-    What else varies is drawn by hash, so that a cell is no cell of one layout or dtype alone.
-    """
-    heads: Sequence[int] = _GRID_HEADS if "heads" in classes else (0,)
-    found = []
-    for names in space.grids:
-        labels: list[list[str]] = [
-            [label for label in classes[name] if name != "queries" or label in _GRID_QUERIES] for name in names
-        ]
-        for number, cell in product(heads, product(*labels)):
-            cases = islice(_in_cell(space, classes, number, dict(zip(names, cell, strict=True))), _GRID_COMPARED)
-            found.append(min(cases, key=work_of, default=None))
-    return list(dict.fromkeys(filter(None, found)))
-
-
-def _in_cell(space: Space, classes: Mapping[str, Sequence[str]], heads: int, cell: dict[str, str]) -> Iterator[Case]:
-    wanted = {**cell, **({"heads": str(batches.HEADS.class_of(heads))} if heads else {})}
-    if any(label not in classes[name] for name, label in wanted.items()):
-        return
-    for attempt in range(_GRID_TRIES):
-        draw = Draw(f"{space.capability}|{heads}|{wanted}|{attempt}")
-        row = space.completed(wanted.items(), preferred(space, draw, classes))
-        with suppress(CaseError):
-            case = space.case_of(row, draw) if row else None
-            changes: dict[str, Any] = {"heads": heads} if heads and case else {}
-            if case and case.q and cell.get("queries") in _GRID_QUERIES:
-                changes["q"] = (_GRID_QUERIES[cell["queries"]],) * len(case.q)
-            if case and is_light(case := replace(case, **changes)) and not space.outside(case):
-                yield case

@@ -61,12 +61,16 @@ class CapabilityError(InputError):
 
 class Tier(StrEnum):
     SMOKE = "smoke"  # the first case of each capability, those that kill known defects, every class of what is combined
-    FULL = "full"  # all cases; they hold every pair of these values
-    NIGHTLY = "nightly"  # those, long contexts, and what is fitted to a backend for triples of values
+    FULL = "full"  # all cases; they hold every pair of these values, and some triples of what a backend declares
+    NIGHTLY = "nightly"  # those, long contexts, and more of these triples
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         raise CapabilityError(f"unknown tier '{value}'; expected one of {', '.join(cls)}")
+
+
+FITTED = {Tier.FULL: 100, Tier.NIGHTLY: 500}
+"""Cases of a role that are fitted to a kernel behind its pairs, for a grid and for triples, at most."""
 
 
 @dataclass(frozen=True)
