@@ -13,6 +13,7 @@ from itertools import compress, cycle, product
 from mla_conformance.cases.batches import HEADS
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import FinePairs, Pairs, Triples, filled
+from mla_conformance.cases.dense import drawn_case
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 from mla_conformance.cases.work import work_of
@@ -21,6 +22,8 @@ Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
 _DRAWS, _FINE_DRAWS = 2, 8
 """Draws of members of a row that a kernel is asked whether it supports them, for pairs and behind them."""
+_DENSE_DRAWS = 5
+"""Dense batches that are drawn for each one that is taken."""
 _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""
 _TRIES = 3
@@ -173,13 +176,14 @@ class _Fitting:
         pairs = Pairs(space, space.rows(light))
         claimed, left = len(Triples(pairs)), self._without_held(pairs)
         before, enough, self._needs = claimed - len(left), len(fitted) + many, False
-        self._fine = FinePairs(space, light)
+        fine = self._fine = FinePairs(space, light)
         self._left, held_by = left, [({*space.row_of(case).items()}, case) for case in light]
         for cell, numbers in cells_of(space, self.region.classes):
             if not any(cell.items() <= row and _has(case, numbers) for row, case in held_by):
                 bases = [row for value in cell.items() for row in self._with[value][-1:]]
                 if self._try([*cell.items()], bases, numbers):
                     held_by.append(({*space.row_of(fitted[-1]).items()}, fitted[-1]))
+        self._find_dense(fine, many * 2 // 5)
         sizes = cycle([*self._large_classes(), None])
         for _ in range(_TRIES * many):
             triple = left.densest()
@@ -191,6 +195,17 @@ class _Fitting:
                 left.drop(dict(triple))
         lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
         self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+
+    def _find_dense(self, fine: FinePairs, many: int) -> None:
+        """Of dense batches and long requests that are drawn those that hold most pairs with residues and magnitudes."""
+        space, classes = self.region.space, self.region.classes
+        drawn = (drawn_case(space, f"{self._salt}|{number}", classes) for number in range(_DENSE_DRAWS * many))
+        found = [*dict.fromkeys(filter(None, drawn))]
+        rows = {case: space.row_of(case) for case in compress(found, self._supports(found))}
+        for _ in range(min(many, len(rows))):
+            best = max(rows, key=lambda case: fine.held_by(rows[case], case))
+            self._take(best)
+            del rows[best]
 
     def _large_classes(self) -> list[ClassOf]:
         """Those that are more work than usual, one of which a row has in turn: long batches, many heads and so on."""
@@ -210,12 +225,15 @@ class _Fitting:
         if case:
             several = filled(self.region.space, case, self._left, self._is_light)
             case = several if several == case or all(self._supports((several,))) else case
-            self.region.cases.append(case)
-            for row in (rows := self._add(case)):
-                self._left.drop(row)
-            if self._fine:
-                self._fine.drop(rows[0], case)
+            self._take(case)
         return case is not None
+
+    def _take(self, case: Case) -> None:
+        self.region.cases.append(case)
+        for row in (rows := self._add(case)):
+            self._left.drop(row)
+        if self._fine:
+            self._fine.drop(rows[0], case)
 
     def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:
         """A further dimension that decides: a row is refused, and supported once it is there like a base as well."""
