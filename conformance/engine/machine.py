@@ -35,6 +35,7 @@ LACKED_MEMORY = 77
 _PATIENCE = 2.0  # seconds in which a process that closed its connection ends by itself
 _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_VMSTAT = Path("/proc/vmstat")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTEXT_BYTES = 2 * 2**30
@@ -181,6 +182,14 @@ def how_it_ends(step: Callable[[], object]) -> str:
         if answer.read(1):
             return ""
     return how(status)
+
+
+def oom_kills() -> int:
+    """Processes that the system has ended for want of memory since it started; 0 where it counts none."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 def how(status: int) -> str:

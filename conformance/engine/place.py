@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mla_conformance.engine import keeper, messages
-from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, programs_below
+from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, oom_kills, programs_below
 from mla_conformance.judging.record import COMPILING, ENDED, Record
 from mla_conformance.judging.verdict import Status, Verdict
 
@@ -36,9 +36,10 @@ _IN_COMPILER = re.compile(
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
-def died(status: int, when: str = "") -> Verdict:
-    what = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
-    return Verdict(what, f"the process died during this case{when}: {how(status)}")
+def died(status: int, when: str = "", oom_killed: bool = False) -> Verdict:
+    what = Status.UNAVAILABLE if status == LACKED_MEMORY or oom_killed else Status.CRASH
+    why = ", while the system ended a process for want of memory" if oom_killed else ""
+    return Verdict(what, f"the process died during this case{when}: {how(status)}{why}")
 
 
 class RunError(RuntimeError):
@@ -102,6 +103,7 @@ class WorkerSlot:
     _killed: bool = False
     _served: bool = False
     _makes_room: bool = False
+    _oom_kills: int = 0  # of the system, when the task was given
 
     def spawn(self) -> None:
         if self.early:
@@ -124,6 +126,7 @@ class WorkerSlot:
             self._makes_room = True
         else:
             self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+            self._oom_kills = oom_kills()
             if isinstance(task, messages.Unrecorded):
                 self.history.append((task.reference, ""))
         self.deadline = time.monotonic() + self.timeout
@@ -209,7 +212,8 @@ class WorkerSlot:
             compiling = self._programs & _COMPILERS or any(map(_IN_COMPILER.search, self._stacks))
             cut = Verdict(Status.UNAVAILABLE, COMPILING) if compiling else Verdict(Status.TIMEOUT, HUNG, detail=detail)
             return self._started.with_verdict(cut, self.timeout)
-        return self._started.with_verdict(died(status), 0.0)
+        oom_killed = status == -signal.SIGKILL and oom_kills() > self._oom_kills
+        return self._started.with_verdict(died(status, oom_killed=oom_killed), 0.0)
 
     def expire(self) -> None:
         if not self._asked and self.task is not None:

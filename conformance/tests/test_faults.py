@@ -11,6 +11,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.cli import main
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
@@ -95,6 +96,27 @@ def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(
     names = {path.name for path in (folder / "out").iterdir() if not path.is_fifo()}
     assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES
+
+
+STARVED = """
+import os, pathlib
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Starved(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        pathlib.Path(__file__).with_name("vmstat").write_text("oom_kill 9\\n")
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_the_system_ends_for_want_of_memory_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 8\n")
+    monkeypatch.setattr(machine, "_VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "starved.py").write_text(STARVED)
+    assert main(["replay", SMALL, f"--backend={tmp_path}/starved.py:Starved", "--device=cpu"]) == 3
+    assert "while the system ended a process for want of memory" in " ".join(capsys.readouterr().out.split())
 
 
 GPU_CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
