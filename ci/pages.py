@@ -74,12 +74,18 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _list(title: str, case: type[Case], names: set[str]) -> str:
-    entries = []
-    for field in (field for field in fields(case) if field.name in names):
+    known = {field.name: field.default for base in case.__mro__[1:] if issubclass(base, Case) for field in fields(base)}
+    entries, others = [], []
+    for field in fields(case):
         plain = int(field.default) if isinstance(field.default, bool) else field.default
         default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id always says it
-        entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
-    return "\n".join([f"### {title}", "", *entries])
+        if field.name in names:
+            entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
+        elif field.default != known[field.name]:
+            others.append(f"`{field.name}{default}`")
+    return "\n".join(
+        [f"### {title}", "", *entries, *([f"- otherwise by default: {', '.join(others)}"] if others else [])]
+    )
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
