@@ -50,12 +50,12 @@ class Numbers:
 
     @cached_property
     def favoured(self) -> Mapping[str, Sequence[int]]:
-        """Of each class the members that are named, its ends as far as they are near, and what engines use."""
+        """Of each class the members that are named; of sizes its ends as far as they are near, and what engines use."""
         found = {}
         for label, parts in self.parts.items():
             named = chain.from_iterable(part for part in parts if isinstance(part, tuple))
             ends = [end for part in parts for end in (part[0], part[-1]) if end <= _NEAR * self.first(label)]
-            known = dict.fromkeys((self.first(label), *named, *ends, *(_FAVOURED if self.sizes else ())))
+            known = dict.fromkeys((self.first(label), *named, *((*ends, *_FAVOURED) if self.sizes else ())))
             found[label] = tuple(n for n in known if n <= self.most and self.class_of(n) == label)
         return found
 

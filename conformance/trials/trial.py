@@ -34,6 +34,7 @@ from mla_conformance.problems.memory import (
     wait_for_memory,
     whole_memory,
 )
+from mla_conformance.problems.operands import ProblemError
 from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
@@ -305,6 +306,8 @@ def judged_trial(
         verdict = trial.verdict
     except Nonconformance as outcome:
         verdict = outcome.verdict
+    except ProblemError as error:  # of drawn inputs, say, that the model's dtype cannot hold
+        verdict = Verdict(Status.UNAVAILABLE, one_line(error))
     except Exception as error:
         if out_of_memory(error):
             verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
