@@ -40,7 +40,7 @@ from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier
 
 Json = dict[str, Any]
 issue = partial(record_of, certifies=True)
@@ -363,7 +363,9 @@ def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
     request, subject = RunRequest.of(["TORCH_SDPA"], device="cpu"), Subject.of("TORCH_SDPA", device)
-    fitted = tuple(case.id for name in request.arrays for case in region_of(subject, SPACES[name]).cases)
+    fitted = tuple(
+        case.id for name in request.arrays for case in region_of(subject, SPACES[name], FITTED[Tier.FULL]).cases
+    )
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal(folder / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))
