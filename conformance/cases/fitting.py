@@ -16,7 +16,7 @@ from mla_conformance.cases.covering import FinePairs, Pairs, Triples, filled
 from mla_conformance.cases.dense import drawn_case
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import ClassOf, Row, Space, held
-from mla_conformance.cases.work import work_of
+from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
@@ -72,11 +72,12 @@ def fit(
     """The region of a kernel: of the listed ``cases`` that it supports, and of what it ``supports`` beside them.
 
     Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Behind
-    them so many are found for the grid and for ``triples``. Members of rows are drawn with the salt.
+    them so many are found for the grid and for ``triples``, light ones on any device, since those of a GPU's work would
+    take half of its run. Members of rows are drawn with the salt.
     """
     fitting = _Fitting(space, cases, supports, reachable, most, salt)
     if triples:
-        fitting.find_triples([case for case in (*cases, *fitting.region.cases) if work_of(case) <= most], triples)
+        fitting.find_triples(list(filter(is_light, (*cases, *fitting.region.cases))), triples)
     return fitting.region
 
 
@@ -176,7 +177,8 @@ class _Fitting:
         pairs = Pairs(space, space.rows(light))
         claimed, left = len(Triples(pairs)), self._without_held(pairs)
         before, enough, self._needs = claimed - len(left), len(fitted) + many, False
-        fine = self._fine = FinePairs(space, light)
+        self._most, fine = CPU_WORK, FinePairs(space, light)
+        self._fine = fine
         self._left, held_by = left, [({*space.row_of(case).items()}, case) for case in light]
         for cell, numbers in cells_of(space, self.region.classes):
             if not any(cell.items() <= row and _has(case, numbers) for row, case in held_by):
@@ -209,8 +211,8 @@ class _Fitting:
 
     def _large_classes(self) -> list[ClassOf]:
         """Those that are more work than usual, one of which a row has in turn: long batches, many heads and so on."""
-        small = self.region.space.small
-        return [(name, label) for name in small for label in self.region.classes[name] if label not in small[name]]
+        small, known = self.region.space.small, self.region.classes
+        return [(name, label) for name in small for label in known.get(name, ()) if label not in small[name]]
 
     def _without_held(self, pairs: Pairs) -> Triples:
         found = Triples(pairs)

@@ -108,9 +108,10 @@ class SparseLayerCase(cached.CachedCase):
         if self.topk % 2 or self.topics < self.queries - 1:
             least = self.queries - 1
             sizes = ", ".join(str(n) for n in range(least, 2 * least + 1) if n % 4 == 0)
+            beyond = f", or a multiple of one of {sizes} beyond" if sizes else ""
             yield (
-                f"field topk: expected an even number from {2 * least} to {4 * least}, or a multiple of one of {sizes} "
-                f"beyond, since {self.index_heads} index heads tell so many groups of keys apart, got {self.topk}"
+                f"field topk: expected an even number from {2 * least} to {4 * least}{beyond}, "
+                f"since {self.index_heads} index heads tell so many groups of keys apart, got {self.topk}"
             )
         if self.kv_lora_rank % WHOLE and (self.holds_codes or self.data == grammar.Data.INTEGERS):
             yield f"field data: {self.data} has latents of whole {WHOLE} columns, got dims={self.dims}"
