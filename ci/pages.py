@@ -84,7 +84,7 @@ def _list(title: str, case: type[Case], names: set[str]) -> str:
         elif field.default != known[field.name]:
             others.append(f"`{field.name}{default}`")
     return "\n".join(
-        [f"### {title}", "", *entries, *([f"- otherwise by default: {', '.join(others)}"] if others else [])]
+        [f"### {title}", "", *entries, *([f"- Other defaults in this role: {', '.join(others)}"] if others else [])]
     )
 
 

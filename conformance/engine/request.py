@@ -19,7 +19,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, usual_capabilities
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
 DEVICES = ("cpu", "cuda")
@@ -71,9 +71,13 @@ class RunRequest:
         wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
         for name in wanted:
             if name not in CAPABILITIES:
-                about = [each for each, entry in CAPABILITIES.items() if _is_about(entry, name)]
+                about = [
+                    each
+                    for each, entry in CAPABILITIES.items()
+                    if any(name in (case.role, case.call) for case in entry.cases)
+                ]
                 if about:
-                    said = f"'{name}' is a role or a call, and no capability; those about it: {', '.join(about)}"
+                    said = f"'{name}' is a role or a call, not a capability; expected one of {', '.join(about)}"
                     raise InputError(said)
                 raise InputError(references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
         _require_calls(parsed)
@@ -144,10 +148,6 @@ class RunRequest:
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)
         return list(filter(None, left))
-
-
-def _is_about(entry: Capability, name: str) -> bool:
-    return any(name in (case.role, case.call) for case in entry.cases)
 
 
 def _require_calls(cases: Sequence[Case]) -> None:

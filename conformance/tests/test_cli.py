@@ -68,7 +68,7 @@ FILES = {
             "replay 'decode_lse:q=[1];kv=[3]' --backend EAGER --device cpu",
             "expected a call of decode_lse, such as call=decode, got new_tokens",
         ),
-        ("replay 'tree:q=[1];kv=[3]' --backend EAGER", "capability; those about it: tree_decode, determinism, "),
+        ("replay 'tree:q=[1];kv=[3]' --backend EAGER", "not a capability; expected one of tree_decode, determinism, "),
         (
             "replay 'large_offsets:call=decode;q=[1];kv=[3];far=k31' --backend EAGER --device cpu",
             "field far: expected none or cache31 or cache32 of a decode under large_offsets, got k31",

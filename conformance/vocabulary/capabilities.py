@@ -70,7 +70,7 @@ class Tier(StrEnum):
 
 
 FITTED = {Tier.FULL: 100, Tier.NIGHTLY: 500}
-"""Cases of a role that are fitted to a kernel behind its pairs, for a grid and for triples, at most."""
+"""The most cases of a role that are fitted to a kernel behind its pairs: its grid, dense batches, triples."""
 
 
 @dataclass(frozen=True)
