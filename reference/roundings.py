@@ -144,10 +144,9 @@ class MergeTerms:
 def merged_parts(parts: Sequence[Tensor]) -> MergeTerms:
     """Of the shares [..., V] of a result that the chunks of a context have, in order, and the new tokens, the last."""
     own, first = torch.stack(tuple(parts)), torch.stack(tuple(parts)).cumsum(dim=0)
-    whole, context = first[-1], first[-2]
     rounded = [own.abs()]
     if len(parts) > 2:
-        between = first[:-2]
+        whole, context, between = first[-1], first[-2], first[:-2]
         ends = torch.stack((between.abs(), (context - between).abs(), (whole - between).abs()))
         rounded += [ends.amax(dim=0), context.abs().unsqueeze(0)]
     every = torch.cat(rounded)

@@ -65,7 +65,7 @@ def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool =
 
 
 def at_least(least: int, default: int, means: str = "") -> Any:
-    """A field that is a number of ``least``, 0 or 1, or more."""
+    """A field that is a number of ``least`` or more."""
     return field(default=default, metadata={"least": least, "means": means})
 
 
@@ -183,7 +183,7 @@ class Case(ABC):
 
         A field that only other roles have may be given at its default, and is dropped.
         """
-        usual = "" if call or capability in CLASSES else ", as one without call= is,"
+        told = bool(call) or capability in CLASSES
         call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
@@ -198,7 +198,14 @@ class Case(ABC):
             if all(value != other.defaults()[name] for other in others):
                 *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
-                raise CaseError(f"field {name}: a {cls.role} case{usual} has none, only {roles} cases; got {value!r}")
+                if told:
+                    raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
+                calls = [of for of in Call if any(of in other.calls for other in others)]
+                meant = max(calls, key=lambda of: len(of) if capability.startswith(of) else 0)
+                raise CaseError(
+                    f"field {name}: only {roles} cases have one, and an id without call= is a {cls.role} case; write "
+                    f"such as call={meant}; got {value!r}"
+                )
         return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
 
     @staticmethod
@@ -394,5 +401,5 @@ def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
     if isinstance(value, int) and abs(value) > LARGEST:
         raise CaseError(f"field {name}: expected at most {LARGEST:,}, got {value}")
     if "least" in law and value < law["least"]:
-        expected = "positive" if law["least"] else "non-negative"
-        raise CaseError(f"field {name}: expected a {expected} number, got {value}")
+        expected = {0: "a non-negative number", 1: "a positive number"}.get(law["least"], f"at least {law['least']}")
+        raise CaseError(f"field {name}: expected {expected}, got {value}")

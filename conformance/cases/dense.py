@@ -30,12 +30,13 @@ _LONG = (513, 1100, 1537, 2049, 4200, 9000, 17_000, 33_000, 70_000)
 _ROWS = (257, 513, 640, 1100, 2049, 4200)
 _BLOCKS = (255, 2049, 32_768, 33_000, 65_536, 66_000)
 """Blocks that no request holds, among which those of the requests lie."""
+_SLOTS = (2**15 + 100, 2**16 + 100, 2**17 + 100, 2**18, 2**20)
 _SHARED = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 16))
 """Layers that share a buffer of so many blocks, and tokens of a page."""
 _REGIMES = (1, 2, 5, 9, 16)  # how many data regimes requests have in turn
-_POSITIONS = "positions"
+_POSITIONS, _SMALL = "positions", "small"
 _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)  # roles whose requests have any number of new tokens, or none
-_PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
+PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
 _SHORT = 43
 _RUN = (33, 40, 48)
 
@@ -50,8 +51,9 @@ def dense_cases(space: Space) -> list[Case]:
 
 def drawn_case(space: Space, name: str, classes: Classes) -> Case | None:
     """A dense batch or a long request of some classes, with any heads, which are drawn by this name."""
-    kind = Draw(name).pick((_dense, _dense, *(partial(_of_length, length=length) for length in _LONG)), "kind")
-    what = "rows" if Draw(name).below(2, "rows") else "keys"
+    kinds = (_dense, _dense, _wide, _wide, *(partial(_of_length, length=length) for length in _LONG))
+    kind = Draw(name).pick(kinds, "kind")
+    what = _SMALL if kind is _wide else "rows" if Draw(name).below(2, "rows") else "keys"
     return next(_drawn(space, f"{what} {name}", kind, classes=classes, tries=_FITTED_TRIES), None)
 
 
@@ -64,7 +66,7 @@ def _drawn(
 ) -> Iterator[Case]:
     for attempt in range(tries):
         draw = Draw(f"{space.capability}|{name}|{attempt}")
-        row = space.completed((), _preferred(space, draw, classes))
+        row = space.completed((), _preferred(space, draw, classes, name.startswith(_SMALL)))
         assert row
         with suppress(CaseError):
             case = space.case_of(row, draw)
@@ -76,11 +78,16 @@ def _drawn(
                 yield case
 
 
-def _preferred(space: Space, draw: Draw, classes: Classes | None) -> Preference:
-    """Any classes, of these where some are given, but mostly those of small batches first where these are named."""
+def _preferred(space: Space, draw: Draw, classes: Classes | None, small: bool) -> Preference:
+    """Any classes, of these where some are given, but mostly those of small batches first where these are named.
+
+    Of sizes of heads the smallest ones first if they are to be small.
+    """
 
     @cache
     def drawn(name: str, labels: Sequence[str]) -> list[str]:
+        if small and name == "dims":
+            return sorted(classes[name] if classes else labels, key=lambda dims: grammar.dimensions_of(dims)[1])
         usual, known = space.small.get(name, labels), classes[name] if classes else labels
         usual = usual if draw.below(4, "usual", name) else labels
         return sorted(known, key=lambda label: (label not in usual, draw.below(2**32, name, label)))
@@ -118,6 +125,14 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
     return {**_shaped(case, q, kv, draw), **blocks}
 
 
+def _wide(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
+    """A few requests in blocks, of whatever size, whose numbers or slots are wide."""
+    if not hasattr(case, "spare"):
+        raise CaseError(f"{case.id}: expected a cache")
+    spare = draw.pick(_BLOCKS, "blocks") if draw.below(2, "of blocks") else -(-draw.pick(_SLOTS, "slots") // case.page)
+    return {"spare": spare}
+
+
 def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
     number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4, 5, 8), "queries")
     q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
@@ -139,5 +154,5 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
             q, decodes = longer[: len(q) - many] + [drafted] * many, {"decodes": many}
     lengths: dict[str, grammar.Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.call != Call.NEW_TOKENS else ()}
     tokens = case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")  # to a multiple of 8, as builders have them
-    room = {"workspace": -(-tokens // 8) * 8} if case.call in _PLANNED else {}
+    room = {"workspace": -(-tokens // 8) * 8} if case.call in PLANNED else {}
     return {**lengths, **decodes, **room}

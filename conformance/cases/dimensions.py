@@ -28,6 +28,7 @@ def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 
 _FEW_SLOTS = 6000
+_DOUBLINGS = 6  # of the most slots, so that blocks of 64 have ids beyond 2^15 as well
 K_SCALES = Numbers(
     {
         "usual": ((13_000,), range(5_000, 100_000)),
@@ -98,7 +99,8 @@ WITH_LSE = space.never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS,
 def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
     """The blocks that no request holds; others are drawn from all."""
     few = draw.near(1, _FEW_SLOTS, "unused") if draw else 3 * page
-    slots = {NOTHING: 3 * page, "few": few, "2^15 slots": 2**15, "2^16 slots": 2**16}[row["unused"]]
+    most = 2**16 << draw.below(_DOUBLINGS, "slots")
+    slots = {NOTHING: 3 * page, "few": few, "2^15 slots": 2**15, "2^16 slots": most}[row["unused"]]
     return {"spare": -(-slots // page)}
 
 

@@ -13,7 +13,7 @@ from itertools import compress, cycle, product
 from mla_conformance.cases.batches import HEADS
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import FinePairs, Pairs, Triples, filled
-from mla_conformance.cases.dense import drawn_case
+from mla_conformance.cases.dense import PLANNED, drawn_case
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
@@ -28,6 +28,12 @@ _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""
 _TRIES = 3
 """Triples that are tried for each case."""
+SESSIONS = "call_order"
+"""The capability whose cases are sessions of tens of calls."""
+_MOST_SESSIONS, _SESSION_WORK, _MORE = 12, 4e7, 4
+"""Sessions of a role, work of one of their calls, and how many times the first batch's requests another has at most."""
+_SURROUNDINGS = ("scale", "tails", "poison", "maxima")
+"""Dimensions that make mistakes visible and that no kernel chooses by: beside them a triple is another pair."""
 _GRID_HEADS = (1, 2, 4, 6, 8, 16, 20, 32, 64, 128)
 _NO_NUMBERS: Fields = {}
 _GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
@@ -68,16 +74,18 @@ def fit(
     most: float,
     triples: int = 0,
     salt: str = "",
+    sessions: Sequence[Case] = (),
 ) -> Region:
     """The region of a kernel: of the listed ``cases`` that it supports, and of what it ``supports`` beside them.
 
     Its pairs are ``reachable`` ones; cases of more than the ``most`` work are taken where a pair needs them. Behind
     them so many are found for the grid and for ``triples``, light ones on any device, since those of a GPU's work would
-    take half of its run. Members of rows are drawn with the salt.
+    take half of its run, and sessions beside listed ones. Members of rows are drawn with the salt.
     """
     fitting = _Fitting(space, cases, supports, reachable, most, salt)
     if triples:
         fitting.find_triples(list(filter(is_light, (*cases, *fitting.region.cases))), triples)
+        fitting.find_sessions(sessions)
     return fitting.region
 
 
@@ -175,6 +183,7 @@ class _Fitting:
         """Cases for cells of the grid that no light case holds, then for the densest of the triples of its pairs."""
         space, fitted = self.region.space, self.region.cases
         pairs = Pairs(space, space.rows(light))
+        pairs.leave(value for value in space.values if value[0] in _SURROUNDINGS)
         claimed, left = len(Triples(pairs)), self._without_held(pairs)
         before, enough, self._needs = claimed - len(left), len(fitted) + many, False
         self._most, fine = CPU_WORK, FinePairs(space, light)
@@ -197,6 +206,23 @@ class _Fitting:
                 left.drop(dict(triple))
         lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
         self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+
+    def find_sessions(self, known: Sequence[Case]) -> None:
+        """Sessions of a role that has known ones: for pairs of classes that none of them holds, densest first."""
+        space, fitted = self.region.space, self.region.cases
+        before, work = len(fitted), 0.0
+        self._fine, self._most, self._needs = None, _SESSION_WORK, False
+        known = [*compress(known, self._supports(known))] if known else []
+        left = self._left = Pairs(space, self.region.rows) - Pairs(space, space.rows(known))
+        while known and work < CPU_WORK and len(fitted) < before + _MOST_SESSIONS and (pairs := left.densest()):
+            if self._try(pairs[0], [row for value in pairs[0] for row in self._with[value][-1:]]):
+                case = fitted[-1]
+                # Other batches of a session have more contexts, each of which needs a page of the workspace.
+                pages: Fields = {"workspace": case.page * _MORE * len(case.q)} if case.call in PLANNED else {}
+                fitted[-1] = replace(case, capability=SESSIONS, **pages)
+                work += work_of(fitted[-1])
+            else:
+                left.drop(dict(pairs[0]))
 
     def _find_dense(self, fine: FinePairs, many: int) -> None:
         """Of dense batches and long requests that are drawn those that hold most pairs with residues and magnitudes."""

@@ -29,7 +29,7 @@ from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.speed.times import KINDS, SHAPES, Interval, Shape, Speed, Timed, sized
 from mla_conformance.trials.subject import Subject, device_reasons
 
-PATIENCE = {"cuda": 45.0, "cpu": 45.0}
+PATIENCE = {"cuda": 10.0, "cpu": 45.0}
 """Seconds after which no further shape of a kernel is begun."""
 SLOWEST = 1.0  # seconds of the slowest call that is timed
 _LINE = 300  # characters of a reason

@@ -119,9 +119,14 @@ CONTRADICTIONS = [
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         (
             "lse:q=[1];cache=fp8",
-            "field cache: a prefill case, as one without call= is, has none, only cache, compress, decode, indexer, "
-            "layer, sparse, sparse_layer and tree",
+            "layer, sparse, sparse_layer and tree cases have one, and an id without call= is a prefill case; write "
+            "such as call=decode; got 'fp8'",
         ),
+        (
+            "sparse_layer_ranks:q=[1];kv=[5];decodes=1",
+            "cases have one, and an id without call= is a prefill case; write such as call=sparse_layer; got 1",
+        ),
+        ("sparse_layer:q=[1];kv=[5];index_heads=1", "field index_heads: expected at least 2, got 1"),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
         ("lse:q=[1x65537]", "field q: expected at most 65,536 requests, got 65,537"),
         ("lse:q=[2000000000,2000000000]", "expected at most 2,147,483,648 tokens, got 4,000,000,000 new ones and 0"),

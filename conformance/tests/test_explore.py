@@ -33,9 +33,9 @@ from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.tests import drawn
 from mla_conformance.trials.explore import explore, reachable, region_of
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import listed
+from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.vocabulary.arrays import SPACES, could_be_fitted
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
 CPU = torch.device("cpu")
 Fails = Callable[[Case], str]
@@ -88,6 +88,40 @@ def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypa
     assert record.message == f"{len(judged)} of {len(judged)} drawn cases hold, none fails"
     assert {case.dtype for case in judged} == {"bf16"} and len({case.call for case in judged}) > 1
     assert judged == explored(monkeypatch, lambda case: "", draws=16)[0], "the same number draws the same cases"
+
+
+def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
+    space, subject = SPACES["tree_combinations"], drawn.subject_of("EAGER")
+    fitted = region_of(subject, space, triples=1).cases
+    sessions = [case for case in fitted if case.capability == "call_order"]
+    known = Pairs(space, space.rows(case for case in CAPABILITIES["call_order"].cases if case.role is space.role))
+    left = Pairs(space, space.rows(sessions)) - known
+    assert 3 < len(sessions) <= 12 and left and all(could_be_fitted(case.id) for case in fitted)
+    assert judge_one(subject, sessions[0], Context()).status is Status.PASS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chunked_context:q=[31];kv=[0];page=64;workspace=64;merge=own",  # nothing to merge
+        # Keys that are alike by chance are drawn again, else what codes round would decide.
+        "sparse_layer_combinations:call=sparse_layer;dtype=fp16;dims=64-126-64-128;heads=5;q=[1,1,1];kv=[32,127,47];"
+        "page=128;data=integers;decodes=3;index_scales=pow2;index_heads=2;topk=2",
+        "call_order:call=sparse_layer;dtype=fp16;q=[1];kv=[3];data=integers;decodes=1;index_heads=2;topk=2",
+        "call_order:call=sparse_decode;dims=small;heads=2;q=[1];kv=[9];cache=fp8;topk=8;extra=auto;extra_topk=8",
+        "call_order:call=layer;dims=32-16-32-64;heads=1;q=[3,2];kv=[3,1];page=1;workspace=12;order=decodes_first",
+        "call_order:call=compress;dims=8-8-16-16;q=[1];kv=[0];spare=1;ratio=128;overlap=1",
+    ],
+)
+def test_a_right_kernel_is_not_blamed_where_it_was(text: str) -> None:
+    assert drawn.judged("EAGER", text).status is Status.PASS
+
+
+def test_a_batch_that_a_session_cannot_make_blames_no_kernel() -> None:
+    record = drawn.judged(
+        "EAGER", "call_order:call=chunked_context;dims=small;heads=1;q=[9];kv=[5];page=16;workspace=16"
+    )
+    assert record.status is Status.UNAVAILABLE and "workspace_tokens must be at least" in record.message
 
 
 def test_two_causes_are_found_in_one_call_and_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

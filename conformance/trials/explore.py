@@ -14,7 +14,7 @@ from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, OnStarted, judge_one
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import listed
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
 _ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
@@ -31,7 +31,9 @@ def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") 
     supported = list(compress(cases, _supported(subject, cases)))
     if not supported:
         return fitting.Region(space, [])
-    return fitting.fit(space, supported, partial(_supported, subject), reachable(space, most), most, triples, salt)
+    sessions = [case for case in CAPABILITIES[fitting.SESSIONS].cases if case.role is space.role]
+    supports, pairs = partial(_supported, subject), reachable(space, most)
+    return fitting.fit(space, supported, supports, pairs, most, triples, salt, sessions)
 
 
 def reachable(space: Space, most: float) -> covering.Pairs:

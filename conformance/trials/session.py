@@ -23,6 +23,7 @@ from mla_conformance.judging.verdict import Check, Nonconformance, Status
 from mla_conformance.problems.calls import CallOnRanks, KernelCall, Problem
 from mla_conformance.problems.fences import Buffers
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
@@ -104,7 +105,7 @@ def session(trial: Trial) -> None:
         _layers_of_a_step(made)
         _interleaved(trial, trial.other_problem())
         _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
-        if case.call in (Call.DECODE, Call.SPARSE_DECODE):
+        if case.call in (Call.DECODE, Call.SPARSE_DECODE) and not getattr(case, "has_extra", False):
             made.call(_scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
         made.call(
             _overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
@@ -197,7 +198,8 @@ def _later(case: Case, tokens: int) -> Case:
         return later
     assert isinstance(case, CachedCase)
     pages = [sum(-(-total // case.page) for total in each.totals) for each in (case, later)]
-    return replace(later, spare=max(0, case.spare - pages[1] + pages[0]))
+    least = int(isinstance(later, CompressCase) and max(later.totals) < later.ratio)  # of which no request has an entry
+    return replace(later, spare=max(least, case.spare - pages[1] + pages[0]))
 
 
 def _decoding(case: Case) -> Collection[int]:
@@ -208,7 +210,8 @@ def _decoding(case: Case) -> Collection[int]:
 def _requeried(case: Case, number: int) -> Case:
     """Other numbers of new tokens; those that decode keep theirs, by which a layer knows them."""
     fixed = _decoding(case)
-    draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=0)
+    lone = int(getattr(case, "order", "") == "decodes_first")  # a prefill has more, also where nothing decodes
+    draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=lone)
     most = max(least, max(case.q)) + 2
     q = [n if request in fixed else draw.randint(least, most) for request, n in enumerate(case.q)]
     return replace(case, q=tuple(q))
@@ -217,7 +220,8 @@ def _requeried(case: Case, number: int) -> Case:
 def _layers_of_a_step(made: Session) -> None:
     """A batch prepared once, computed for several layers: each has contents of its own, and weights if it is whole."""
     trial, is_layer = made.trial, isinstance(made.trial.case, LayerCase)
-    data = Data.OUTLIERS if trial.case.data == Data.INTEGERS else Data.INTEGERS
+    others = Data.NORMAL if trial.case.role is Role.SPARSE_LAYER else Data.OUTLIERS
+    data = others if trial.case.data == Data.INTEGERS else Data.INTEGERS
     fields: dict[str, Any] = dict.fromkeys(("data", "latents") if is_layer else ("data",), data)
     contents = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)
@@ -251,7 +255,10 @@ def _lend(owner: Any, layer: Any, problem: Problem) -> None:
 
 
 def _scale_cache(problem: Problem, factor: float) -> Problem:
-    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly.
+
+    Of one cache, since two may have layouts apart.
+    """
     assert isinstance(problem.case, CachedCase)
     meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
     for call in problem.calls:

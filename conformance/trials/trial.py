@@ -20,7 +20,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError, cut, one_line
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving.driver import Observation, parts_of, run_calls, why_not_plain
 from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
 from mla_conformance.judging.record import Record
@@ -306,7 +306,7 @@ def judged_trial(
         verdict = trial.verdict
     except Nonconformance as outcome:
         verdict = outcome.verdict
-    except ProblemError as error:  # of drawn inputs, say, that the model's dtype cannot hold
+    except (ProblemError, CaseError) as error:  # of inputs that the model's dtype cannot hold, or of a derived batch
         verdict = Verdict(Status.UNAVAILABLE, one_line(error))
     except Exception as error:
         if out_of_memory(error):

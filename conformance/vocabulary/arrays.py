@@ -15,6 +15,7 @@ from itertools import chain, combinations, islice
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import FinePairs, Pair, Pairs, cover, filled
+from mla_conformance.cases.fitting import SESSIONS
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 
@@ -53,7 +54,8 @@ def could_be_fitted(id: str) -> bool:
         case = Case.parse(id)
     except CaseError:
         return False
-    return case.capability in SPACES and not SPACES[case.capability].outside(case)
+    space = next((each for each in SPACES.values() if each.role is case.role), None)
+    return space is not None and case.capability in (space.capability, SESSIONS) and not space.outside(case)
 
 
 def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()) -> tuple[list[Case], Pairs]:

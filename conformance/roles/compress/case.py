@@ -83,6 +83,8 @@ class CompressCase(cached.CacheOperation):
             yield f"compress expects cache=auto on one rank, got {self.cache} on {self.ranks}"
         if not any(self.totals):
             yield "compress expects a token, got q and kv of 0"
+        if not self.spare and max(self.totals) < self.ratio:
+            yield f"field spare: expected a block, since no request has the {self.ratio} tokens of an entry, got 0"
 
 
 _RATIOS = Numbers({**exactly(4, 128, 2, 3), "other": ((8,), range(5, 128))})

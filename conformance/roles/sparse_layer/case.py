@@ -122,16 +122,34 @@ class SparseLayerCase(cached.CachedCase):
             )
 
 
-_HEADS = classes.Numbers(exactly(4, 16, 1, 5, 32))
+_HEADS = classes.Numbers(
+    {
+        "4": ((4,), (2, 4, 6, 8, 12)),
+        "16": ((16,), (16, 20, 24, 40)),
+        "1": ((1,),),
+        "5": ((5,), range(3, 14, 2)),
+        "32": ((32,), (32, 48, 64, 96, 128)),
+    }
+)
 _RANKS = classes.Numbers(exactly(1, 2, 4, 8, 16))
 _REQUESTS = classes.Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
+_PAGES = classes.Numbers(
+    {
+        "64": ((64,), (64, 80, 96)),
+        "16": ((16,), (8, 16, 32, 48)),
+        "128": ((128,), (128, 256, 512)),
+        "1": ((1,), (1, 2, 4)),
+    }
+)
 _SELECTED = {
-    "8 by 4 heads": (4, 8),
-    "16 by 9 heads": (9, 16),
-    "2 by 2 heads": (2, 2),
-    "32 by 9 heads": (9, 32),
-    "128 by 32 heads": (32, 128),  # the least that engines' kernels take
+    "8 by 4 heads": ((4, 8), (4, 10), (4, 12), (5, 16), (3, 8)),
+    "16 by 9 heads": ((9, 16), (8, 16), (8, 20), (9, 24), (7, 24)),
+    "2 by 2 heads": ((2, 2), (2, 4), (3, 4)),
+    "32 by 9 heads": ((9, 32), (8, 32), (9, 48), (16, 64), (9, 64)),
+    # The first is the least that engines' kernels take.
+    "128 by 32 heads": ((32, 128), (64, 128), (32, 256), (24, 192), (64, 512), (64, 1024), (64, 2048)),
 }
+"""Index heads and K, those that stand for a class first."""
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200
@@ -145,7 +163,7 @@ _OWN = Only("selection", ("own",), "only an indexer has conventions")
 
 
 def _selected(case: SparseLayerCase) -> str | None:
-    return next((label for label, of in _SELECTED.items() if of == (case.index_heads, case.topk)), None)
+    return next((label for label, of in _SELECTED.items() if (case.index_heads, case.topk) in of), None)
 
 
 def _keys(case: SparseLayerCase) -> str:
@@ -158,12 +176,12 @@ def _longest(topk: int, keys: str, draw: classes.Draw = classes.PLAIN) -> tuple[
     if draw and keys == "fewer":
         return (draw.near(1, topk - 1, keys), topk - 1)
     if draw and keys == "more":
-        return (draw.near(topk + 2, _MOST_MORE, keys),)
+        return (draw.near(topk + 2, max(_MOST_MORE, 2 * topk), keys),)
     return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
 
 
 def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
-    heads, topk = _SELECTED[row["selected"]]
+    heads, topk = draw.pick(_SELECTED[row["selected"]], "selected")
     longest = classes.first(_longest(topk, row["keys"], draw))
     number = draw.of(_REQUESTS, row["requests"])
     decodes = batches.decodes_of(row, number, draw)
@@ -179,7 +197,7 @@ def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
 
 def _long_enough(selected: str, keys: str, new: str) -> bool:
     least = _TOKENS.first(new) if new in _TOKENS.parts else int(new)
-    return max(_longest(_SELECTED[selected][1], keys)) >= least
+    return max(_longest(_SELECTED[selected][0][1], keys)) >= least
 
 
 SPARSE_LAYER = Space(
@@ -205,7 +223,7 @@ SPARSE_LAYER = Space(
         counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), batches.WITH_PREFILLS),
         measured("selected", _SELECTED, _selected),
         measured("keys", _KEYS, _keys),
-        dimensions.numbers("page", "page", classes.Numbers(exactly(64, 16, 128, 1))),
+        dimensions.numbers("page", "page", _PAGES),
         values("tails", "tails", *cached.TAILS),
         dimensions.numbers("layers", "layers", classes.Numbers({"1": ((1,),), "several": (range(2, 9),)})),
         dimensions.LAYOUT,

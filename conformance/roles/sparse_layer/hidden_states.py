@@ -14,6 +14,7 @@ from torch import Tensor
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
+from mla_conformance.reference import cache_layout
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.layer import index_keys, index_queries, index_weights, query_latent
 from mla_conformance.reference.prepare_index import Prepared, rotated
@@ -33,6 +34,7 @@ _BLOCK = (7, *[2] * 16, *[1] * 15)
 """Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
 
 MARGIN = 0.5  # of the best score of a row, how far the last selected token stands above the best that is left out
+_MOST_DRAWS = 4
 _WEIGHTS_SEED = 39
 _LEAST = 2.0**-6  # of a latent, so that none is a subnormal number
 _LARGER = 4.0  # latents and keys before their norms, so that its epsilon is nothing beside them
@@ -152,13 +154,18 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return torch.cat(flags)
 
     @cached_property
-    def topics(self) -> list[Topics]:
-        size = self.case.topk // self.case.topics
-        return [Topics.drawn(total, self.case.topk, size, self.generator) for total in self.case.totals]
-
-    @cached_property
     def hidden(self) -> Tensor:
-        """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others."""
+        """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others.
+
+        Drawn again where keys are too much alike for what an index cache rounds.
+        """
+        for _ in range(_MOST_DRAWS):
+            hidden = self._drawn()
+            if self.case.shared or (gap := self._gap(hidden)) >= MARGIN:
+                return hidden
+        raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
+
+    def _drawn(self) -> Tensor:
         case, layer, tokens = self.case, self.layer, len(self.positions)
         # Latents have a root mean square that is a power of two; of a cache of codes they are codes.
         if case.holds_codes or case.data == Data.INTEGERS:
@@ -167,19 +174,21 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
             known = torch.randn(tokens, case.kv_lora_rank, generator=self.generator, dtype=torch.float64)
             known = _of_one_size(torch.copysign(known.abs().clamp(min=_LEAST), known))
         drawn = torch.randn(tokens, case.hidden_size, generator=self.generator).double()
-        keys = [topics.keys(INDEX_DIM, self.generator) for topics in self.topics]
+        size = case.topk // case.topics
+        of_requests = [Topics.drawn(total, case.topk, size, self.generator) for total in case.totals]
+        keys = [topics.keys(INDEX_DIM, self.generator) for topics in of_requests]
         drawn = put(drawn, layer.weights.W_DKV, known)
         drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
-        asked, weights = self._asked(drawn)
+        asked, weights = self._asked(drawn, of_requests)
         assert layer.weights.W_DQ is not None
         drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
         return drawn.to(self.dtype)
 
-    def _asked(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    def _asked(self, drawn: Tensor, of_requests: list[Topics]) -> tuple[Tensor, Tensor]:
         """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""
         case, form, found = self.case, self.layer.index_spec, []
         keys = index_keys(drawn, self.positions, self.layer.index, form).values.to(self.dtype).double()
-        for topics, rows, kv in zip(self.topics, segments(start_loc(case.totals)), case.kv, strict=True):
+        for topics, rows, kv in zip(of_requests, segments(start_loc(case.totals)), case.kv, strict=True):
             directions = topics.directions(keys[rows])
             sizes = case.topk, case.queries
             bounds = range(kv + 1, rows.stop - rows.start + 1)
@@ -199,41 +208,64 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         assert self.layer.weights.q_norm is not None
         return _of_one_size(normed / self.layer.weights.q_norm), weights
 
+    def _gap(self, hidden: Tensor) -> float:
+        """How far the last token that a row selects stands above the best that it leaves out, in its best score.
+
+        The least of all rows, by golden scores and by those of queries and keys as the index cache holds them.
+        """
+        columns, (q, weights, k) = self.case.topk, self._indexed(hidden)
+        golden = self._scored(q, weights, k)
+        rows = golden.bounds > columns
+        if not bool(rows.any()):
+            return torch.inf
+        best = golden.scores.topk(columns, dim=1)
+        selected = torch.zeros_like(golden.visible).scatter(1, best.indices, value=True)
+        stored = self._scored(self._stored(q.flatten(0, 1)).view_as(q), weights, self._stored(k))
+        gaps = []
+        for scores in (golden.scores, stored.scores):
+            last, behind = scores.where(selected, torch.inf).amin(1), scores.where(~selected, -torch.inf).amax(1)
+            gaps.append(float(((last - behind) / best.values[:, 0])[rows].min()))
+        return min(gaps)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        case, x = self.case, x.to(self.dtype)
+        entries = cache_layout.encode(x, x[:, :0], case.index_cache, case.cache_scale, case.index_scales)
+        return cache_layout.decode_rows(entries, case.index_cache, case.cache_scale, INDEX_DIM, 0)[0]
+
+    def _query_latent(self, hidden: Tensor) -> Tensor:
+        return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
+
+    def _indexed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all, float64."""
+        layer, new = self.layer, self.new
+        q = index_queries(self._query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
+        k = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
+        return q, index_weights(hidden[new], layer.index), k
+
+    def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> IndexScores:
+        """Of the new tokens, which see those before them and their own."""
+        starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
+        return index_scores(q, weights, k, **starts)
+
     @cached_property
     def query_latent(self) -> Tensor:
         """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
-        return query_latent(self.hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
+        return self._query_latent(self.hidden)
 
     @cached_property
     def keys(self) -> Tensor:
-        return index_keys(self.hidden, self.positions, self.layer.index, self.layer.index_spec).values
-
-    @cached_property
-    def scores(self) -> IndexScores:
-        """Of the new tokens, which see those before them and their own."""
-        layer, new = self.layer, self.new
-        q = index_queries(self.query_latent, self.positions[new], layer.index, layer.index_spec).values
-        starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
-        return index_scores(q, index_weights(self.hidden[new], layer.index), self.keys, **starts)
+        return self._indexed(self.hidden)[2]
 
     @cached_property
     def lists(self) -> Tensor:
         """[T, K] int64, positions that each new token attends to, -1 behind them."""
         columns, longest = self.case.topk, max(self.case.totals)
-        bounds = self.positions[self.new] + 1  # [T] int64, tokens that each new one sees
-        seen = torch.arange(longest) < bounds.unsqueeze(1)
-        scores = self.scores.scores
+        seen = torch.arange(longest) < (self.positions[self.new] + 1).unsqueeze(1)
         if self.case.shared:
             scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
+        else:
+            scores = self._scored(*self._indexed(self.hidden)).scores
         best = scores.masked_fill(~seen, -torch.inf).topk(min(columns, longest), dim=1)
-        rows = bounds > columns
-        if not self.case.shared and bool(rows.any()):
-            # What is left out against what is selected; a score of what is selected is the unit.
-            visible = scores.masked_fill(~self.scores.visible, -torch.inf)
-            behind = visible.topk(columns + 1, dim=1).values[rows, -1]
-            gap = float(((best.values[rows, -1] - behind) / best.values[rows, 0]).min())
-            if gap < MARGIN:
-                raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
         named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(named, (0, columns - named.shape[1]), value=NO_KEY)
 
