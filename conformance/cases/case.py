@@ -184,6 +184,7 @@ class Case(ABC):
         A field that only other roles have may be given at its default, and is dropped.
         """
         told = bool(call) or capability in CLASSES
+        named = "" if told else max((of for of in Call if capability.startswith(of)), key=len, default="")
         call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
@@ -200,13 +201,17 @@ class Case(ABC):
                 roles = f"{', '.join(first)} and {last}" if first else last
                 if told:
                     raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
-                calls = [of for of in Call if any(of in other.calls for other in others)]
-                meant = max(calls, key=lambda of: len(of) if capability.startswith(of) else 0)
+                meant = named or next(of for of in Call if any(of in other.calls for other in others))
                 raise CaseError(
                     f"field {name}: only {roles} cases have one, and an id without call= is a {cls.role} case; write "
                     f"such as call={meant}; got {value!r}"
                 )
-        return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
+        try:
+            return cls(capability=capability, call=call, **{name: values[name] for name in values if name in own})
+        except CaseError as error:
+            if not named:
+                raise
+            raise CaseError(f"{error}; an id without call= is a {cls.role} case, write call={named}") from None
 
     @staticmethod
     @lru_cache(maxsize=2**14)  # the same ids are read again from lists, journals and reports

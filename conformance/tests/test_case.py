@@ -126,6 +126,7 @@ CONTRADICTIONS = [
             "sparse_layer_ranks:q=[1];kv=[5];decodes=1",
             "cases have one, and an id without call= is a prefill case; write such as call=sparse_layer; got 1",
         ),
+        ("compress_keys:q=[1];data=warm", "got 'warm'; an id without call= is a prefill case, write call=compress"),
         ("sparse_layer:q=[1];kv=[5];index_heads=1", "field index_heads: expected at least 2, got 1"),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
         ("lse:q=[1x65537]", "field q: expected at most 65,536 requests, got 65,537"),
