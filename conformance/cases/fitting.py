@@ -210,7 +210,7 @@ class _Fitting:
     def find_sessions(self, known: Sequence[Case]) -> None:
         """Sessions of a role that has known ones: for pairs of classes that none of them holds, densest first."""
         space, fitted = self.region.space, self.region.cases
-        before, work = len(fitted), 0.0
+        before, work, rows = len(fitted), 0.0, [*self.region.rows]
         self._fine, self._most, self._needs = None, _SESSION_WORK, False
         known = [*compress(known, self._supports(known))] if known else []
         left = self._left = Pairs(space, self.region.rows) - Pairs(space, space.rows(known))
@@ -223,6 +223,7 @@ class _Fitting:
                 work += work_of(fitted[-1])
             else:
                 left.drop(dict(pairs[0]))
+        self.region.rows = rows  # a session is no verdict on a pair that nothing else holds
 
     def _find_dense(self, fine: FinePairs, many: int) -> None:
         """Of dense batches and long requests that are drawn those that hold most pairs with residues and magnitudes."""

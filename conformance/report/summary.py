@@ -256,7 +256,7 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
         if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
             role, held = _placed(record.case)
             by_role[role].append((held, record.status))
-    rows, found = list(map(_placed, fitted)), {}
+    rows, found = [_placed(case) for case in fitted if counts(case.partition(":")[0])], {}
     for space in (space for name, space in SPACES.items() if name in arrays):
         declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
         judged = covering.Pairs(space, (row for held, status in declared if status not in without for row in held))

@@ -29,6 +29,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.report.summary import judged_pairs
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.tests import drawn
 from mla_conformance.trials.explore import explore, reachable, region_of
@@ -92,11 +93,18 @@ def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypa
 
 def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     space, subject = SPACES["tree_combinations"], drawn.subject_of("EAGER")
-    fitted = region_of(subject, space, triples=1).cases
+    region = region_of(subject, space, triples=1)
+    fitted = region.cases
     sessions = [case for case in fitted if case.capability == "call_order"]
     known = Pairs(space, space.rows(case for case in CAPABILITIES["call_order"].cases if case.role is space.role))
     left = Pairs(space, space.rows(sessions)) - known
     assert 3 < len(sessions) <= 12 and left and all(could_be_fitted(case.id) for case in fitted)
+    others = [*listed(space), *(case for case in fitted if case not in sessions)]
+    assert not Pairs(space, region.rows) - Pairs(space, space.rows(others)), "a pair is claimed that is not judged"
+    pairs = judged_pairs(
+        [Record("K", "K", space.capability, fitted[0].id, Status.PASS)], [each.id for each in sessions]
+    )
+    assert pairs["tree"].claimed == pairs["tree"].judged
     assert judge_one(subject, sessions[0], Context()).status is Status.PASS
 
 
