@@ -273,6 +273,6 @@ class AttentionJudge(Steps):
 
 
 _ONLY_NAN = (
-    "; nothing that may be read holds NaN: it comes of arithmetic that overflows, of results that were not written, or "
-    "of memory between blocks and rows, in blocks of no request, past a request's last token"
+    "; inputs hold NaN only in memory that may not be read (between blocks and rows, in blocks of no request, past a "
+    "request's last token), as do results until they are written; arithmetic that overflows makes it, too"
 )
