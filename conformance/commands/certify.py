@@ -3,7 +3,8 @@
 import argparse
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalError, Plan
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits
+from mla_conformance.engine.supervisor import Limits, RunError
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.whole import InputError, write_output
@@ -66,9 +67,9 @@ def certify(options: argparse.Namespace) -> int:
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
     expectations = Expectations.load([KNOWN_FAILURES, *options.expectations])
     issuing = Issuing(kind, path, options.sign) if path else None
-    if issuing and (reason := issuing.refused(request)):
-        say(f"mla-conformance: {reason}", error=True)
-        return BROKEN
+    if issuing:
+        with _refusals_of(kind):
+            issue.require_whole(len(request.backends), request.judged_ids, any(request.explore))
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
@@ -77,7 +78,7 @@ def certify(options: argparse.Namespace) -> int:
     if not issuing:
         return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)
     with git_asked_before():
-        status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle, detail=detail)
+        status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.check, detail=detail)
         return issuing.write(run.summary(), status, run.found.code.digests)
 
 
@@ -115,8 +116,8 @@ def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
 
 
 def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
+    journal = Journal(options.resume / JOURNAL_NAME)
     try:
-        journal = Journal(options.resume / JOURNAL_NAME)
         plan = Plan.recorded(journal)
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
@@ -138,6 +139,14 @@ def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
     return replace(request, shard=plan.shard, deployment=plan.deployment), plan
 
 
+@contextmanager
+def _refusals_of(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except issue.Refused as reason:
+        raise RunError(f"no {kind}: {reason}") from reason
+
+
 @dataclass
 class Issuing:
     kind: str  # certificate, record or submission
@@ -145,22 +154,12 @@ class Issuing:
     key: Path | None  # of SSH, which signs it; None if it is not signed
     pins: Pins | None = None  # what judges and what is judged, once the run is prepared
 
-    def refused(self, request: RunRequest) -> str:
-        try:
-            issue.require_whole(len(request.backends), request.judged_ids, any(request.explore))
-        except issue.Refused as reason:
-            return f"no {self.kind}: {reason}"
-        return ""
-
-    def obstacle(self, run: Run) -> str:
-        try:
+    def check(self, run: Run) -> None:
+        with _refusals_of(self.kind):
             issue.require_real(run.facts[0])
             if self.kind == "certificate":
                 issue.require_core(run.facts[0])
             self.pins = _pins(run.facts[0])
-        except issue.Refused as reason:
-            return f"no {self.kind}: {reason}"
-        return ""
 
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
         if self.pins is None:

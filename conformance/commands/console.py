@@ -39,7 +39,7 @@ def run_and_report(
     as_json: bool = False,  # print the report instead of text
     keep_report: bool = True,  # whether the run's folder outlives the command, so that it is worth naming
     resumed: Plan | None = None,  # that of the run that is gone on with, which must be this one
-    check: Callable[[Run], str] | None = None,  # says of a prepared run why it is not to be carried out at all
+    check: Callable[[Run], None] | None = None,  # refuses a prepared run that is not to be carried out at all
     detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
     with run:
@@ -100,14 +100,13 @@ def _header(run: Run) -> Iterator[str]:
             yield f"outside the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
 
 
-def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
+def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], None] | None) -> tuple[str, int] | None:
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
             run.prepare()
-        if reason := check(run) if check else "":
-            run.folder.discard()
-            return reason, BROKEN
+        if check:
+            check(run)
         if left_out := run.begin(resumed):
             lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
@@ -245,16 +244,8 @@ def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     from rich.text import Text
 
     def drawn() -> Text:
-        lines = "\n".join(map(shown, line().splitlines()))
-        return Text(lines, style="dim", no_wrap=True, overflow="ellipsis")
+        return Text("\n".join(map(shown, line().splitlines())), style="dim", no_wrap=True, overflow="ellipsis")
 
     console = Console(file=sys.stdout, highlight=False)
-    with Live(
-        console=console,
-        get_renderable=drawn,
-        refresh_per_second=4,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ):
+    with Live(console=console, get_renderable=drawn, transient=True, redirect_stdout=False, redirect_stderr=False):
         yield lambda text: console.print(Text(shown(text)))

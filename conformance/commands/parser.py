@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from mla_conformance.backends.references import unknown
-from mla_conformance.engine.machine import machine_cores
+from mla_conformance.cases.sharding import Extent
 from mla_conformance.engine.request import NO_TORCH, require_salt
 from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
@@ -28,40 +28,6 @@ _FIRST = """to begin with:
   mla-conformance --help                                       all commands"""
 _WIDTH = 79
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
-
-
-class Option:
-    def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
-        *names, last = usage.split()
-        is_flag = last.startswith("-")
-        self.names = (*names, last) if is_flag else tuple(names)
-        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
-        self.settings = {**kind, "help": help_text, **settings}
-        self.only_with = tuple(only_with.split())  # options without any of which it means nothing
-
-
-path, several = partial(Option, type=Path), partial(Option, action="append", default=[])
-
-
-class Command:
-    def __init__(
-        self,
-        words: str,
-        help_text: str,
-        run: str,  # ``module:function``, imported when it is carried out; takes the options, gives the exit status
-        *options: Option | tuple[Option, ...] | str,  # of those in a tuple at most one may be given; or a heading
-        examples: tuple[str, ...] = ("",),  # arguments of calls that make sense
-        statuses: str = "0 done; 2 usage",  # what each exit status says
-    ) -> None:
-        self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
-        self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
-        heading = ""
-        for each in options:
-            if isinstance(each, str):
-                heading = each
-            else:
-                self.options.append(each if isinstance(each, tuple) else (each,))
-                self.headings.append(heading)
 
 
 def seconds(text: str) -> float:
@@ -83,15 +49,55 @@ class Number:
         return int(text)
 
 
-count = Number(1)
-workers = Number(1, 4 * machine_cores())  # more would wait for each other, until a machine has no memory left for them
-
-
 def drift(text: str) -> float:
     share = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-[0-9]+)?", text) else -1.0
     if not 0 <= share <= 1:
         raise InputError(f"expected a share of the error budget from 0 to 1, got {text!r}")
     return share
+
+
+_PATHS = "AFTER BEFORE DIR FILE FILE|DIR KEY PATH RECORD REPORT SHARD"
+_TYPES: dict[str, Callable[[str], Any]] = dict.fromkeys(_PATHS.split(), Path)
+_TYPES |= {"K": Number(1), "N": Number(1), "N|TIME": Extent.of, "SHARE": drift, "TEXT": require_salt, "TIME": seconds}
+"""What a value is, by what it is called in a usage; else a text."""
+
+
+class Option:
+    def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
+        *names, last = usage.split()
+        is_flag = last.startswith("-")
+        self.names = (*names, last) if is_flag else tuple(names)
+        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
+        if last in _TYPES:
+            kind["type"] = _TYPES[last]
+        elif last.islower() and "|" in last:
+            kind["choices"] = last.split("|")
+        self.settings = {**kind, "help": help_text, **settings}
+        self.only_with = tuple(only_with.split())  # options without any of which it means nothing
+
+
+several = partial(Option, action="append", default=[])
+
+
+class Command:
+    def __init__(
+        self,
+        words: str,
+        help_text: str,
+        run: str,  # ``module:function``, imported when it is carried out; takes the options, gives the exit status
+        *options: Option | tuple[Option, ...] | str,  # of those in a tuple at most one may be given; or a heading
+        examples: tuple[str, ...] = ("",),  # arguments of calls that make sense
+        statuses: str = "0 done; 2 usage",  # what each exit status says
+    ) -> None:
+        self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
+        self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
+        heading = ""
+        for each in options:
+            if isinstance(each, str):
+                heading = each
+            else:
+                self.options.append(each if isinstance(each, tuple) else (each,))
+                self.headings.append(heading)
 
 
 def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:

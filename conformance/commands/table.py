@@ -2,12 +2,11 @@
 
 from argparse import SUPPRESS
 from functools import partial
-from pathlib import Path
 
-from mla_conformance.cases.sharding import Extent
-from mla_conformance.commands.parser import Command, Number, Option, count, drift, path, seconds, several, workers
+from mla_conformance.commands.parser import Command, Number, Option, several
 from mla_conformance.commands.reports import FORMATS
-from mla_conformance.engine.request import DEVICES, require_salt
+from mla_conformance.engine.machine import machine_cores
+from mla_conformance.engine.request import DEVICES
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
@@ -19,11 +18,13 @@ _SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
+# More would wait for each other, until a machine has no memory left for them.
+_WORKERS = Number(1, 4 * machine_cores())
 _WHICH_CASE = "a case's id, or its file"
 _CASE = Option("case CASE_ID|FILE.json", _WHICH_CASE)
 _CASE_IF_ANY = Option("case CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
 _USES = f"--device {'|'.join(DEVICES)}"
-_DEVICE = Option(_USES, "by default a GPU, if present", choices=DEVICES)
+_DEVICE = Option(_USES, "by default a GPU, if present")
 _BACKEND = Option("--backend BACKEND", _REFERENCE)
 _NEEDED_BACKEND = Option("--backend BACKEND", _REFERENCE, required=True)
 _BACKENDS = several(
@@ -31,22 +32,22 @@ _BACKENDS = several(
 )
 _ALL = Option("--all", "also judge what compiles for minutes")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
-_EXPECTATIONS = several("--expectations DIR", "known failures, with reasons", type=Path)
-_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=require_salt)
+_EXPECTATIONS = several("--expectations DIR", "known failures, with reasons")
+_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text")
 _ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
-_REPORT = path("report REPORT", "report.json, or a run's folder")
-_TIMEOUT = Option("--timeout TIME", "the most that a case may take; by default 5m, on a GPU 30m", type=seconds)
+_REPORT = Option("report REPORT", "report.json, or a run's folder")
+_TIMEOUT = Option("--timeout TIME", "the most that a case may take; by default 5m, on a GPU 30m")
 _NO_EXPLAIN = Option(
     "--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them"
 )
-_JSON = path("--out FILE", "also write the outcome as JSON")
-_CASES = path("--cases DIR", "judge this folder's case files instead")
-_TIER = Option(f"--tier {_TIERS}", "how many cases; by default full", choices=list(Tier))
+_JSON = Option("--out FILE", "also write the outcome as JSON")
+_CASES = Option("--cases DIR", "judge this folder's case files instead")
+_TIER = Option(f"--tier {_TIERS}", "how many cases; by default full")
 _SPEED = Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
 _PLACE = (_ROLE, _DEVICE, _TIMEOUT, _NO_EXPLAIN)
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
-_FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", type=count, default=1)
+_FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", default=1)
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
 """Words that begin several commands."""
@@ -65,32 +66,27 @@ COMMANDS = (
         _ROLE,
         (
             Option("--model NAME", "judge what a deployment of this model calls; see models"),
-            path("--config PATH", "the same for the model of this config.json"),
+            Option("--config PATH", "the same for the model of this config.json"),
         ),
-        Option("--tp N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+        Option("--tp N", "ranks that share the model's heads; by default 1", "--model --config"),
         Option("--kv-cache NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
-        Option(
-            "--explore N|TIME",
-            "also judge N drawn cases of each role, or for 10m; minimise failing ones",
-            type=Extent.of,
-        ),
+        Option("--explore N|TIME", "also judge N drawn cases of each role, or for 10m; minimise failing ones"),
         _SALT,
         Option("--shard I/N", "judge this part of the cases; report merge joins the parts"),
-        path("--durations REPORT", "balance shards by this earlier run", only_with="--shard"),
+        Option("--durations REPORT", "balance shards by this earlier run", only_with="--shard"),
         "where, and for how long",
         _DEVICE,
-        Option("-n --workers N", "processes that run cases; at most four per core", type=workers),
+        Option("-n --workers N", "processes that run cases; at most four per core", type=_WORKERS),
         _TIMEOUT,
-        Option("--deadline TIME", "end the run after this time, as 40m", type=seconds),
+        Option("--deadline TIME", "end the run after this time, as 40m"),
         Option(
             "--give-up-after N",
             "leave out the rest of a call's cases after N crashes, or N timeouts; by default 5",
-            type=count,
             default=5,
         ),
         (
-            path("--out DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
-            path("--resume DIR", "continue this folder's interrupted run"),
+            Option("--out DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
+            Option("--resume DIR", "continue this folder's interrupted run"),
         ),
         Option("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
         "what is reported",
@@ -106,11 +102,11 @@ COMMANDS = (
         Option("--json", "print the report as JSON"),
         "certificates, and other runs",
         (
-            path("--certificate FILE", "certify a complete run of one backend"),
-            path("--submission FILE", "add its record to FILE.jsonl, to hand in"),
-            path("--record FILE", "write a record even if must-pass cases are missing, which it lists"),
+            Option("--certificate FILE", "certify a complete run of one backend"),
+            Option("--submission FILE", "add its record to FILE.jsonl, to hand in"),
+            Option("--record FILE", "write a record even if must-pass cases are missing, which it lists"),
         ),
-        path("--sign KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
+        Option("--sign KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
         Option("--sanitize TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
         Option("--apart", SUPPRESS),  # for older command lines: every kernel runs in a process of its own
         examples=(
@@ -135,15 +131,15 @@ COMMANDS = (
         "run one case again",
         "mla_conformance.commands.replay:replay",
         _CASE_IF_ANY,
-        path("--report FILE", "run the simplest failure of a cause in this report"),
+        Option("--report FILE", "run the simplest failure of a cause in this report"),
         _FAILURE("--report"),
         several("--after CASE_ID", "run this case before it, in the same process"),
         _SALT,
         _BACKEND,
         *_PLACE,
         (
-            Option("--repeats N", "instead, call it N times and compare the bits, to find a race", type=count),
-            path("--dump DIR", "also write operands, result, golden result and error"),
+            Option("--repeats N", "instead, call it N times and compare the bits, to find a race"),
+            Option("--dump DIR", "also write operands, result, golden result and error"),
         ),
         examples=("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
         statuses=_JUDGED,
@@ -157,9 +153,9 @@ COMMANDS = (
         _NEEDED_BACKEND,
         _ROLE,
         _DEVICE,
-        Option("--timeout TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
-        Option("--tries N", "try at most N candidates; by default 500", type=count, default=500),
-        path("--out FILE", "write the case here"),
+        Option("--timeout TIME", "a case that takes longer hangs; by default 60", default=60.0),
+        Option("--tries N", "try at most N candidates; by default 500", default=500),
+        Option("--out FILE", "write the case here"),
         examples=("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
         statuses="0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; "
         + _ENDED,
@@ -169,11 +165,11 @@ COMMANDS = (
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
         _CASE_IF_ANY,
-        path("--issue REPORT", "instead, write a cause in this report or record as an issue"),
+        Option("--issue REPORT", "instead, write a cause in this report or record as an issue"),
         _FAILURE("--issue"),
         _BACKEND,
         _DEVICE,
-        path("--out FILE", "write here; an issue is printed by default"),
+        Option("--out FILE", "write here; an issue is printed by default"),
         examples=(
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
             "--issue build/mla-conformance/latest --failure 2",
@@ -197,7 +193,7 @@ COMMANDS = (
             Option("--excluded", "instead, list the pairs that no case can hold, with reasons"),
         ),
         _ROLE,
-        Option(_USES, "with --backend: where it runs", "--backend", choices=DEVICES),
+        Option(_USES, "with --backend: where it runs", "--backend"),
         examples=("", "--backend TORCH_SDPA", "--excluded"),
     ),
     Command(
@@ -205,16 +201,16 @@ COMMANDS = (
         "list the models that certify --model knows, or all of one",
         "mla_conformance.commands.listing:list_models",
         Option("name NAME", "show everything about this model", nargs="?"),
-        path("--docs FILE", _SECTION),
+        Option("--docs FILE", _SECTION),
         examples=("", "deepseek-r1"),
     ),
     Command(
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        Option(f"--tier {_TIERS}", "by default full", choices=list(Tier), default="full"),
+        Option(f"--tier {_TIERS}", "by default full", default="full"),
         _JSON,
-        path("--page FILE", _SECTION),
+        Option("--page FILE", _SECTION),
         examples=("--tier smoke",),
         statuses="0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
@@ -223,15 +219,15 @@ COMMANDS = (
         "try kernels that cheat, and say what catches each",
         "mla_conformance.commands.defects:try_cheats",
         _JSON,
-        path("--table FILE", _SECTION),
+        Option("--table FILE", _SECTION),
         statuses="0 all fare as expected; 1 one does not; 2 usage",
     ),
     Command(
         "gate",
         "decide by reports whether a change may be merged",
         "mla_conformance.commands.reports:gate",
-        path("reports REPORT", "reports of one run", nargs="+"),
-        several("--baseline REPORT", "report of an earlier run", type=Path),
+        Option("reports REPORT", "reports of one run", nargs="+"),
+        several("--baseline REPORT", "report of an earlier run"),
         _EXPECTATIONS,
         Option("--require BACKEND", "close unless these backends were judged", nargs="+", action="extend", default=[]),
         Option(
@@ -246,7 +242,7 @@ COMMANDS = (
             "profiles that are named, of every backend",
             nargs="*",
         ),
-        Option("--max-drift SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
+        Option("--max-drift SHARE", "close if an error grew by more of its budget", "--baseline"),
         Option(
             "--require-bitwise QUESTION",
             "require these answers of certify --bitwise: repeats, alone, pages …",
@@ -266,7 +262,7 @@ COMMANDS = (
         "rewrite a folder of expectations from what a report found",
         "mla_conformance.commands.reports:update_expectations",
         _REPORT,
-        path("--dir DIR", "rewrite this folder", required=True),
+        Option("--dir DIR", "rewrite this folder", required=True),
         examples=("build/mla-conformance/latest/report.json --dir expectations",),
         statuses="0 rewritten; 2 usage",
     ),
@@ -274,7 +270,7 @@ COMMANDS = (
         "expectations explain",
         "write reasons that were found after a run into its record, which must be signed again",
         "mla_conformance.commands.verify:write_reasons",
-        path("records RECORD", "records that verify", nargs="+"),
+        Option("records RECORD", "records that verify", nargs="+"),
         _EXPECTATIONS,
         examples=("fixtures/records/2026.5.jsonl --expectations expectations",),
         statuses="0 written; 2 usage",
@@ -283,13 +279,13 @@ COMMANDS = (
         "verify",
         "check certificates and records, and what of them is here",
         "mla_conformance.commands.verify:verify",
-        path("certificates FILE", "certificates or files of records", nargs="+"),
+        Option("certificates FILE", "certificates or files of records", nargs="+"),
         Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
         Option("--backend BACKEND", "run this backend again; by default the certificate's"),
-        Option(_USES, "by default a GPU, if present", "--rerun", choices=DEVICES),
-        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=require_salt),
+        Option(_USES, "by default a GPU, if present", "--rerun"),
+        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun"),
         Option("--signature", "require a signature of one of the --signers", only_with="--signers"),
-        path("--signers FILE", "allowed signers, in the format of ssh-keygen"),
+        Option("--signers FILE", "allowed signers, in the format of ssh-keygen"),
         examples=("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
         statuses="0 all hold; 1 one does not; 2 usage",
     ),
@@ -304,9 +300,9 @@ COMMANDS = (
         Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,
         Option("--speed", "then time each right kernel, at DeepSeek-V3's shapes"),
-        path("--find-links DIR", "install from these wheels, without an index"),
-        path("--markdown FILE", "also write the outcome for a pull request"),
-        path("--out DIR", "a new or empty folder; by default one in build/mla-conformance"),
+        Option("--find-links DIR", "install from these wheels, without an index"),
+        Option("--markdown FILE", "also write the outcome for a pull request"),
+        Option("--out DIR", "a new or empty folder; by default one in build/mla-conformance"),
         examples=("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
         statuses="0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
@@ -317,17 +313,17 @@ COMMANDS = (
         _REPORT,
         _ROLE,
         Option("--format FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
-        path("--out FILE", "write this file instead of standard output"),
+        Option("--out FILE", "write this file instead of standard output"),
         examples=("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
     ),
     Command(
         "report diff",
         "say what changed between two reports, and whether anything got worse",
         "mla_conformance.commands.reports:diff",
-        path("before BEFORE", "report of the earlier run"),
-        path("after AFTER", "report of the later run"),
+        Option("before BEFORE", "report of the earlier run"),
+        Option("after AFTER", "report of the later run"),
         _ROLE,
-        Option("--drift SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
+        Option("--drift SHARE", "growth of error-budget use that is a regression", default=DRIFT),
         examples=("before.json after.json --drift 0.2",),
         statuses="0 no regression; 1 regressions; 2 usage",
     ),
@@ -335,9 +331,9 @@ COMMANDS = (
         "report merge",
         "make one report of those of all shards",
         "mla_conformance.commands.reports:merge",
-        path("shards SHARD", "report of a shard", nargs="+"),
+        Option("shards SHARD", "report of a shard", nargs="+"),
         _ROLE,
-        path("--out FILE", "write the report here", required=True),
+        Option("--out FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
@@ -346,8 +342,8 @@ COMMANDS = (
         "scoreboard",
         "write a static site that shows the records of many kernels",
         "mla_conformance.scoreboard.site:scoreboard",
-        path("records FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
-        path("--out DIR", "write the site here", required=True),
+        Option("records FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
+        Option("--out DIR", "write the site here", required=True),
         examples=("--out site", "fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
         statuses="0 written; 1 written without records that cannot be read; 2 usage",
     ),

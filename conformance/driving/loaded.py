@@ -20,10 +20,9 @@ from zipimport import zipimporter
 
 import msgspec
 
-from mla_conformance.files.places import file_digest, sites
+from mla_conformance.files.places import file_digest, read_if_there, sites
 
 _LOADERS: tuple[Any, ...] = (SourceFileLoader, SourcelessFileLoader, zipimporter)
-_MAPS = Path("/proc/self/maps")
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -41,9 +40,7 @@ def loaded_libraries() -> set[str]:
 
 
 def _mapped() -> set[str]:
-    if not _MAPS.exists():
-        return set()
-    return {line.rpartition(" ")[2] for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+    return {line.rpartition(" ")[2] for line in read_if_there(Path("/proc/self/maps")).splitlines()}
 
 
 def _is_library(path: str) -> bool:

@@ -137,9 +137,8 @@ class Journal:
 
     def sealed(self) -> dict[int, JournalEvent]:
         """The events that runs wrote, each by the number of its line, counted from 1."""
-        sealed = {path.name.rpartition("-")[2] for path in self.seals}
-        lines, found = self._lines(), dict[int, JournalEvent]()
-        for number, line in reversed(list(enumerate(lines, start=1))):
+        sealed, found = {path.name.rpartition("-")[2] for path in self.seals}, dict[int, JournalEvent]()
+        for number, line in reversed(list(enumerate(self._lines(), start=1))):
             if hashlib.sha256(line).hexdigest() not in sealed:
                 continue
             try:
@@ -168,13 +167,12 @@ class Journal:
         return content[: content.rfind(b"\n") + 1].splitlines()
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"expected a number, got {constant}")
-
-
 def _read(line: bytes) -> JournalEvent:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"expected a number, got {constant}")
+
     try:  # unlike msgspec json reads the half of a pair, as of a message
-        event: JournalEvent = msgspec.convert(json.loads(line, parse_constant=_refuse), JournalEvent)
+        event: JournalEvent = msgspec.convert(json.loads(line, parse_constant=refuse), JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return event

@@ -12,33 +12,23 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 _JUDGING = ("certify", "replay", "watch")
 """Commands of which most runs need the process; one that does not ends it with itself."""
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class EarlyKeeper(NamedTuple):
-    """A keeper that waits to be told what it is for, with both ends of the pipe that it prints to."""
-
-    process: "subprocess.Popen[bytes]"
-    connection: socket.socket
-    log: tuple[int, int]
-
-
-begun: list[EarlyKeeper] = []  # for the first run that asks
+Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a module's process, and what leads there
+begun: list[tuple[Started, tuple[int, int]]] = []
+"""A keeper that waits for the first run that asks, and both ends of the pipe that it prints to."""
 
 
 def begin(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0] not in _JUDGING or not {"-h", "--help"}.isdisjoint(arguments):
-        return
-    log = os.pipe()
-    begun.append(EarlyKeeper(*start_module(__name__, stdout=log[1], stderr=log[1]), log))
+    if arguments and arguments[0] in _JUDGING and {"-h", "--help"}.isdisjoint(arguments):
+        log = os.pipe()
+        begun.append((start_module(__name__, stdout=log[1], stderr=log[1]), log))
 
 
-def start_module(name: str, **options: Any) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """A module of the engine as a process that is told its parent, and what leads there; Ctrl-C is the parent's."""
+def start_module(name: str, **options: Any) -> Started:
+    """A module of the engine as a process that is told its parent; Ctrl-C is the parent's."""
     connection, remote = socket.socketpair()
     with remote:
         command = [sys.executable, "-P", "-m", name, str(remote.fileno()), str(os.getpid())]
@@ -63,7 +53,8 @@ def main(descriptor: int, supervisor: int) -> None:
         end_children(set())
         os._exit(0)
 
-    for number in _HANDLED:  # a run that was started in the background ignores some
+    # A run that was started in the background ignores some.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, end)
     end_with_parent(supervisor, signal.SIGTERM)

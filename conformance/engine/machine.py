@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mla_conformance.files.places import read_if_there
+
 if TYPE_CHECKING:
     from torch import device as Device
 
@@ -23,30 +25,28 @@ _CAP_SYS_PTRACE = 19
 _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
+_NO_NETWORK = 0
 _LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
+# Versions of Landlock from which on a process can give up making named pipes, and signals; of Linux 5.19 and 6.12.
 FORBIDS_PIPES, _FORBIDS_SIGNALS = 2, 6
-"""Versions of Landlock from which on a process can give up making named pipes, and signals; of Linux 5.19 and 6.12."""
+_LIBC = ctypes.CDLL(None)
 LANDLOCK = 0  # the version of Landlock that this system has; less than 1 for none
 if sys.platform == "linux":
-    LANDLOCK = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION)
+    LANDLOCK = _LIBC.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION)
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
-LACKED_MEMORY = 77
-"""Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
+LACKED_MEMORY = 77  # exit status of a process of ours without memory to begin with, or to open what another shares
 _PATIENCE = 2.0  # seconds in which a process that closed its connection ends by itself
-_STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _VMSTAT = Path("/proc/vmstat")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-CONTEXT_BYTES = 2 * 2**30
-"""What a process takes of a GPU beside what torch allocates: its context, code, and local memory of kernels."""
-_DRIVER = Path("/proc/driver/nvidia/version")
+CONTEXT_BYTES = 2 * 2**30  # of a GPU, beside what torch allocates: a context, code, and local memory of kernels
 
 
 def prctl(option: int, value: int) -> None:
     """Have the system keep this of the process; of others than Linux nothing is asked."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+        _LIBC.prctl(option, value)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
@@ -64,45 +64,36 @@ def renounce_rights() -> None:
     """
     if sys.platform != "linux":
         return
-    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
-    libc.capget(header, sets)
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
+    _LIBC.capget(header, sets)
     for place in range(3):  # effective, permitted, inheritable; the words behind hold the capabilities from 32 on
         sets[place] &= ~(1 << _CAP_SYS_PTRACE)
-    libc.prctl(_DROPS_FOR_GOOD, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
-    libc.capset(header, sets)
+    _LIBC.prctl(_DROPS_FOR_GOOD, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
+    _LIBC.capset(header, sets)
     if LANDLOCK < FORBIDS_PIPES:
         return
-    no_network = 0
-    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if LANDLOCK >= _FORBIDS_SIGNALS else []
-    forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER, *scopes]
+    forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER]
+    forbidden += [_NO_NETWORK, _LANDLOCK_SCOPE_SIGNAL] if LANDLOCK >= _FORBIDS_SIGNALS else []
     words = (ctypes.c_uint64 * len(forbidden))(*forbidden)
-    rules = libc.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
+    rules = _LIBC.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
     root = os.open("/", os.O_PATH)
     # To move files between folders, which has to be allowed where anything of files is forbidden: everywhere.
     allowed = _LANDLOCK_REFER.to_bytes(8, sys.byteorder) + root.to_bytes(4, sys.byteorder)
-    libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_PATH_BENEATH, allowed, 0)
+    _LIBC.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_PATH_BENEATH, allowed, 0)
     os.close(root)
-    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
+    _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _LIBC.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
 def children(process: str = "self") -> set[int]:
-    found: set[int] = set()
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found.update(map(int, task.read_text(encoding="ascii").split()))
-    return found
+    return {int(n) for task in Path(f"/proc/{process}/task").glob("*/children") for n in read_if_there(task).split()}
 
 
 def programs_below(process: int) -> set[str]:
     """The names of the programs that a process, and what it started, has started; none of other users' processes."""
-    found: set[str] = set()
-    for child in children(str(process)):
-        with contextlib.suppress(OSError):
-            found.add(Path(f"/proc/{child}/comm").read_text(encoding="utf-8", errors="replace").strip())
-            found |= programs_below(child)
-    return found
+    below = children(str(process))
+    return {read_if_there(Path(f"/proc/{child}/comm")).strip() for child in below}.union(*map(programs_below, below))
 
 
 def end_of(process: int) -> list[int]:
@@ -123,25 +114,21 @@ def end_children(spared: set[int]) -> None:
 
 
 def allocated_memory() -> int:
-    return int(_STATM.read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else 0
+    sizes = read_if_there(Path("/proc/self/statm")).split()
+    return int(sizes[5]) * os.sysconf("SC_PAGE_SIZE") if sizes else 0
 
 
 def machine_memory() -> int:
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
-        return installed
+    limit = read_if_there(_CGROUP_LIMIT).strip()  # "max" without one
+    return min(installed, int(limit)) if limit.isdecimal() else installed
 
 
 def machine_cores() -> int:
     """How many cores this process and its siblings may use together, at least one; a runner's share of a machine."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
-        quota, period = map(int, _CGROUP_CPU.read_text(encoding="ascii").split())
-    except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
-        return allowed
-    return max(1, min(allowed, quota // period))
+    limit = re.match(r"(\d+) (\d+)", read_if_there(_CGROUP_CPU))  # of microseconds in each period; "max" without one
+    return max(1, min(allowed, int(limit[1]) // int(limit[2]))) if limit else allowed
 
 
 def end_as(process: int) -> NoReturn:
@@ -185,19 +172,15 @@ def how_it_ends(step: Callable[[], object]) -> str:
 
 
 def oom_kills() -> int:
-    """Processes that the system has ended for want of memory since it started; 0 where it counts none."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
+    """How many processes the system has ended for want of memory since it started; 0 where it counts none."""
+    found = re.search(r"^oom_kill (\d+)$", read_if_there(_VMSTAT), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def how(status: int) -> str:
     if status == LACKED_MEMORY:
         return f"exit status {status}, out of memory"
-    if status >= 0:
-        return f"exit status {status}"
-    return signal.strsignal(-status) or f"signal {-status}"
+    return f"exit status {status}" if status >= 0 else signal.strsignal(-status) or f"signal {-status}"
 
 
 def cause_of(status: int) -> str:
@@ -210,7 +193,7 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a backend closed it
             stream.flush()
-    ctypes.CDLL(None).fflush(None)  # what libraries printed
+    _LIBC.fflush(None)  # what libraries printed
     os._exit(status)
 
 
@@ -237,8 +220,7 @@ def part_of(memory: int, workers: int) -> GpuPart:
 
 def this_machine() -> dict[str, str]:
     """What of a run's environment is known without torch; the driver is empty where the system does not tell."""
-    reported = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""
-    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
+    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", read_if_there(Path("/proc/driver/nvidia/version")))
     return {"python": sys.version.split()[0], "driver": driver[0] if driver else ""}
 
 

@@ -22,9 +22,8 @@ EXPLAIN_SECONDS = 300.0
 """Seconds of the clock for what has 120 of CPU time, and as many again for cases nearby; few take a tenth of it."""
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
-_READ = 2**16
+_READ = 2**16  # bytes at once
 KEPT_BYTES = 16 * 2**20  # of what the processes print
-_BLOCK = 2**16
 _TAIL_LINES = 12
 _MOST_STACKS = 2**10
 _COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
@@ -49,15 +48,16 @@ class RunError(RuntimeError):
 class BoundedLog:
     """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
 
+    _path: Path | None = None
+
     def __init__(self, pipe: tuple[int, int]) -> None:
         self._pipe, self.descriptor = pipe
-        self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
-        self._lock = threading.Lock()
+        self._early, self._left, self._lock = b"", KEPT_BYTES, threading.Lock()
         self.reader = threading.Thread(target=self._copy, daemon=True)
         self.reader.start()
 
     def _copy(self) -> None:
-        while block := os.read(self._pipe, _BLOCK):
+        while block := os.read(self._pipe, _READ):
             with self._lock:
                 self._early += block[: self._left]
                 self._left -= min(len(block), self._left)
@@ -86,7 +86,7 @@ class WorkerSlot:
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
-    early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
+    early: keeper.Started | None = None  # a keeper that was started before there was a place for it
     hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
@@ -106,16 +106,18 @@ class WorkerSlot:
     _oom_kills: int = 0  # of the system, when the task was given
 
     def spawn(self) -> None:
-        if self.early:
-            self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
-        else:
-            own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
-            self.keeper, self.connection = keeper.start_module(keeper.__name__, **own)
+        own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
+        self.keeper, self.connection = self.early or keeper.start_module(keeper.__name__, **own)
+        self.early = None
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
-        self.deadline = time.monotonic() + START_SECONDS
+        self._tell(self.setup, START_SECONDS)
+
+    def _tell(self, message: messages.Setup | messages.Given, seconds: float) -> None:
+        """Send what is done in so many seconds; where nobody takes it, the end of the process is on the way."""
+        self.deadline = time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            self.connection.sendall(messages.encode(self.setup))
+            messages.tell(self.connection, message)
 
     @property
     def is_idle(self) -> bool:
@@ -129,9 +131,7 @@ class WorkerSlot:
             self._oom_kills = oom_kills()
             if isinstance(task, messages.Unrecorded):
                 self.history.append((task.reference, ""))
-        self.deadline = time.monotonic() + self.timeout
-        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(messages.encode(messages.Given(self._process, task, share)))
+        self._tell(messages.Given(self._process, task, share), self.timeout)
 
     def renew(self) -> None:
         if self.history or self.task:
@@ -146,8 +146,7 @@ class WorkerSlot:
             data = self.connection.recv(_READ, socket.MSG_DONTWAIT)
         if not data:
             self.keeper.kill()
-            self.end()
-            status = self.keeper.wait()
+            status = self.end()
             self._signal(signal.SIGKILL)
             if self._served:
                 # A new one would read what decides again, while a kernel may write there.
@@ -234,14 +233,14 @@ class WorkerSlot:
         self._signal(signal.SIGKILL)
         self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
 
-    def end(self) -> None:
+    def end(self) -> int:
         if self.ends:
             select.select(self.ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
-        keeper.end_of_process(self.keeper, 0 if self.ends else _END_SECONDS)
+        status = keeper.end_of_process(self.keeper, 0 if self.ends else _END_SECONDS)
         self.connection.close()
-        for descriptor in self.ends:
-            os.close(descriptor)
-        self.ends = []
+        while self.ends:
+            os.close(self.ends.pop())
+        return status
 
     def _signal(self, number: int) -> None:
         if self._process:

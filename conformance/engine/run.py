@@ -21,7 +21,6 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
-from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
 from mla_conformance.engine.folder import LOG_NAME, Findings, RunFolder, deciding_files
@@ -44,11 +43,11 @@ from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import FITTED, Tier
 
+# Distributions that compile kernels on a GPU when they are called, which may take longer than all else.
 _COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
-"""Distributions that compile kernels on a GPU when they are called, which may take longer than all else."""
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
+# What it says of a run whose journal a kernel could have written, seal and all.
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
-"""What it says of a run whose journal a kernel could have written, seal and all."""
 
 
 @contextmanager
@@ -74,8 +73,7 @@ class Run:
     _first: Sequence[str] = ()  # cases that come before the others
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
-    _early: list[Loaded] = field(default_factory=list)
-    _begun: bool = False
+    _early: list[journal.JournalEvent] | None = field(default_factory=list)  # while there is no journal
     _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
@@ -118,11 +116,7 @@ class Run:
         for outcome in self.supervisor.run(tasks, part or WHOLE):
             loaded = outcome.answer.loaded
             if loaded.found or loaded.generated:
-                self.found.code.add(loaded)
-                if self._begun:
-                    self._write(journal.CodeLoaded(loaded))
-                else:
-                    self._early.append(loaded)
+                self._write(journal.CodeLoaded(loaded))
             record = outcome.answer.record
             known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
             for role, now in outcome.answer.declared.items():
@@ -202,10 +196,9 @@ class Run:
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
         self.supervisor.told = self._hear
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write(journal.Resumed() if resumed else journal.Planned(msgspec.to_builtins(self.plan)))
-        self._begun = True
-        for loaded in self._early:  # before there was a journal
-            self._write(journal.CodeLoaded(loaded))
+        early, self._early = self._early or [], None
+        for event in (journal.Resumed() if resumed else journal.Planned(msgspec.to_builtins(self.plan)), *early):
+            self._write(event)
         return left_out
 
     def begin_anew(self) -> None:
@@ -428,7 +421,10 @@ class Run:
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
-        self.folder.journal.append(event)
+        if self._early is None:
+            self.folder.journal.append(event)
+        else:
+            self._early.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
             self.on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
@@ -452,20 +448,17 @@ class Run:
             cases = (*request.judged_of(facts), *([EXPLORED] if any(request.explore) else []))
             records = groups[facts.name]
             own = found.of(facts.reference)
-            mapped = {
-                each.case: heat
-                for each in records
-                if (heat := found.of(each.reference, each.case).heat) and is_mapped(each)
-            }
-            about = (
+            maps = {each.case: found.of(each.reference, each.case).heat for each in records if is_mapped(each)}
+            summary = BackendSummary(
+                facts,
                 () if facts.reasons else summarise(records, cases),
                 found.given_up.get(facts.reference, ""),
                 own.traced or NOTHING_TRACED,
-                mapped,
+                {case: heat for case, heat in maps.items() if heat},
                 judged_pairs(records, facts.fitted) if request.arrays else {},
                 own.traits or NO_TRAITS,
                 own.speed,
             )
-            backends.append(BackendSummary(facts, *about))
+            backends.append(summary)
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment
         return RunSummary(*run, date=datetime.date.today().isoformat(), code=found.code.own)

@@ -27,14 +27,11 @@ GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
 _MOST_ON_CPU = 4
-_MOST_ON_GPU = 6
-"""Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
+_MOST_ON_GPU = 6  # workers: more are no faster, since contexts take turns, and each has less of the GPU's memory
 _MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
-_WORKER_BYTES = 12 * 2**30
-"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
-_AHEAD_BYTES = 8 * 2**30  # what it has for each worker where some compile
-_WORTH = 20
-"""Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
+_WORKER_BYTES = 12 * 2**30  # for each: 2 GiB of kept inputs and golden results, two contexts, and most cases
+_AHEAD_BYTES = 8 * 2**30  # what a GPU has for each worker where some compile
+_WORTH = 20  # pairs of a case and a backend that are worth a worker's start, which takes 1.5 s of a core
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
 _JOIN_SECONDS = 5
@@ -89,8 +86,8 @@ class Supervisor:
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
         self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
-        self._early = begun.pop() if begun else None
-        self.log = BoundedLog(self._early.log if self._early else os.pipe())
+        self._early, pipe = begun.pop() if begun else (None, os.pipe())
+        self.log = BoundedLog(pipe)
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
         self.signal = 0  # the number of one that came
@@ -127,15 +124,13 @@ class Supervisor:
             os.close(descriptor)
 
     def add_place(self, setup: messages.Setup, environment: Mapping[str, str]) -> None:
-        early, self._early = self._early, None
-        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early)
-        self.places.append(place)
-        place.spawn()
+        number, log = len(self.places), self.log.descriptor
+        self.places.append(WorkerSlot(number, setup, environment, log, self.timeout, self._early))
+        self._early = None
+        self.places[-1].spawn()
 
     def hello(self, of_all: bool = False) -> messages.Hello:
-        while not (said := [place.hello for place in self.places if place.hello]) or (
-            of_all and len(said) < len(self.places)
-        ):
+        while len(said := [place.hello for place in self.places if place.hello]) < (len(self.places) if of_all else 1):
             deque(self._events(), 0)  # nothing was given that has an outcome
         return said[0]
 

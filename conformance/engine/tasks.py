@@ -15,13 +15,12 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted
 
 _PIECE = 20  # tasks of which a place compiles for one after the other, while others have pieces of their own
+# Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
+# others would wait, and for fewer that compile no worker is started.
 ENOUGH = 200
-"""Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
-others would wait, and for fewer that compile no worker is started."""
+# Capabilities that watch for races, or take much of a GPU's memory: their cases have a GPU for themselves.
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
-"""Capabilities that watch for races, or take much of a GPU's memory: their cases have a GPU for themselves."""
-CaseGroup = Sequence[Judge | Explore]
-"""Tasks that one worker takes: a case's, of several backends, which share what was made for it."""
+CaseGroup = Sequence[Judge | Explore]  # what one worker takes: a case of several backends, which share what is made
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Tasks:
         self.later = deque(map(list, later))  # are to follow
         self.rounds = deque(rounds)  # are to follow before those
         self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
-        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
+        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
         self._large: list[tuple[int, list[Task]]] = []
@@ -179,8 +178,7 @@ def alike(groups: Iterable[CaseGroup]) -> list[list[Judge | Explore]]:
     """Tasks in pieces, for each of which a library compiles the same, or nearly: of one dtype and dimensions."""
 
     def compiled_for(task: Judge | Explore) -> tuple[str, ...]:
-        case = Case.parse(task.case) if isinstance(task, Judge) else None
-        return (case.dtype, case.dims) if case else ()
+        return ((case := Case.parse(task.case)).dtype, case.dims) if isinstance(task, Judge) else ()
 
     kinds = grouped(chain.from_iterable(groups), compiled_for).values()
     return [tasks[first : first + _PIECE] for tasks in kinds for first in range(0, len(tasks), _PIECE)]

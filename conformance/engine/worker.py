@@ -15,7 +15,6 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -48,9 +47,7 @@ from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, j
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import lists_of
 
-Send = Callable[[messages.WorkerEvent], None]
-_STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
-_MOST_STACKS = 2**16
+_STACK_SECONDS, _PIECE_SECONDS, _MOST_STACKS = 0.5, 0.05, 2**16
 _STANDARD = 2
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be timed
@@ -140,7 +137,7 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> re
     return remote.RemoteExecutor(mine, shared, partial(machine.end_as, kernel), machine.end_of(kernel))
 
 
-def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
+def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: object) -> None:
     os.kill(kernel, number)
     os.kill(kernel, signal.SIGCONT)
     told, patience = b"", _STACK_SECONDS
@@ -153,7 +150,7 @@ def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: i
 class Worker:
     device: torch.device
     memory: int | None  # bytes that it may allocate; None without a limit
-    send: Send
+    send: Callable[[messages.WorkerEvent], None]
     executor: driver.Executor
     context: Context = field(default_factory=Context)
     _held_to: int | None = None
@@ -176,17 +173,14 @@ class Worker:
             torch.cuda.set_per_process_memory_fraction(part, self.device)
             self._held_to = share
         need = 0
-        if isinstance(task, messages.Judge) and (share is not None or self.device.type == "cuda"):
-            need = memory_need(Case.parse(task.case), self.device.type)
-            if not self._has_room(task, need, share):
-                return messages.TaskReply(wants=need + _KEPT)
-        self._last = task.case if isinstance(task, messages.Judge) else ""
         if isinstance(task, messages.Judge):
-            done = self._judged(task)
-        elif isinstance(task, messages.Describe):
-            done = self._described(task)
+            if share is not None or self.device.type == "cuda":
+                need = memory_need(Case.parse(task.case), self.device.type)
+                if not self._has_room(task, need, share):
+                    return messages.TaskReply(wants=need + _KEPT)
+            self._last, done = task.case, self._judged(task)
         else:
-            done = self._asked(task)
+            self._last, done = "", self._asked(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self.executor.make_room()
@@ -214,25 +208,20 @@ class Worker:
         self.executor.make_room()
         torch.cuda.empty_cache()
 
-    def _asked(
-        self,
-        task: messages.Fit
-        | messages.Explore
-        | messages.Trace
-        | messages.Examine
-        | messages.Repeat
-        | messages.TakeTimes,
-    ) -> messages.TaskReply:
-        if isinstance(task, messages.Trace | messages.TakeTimes):
-            # By a process that has not imported the backend before: for times the device comes first.
+    def _asked(self, task: messages.Explore | messages.Unrecorded) -> messages.TaskReply:
+        # Traced and timed by a process that has not imported the backend before: for times the device comes first.
+        if isinstance(task, messages.Trace):
             anew = Subject.of(task.reference, self.device, self.executor)
-            if isinstance(task, messages.Trace):
-                seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
-                return messages.TaskReply(found=Found(seen.value or NOTHING_TRACED), leaves=True)
+            seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
+            return messages.TaskReply(found=Found(seen.value or NOTHING_TRACED), leaves=True)
+        if isinstance(task, messages.TakeTimes):
+            anew = Subject.of(task.reference, self.device, self.executor)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
             return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
+        if isinstance(task, messages.Describe):
+            return self._described(task, subject)
         if isinstance(task, messages.Fit):  # this process may have to import the backend first
             told = self.executor.query(partial(getattr, subject, "unavailable"), list[str])
             if told.error or told.value:
@@ -260,18 +249,17 @@ class Worker:
                 judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
         trial, record = judged_trial(subject, case, self.context, partial(self._starts, subject))
-        is_told = record.status is Status.FAIL and not self.executor.lost(self.device)
-        if is_told:
+        if record.status is Status.FAIL and not self.executor.lost(self.device):
             record = with_reach(trial, record)
-        if is_told and task.explain:
-            self.send(Told(Step.JUDGED, record))
-            heat, failure = heat_of(trial, record), Failure.of(trial, record)
-            if task.reported:
-                looks_like = ReportedCauses(list(task.reported)).explain(failure)
-            else:
-                looks_like = explain(failure, WHOLE if task.unhurried else PATIENCE)
-            record = record.with_fields(explanation=looks_like)
-            del failure
+            if task.explain:
+                self.send(Told(Step.JUDGED, record))
+                heat, failure = heat_of(trial, record), Failure.of(trial, record)
+                if task.reported:
+                    looks_like = ReportedCauses(list(task.reported)).explain(failure)
+                else:
+                    looks_like = explain(failure, WHOLE if task.unhurried else PATIENCE)
+                record = record.with_fields(explanation=looks_like)
+                del failure
         # What the adapter declares of the role, in words, if it was asked.
         declared = {str(case.role): repr(trial.declaration)} if "declaration" in vars(trial) else {}
         disturbed = trial.disturbed
@@ -279,13 +267,11 @@ class Worker:
         leaves = self._leaves(record, disturbed)
         return messages.TaskReply(record, found=Found(heat=heat), declared=declared, leaves=leaves)
 
-    def _described(self, task: messages.Describe) -> messages.TaskReply:
-        subject = self._subject(task.reference)
-        done = self.executor.query(partial(describe, subject), BackendFacts)
-        if not done.error and done.value.reasons:
-            return messages.TaskReply(facts=done.value)
-        declared = done
+    def _described(self, task: messages.Describe, subject: Subject) -> messages.TaskReply:
+        declared = done = self.executor.query(partial(describe, subject), BackendFacts)
         if not done.error:
+            if done.value.reasons:
+                return messages.TaskReply(facts=done.value)
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return messages.TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))

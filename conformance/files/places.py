@@ -39,6 +39,14 @@ def find_place(name: str, beside: Path | None = None) -> Path | None:
     return next(filter(is_file, candidates), None)
 
 
+def read_if_there(path: Path) -> str:
+    """What the system says in a file that not every system has, and that may go with a process; else nothing."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def is_file(path: Path) -> bool:
     """Whether a file of this name is there; a name that none can have, such as an endless one, is none."""
     try:
