@@ -18,7 +18,7 @@ from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalError, Plan
-from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, RunError
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
@@ -95,7 +95,7 @@ def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
         chosen = ()
         if not cases:
             raise InputError(f"--cases {options.cases}: no case of {', '.join(options.capability)}")
-    drawn, tier, salt = options.explore or NOTHING_DRAWN, options.tier or "full", options.salt or ""
+    drawn, tier, salt = options.explore or Extent(), options.tier or "full", options.salt or ""
     request = RunRequest.of(named, chosen, tier, options.device, cases, drawn, salt)
     if not options.shard:
         return request

@@ -112,14 +112,12 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], None] | None
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
         if resumed and (said := run.environment.get("journal")):
             say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
-    except InputError:
+    except (InputError, Stopped, RunError, OSError) as error:
         run.folder.discard()
-        raise
-    except Stopped as stop:
-        run.folder.discard()
-        return f"ended by {stop} before anything was judged", stop.exit_status or BROKEN
-    except (RunError, OSError) as error:
-        run.folder.discard()
+        if isinstance(error, InputError):
+            raise
+        if isinstance(error, Stopped):
+            return f"ended by {error} before anything was judged", error.exit_status or BROKEN
         return str(error), BROKEN
     return None
 

@@ -215,8 +215,7 @@ def tier_lines() -> Iterator[str]:
         )
         pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
         yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
-        # Those that are possible two by two; the nightly tier holds more of what a backend declares.
-        left = Triples(held)
+        left = Triples(held)  # possible two by two; the nightly tier holds more of what a backend declares
         possible = len(left)
         for row in chain.from_iterable(rows.values()):
             left.drop(row)

@@ -82,14 +82,14 @@ several = partial(Option, action="append", default=[])
 class Command:
     def __init__(
         self,
-        words: str,
+        entry: str,  # ``words = module:function``, which is imported when it is carried out; it gives the exit status
         help_text: str,
-        run: str,  # ``module:function``, imported when it is carried out; takes the options, gives the exit status
         *options: Option | tuple[Option, ...] | str,  # of those in a tuple at most one may be given; or a heading
         examples: tuple[str, ...] = ("",),  # arguments of calls that make sense
         statuses: str = "0 done; 2 usage",  # what each exit status says
     ) -> None:
-        self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
+        self.words, _, self.run = entry.partition(" = ")
+        self.help, self.examples, self.statuses = help_text, examples, statuses
         self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
         heading = ""
         for each in options:

@@ -41,8 +41,7 @@ def replay(options: argparse.Namespace) -> int:
         with _one_case(case, reference, options, salt) as run:
             return _repeat(run, options.repeats)
     if options.dump is not None:
-        # Torch is imported before a backend is.
-        from mla_conformance.engine.machine import find_device
+        from mla_conformance.engine.machine import find_device  # torch is imported before a backend is
         from mla_conformance.export.failing import dump, require_empty
         from mla_conformance.trials.subject import Subject
 

@@ -18,8 +18,7 @@ _SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
-# More would wait for each other, until a machine has no memory left for them.
-_WORKERS = Number(1, 4 * machine_cores())
+_WORKERS = Number(1, 4 * machine_cores())  # more would wait for each other, until there is no memory left
 _WHICH_CASE = "a case's id, or its file"
 _CASE = Option("case CASE_ID|FILE.json", _WHICH_CASE)
 _CASE_IF_ANY = Option("case CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
@@ -54,9 +53,8 @@ GROUPS = {"expectations": "known failures with reasons", "report": "show, compar
 
 COMMANDS = (
     Command(
-        "certify",
+        "certify = mla_conformance.commands.certify:certify",
         "judge kernels, case by case, and say which are right",
-        "mla_conformance.commands.certify:certify",
         "what is judged",
         _BACKENDS,
         _ALL,
@@ -117,9 +115,8 @@ COMMANDS = (
         statuses=_JUDGED,
     ),
     Command(
-        "watch",
+        "watch = mla_conformance.commands.replay:watch",
         "judge a backend whenever its file changes, what failed last first",
-        "mla_conformance.commands.replay:watch",
         Option("backend file.py:Class", "the class to judge"),
         _CAPABILITIES,
         *_PLACE,
@@ -127,9 +124,8 @@ COMMANDS = (
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
     Command(
-        "replay",
+        "replay = mla_conformance.commands.replay:replay",
         "run one case again",
-        "mla_conformance.commands.replay:replay",
         _CASE_IF_ANY,
         Option("--report FILE", "run the simplest failure of a cause in this report"),
         _FAILURE("--report"),
@@ -145,9 +141,8 @@ COMMANDS = (
         statuses=_JUDGED,
     ),
     Command(
-        "minimize",
+        "minimize = mla_conformance.commands.replay:minimize_case",
         "find the simplest case that fails in the same way",
-        "mla_conformance.commands.replay:minimize_case",
         _CASE,
         _SALT,
         _NEEDED_BACKEND,
@@ -161,9 +156,8 @@ COMMANDS = (
         + _ENDED,
     ),
     Command(
-        "export",
+        "export = mla_conformance.commands.export:export",
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
-        "mla_conformance.commands.export:export",
         _CASE_IF_ANY,
         Option("--issue REPORT", "instead, write a cause in this report or record as an issue"),
         _FAILURE("--issue"),
@@ -177,17 +171,15 @@ COMMANDS = (
         statuses="0 written; 2 usage, or one call alone does not show it",
     ),
     Command(
-        "backends",
+        "backends = mla_conformance.commands.listing:list_backends",
         "list the backends that can run here, and what the others lack",
-        "mla_conformance.commands.listing:list_backends",
         Option("names NAME", "say of these alone, with every reason", nargs="*"),
         _DEVICE,
         examples=("", "FLASHMLA"),
     ),
     Command(
-        "capabilities",
+        "capabilities = mla_conformance.commands.listing:list_capabilities",
         "list the capabilities with their definitions",
-        "mla_conformance.commands.listing:list_capabilities",
         (
             Option("--backend BACKEND", "instead, list what it declares of each role, and its fitted cases"),
             Option("--excluded", "instead, list the pairs that no case can hold, with reasons"),
@@ -197,17 +189,15 @@ COMMANDS = (
         examples=("", "--backend TORCH_SDPA", "--excluded"),
     ),
     Command(
-        "models",
+        "models = mla_conformance.commands.listing:list_models",
         "list the models that certify --model knows, or all of one",
-        "mla_conformance.commands.listing:list_models",
         Option("name NAME", "show everything about this model", nargs="?"),
         Option("--docs FILE", _SECTION),
         examples=("", "deepseek-r1"),
     ),
     Command(
-        "defects",
+        "defects = mla_conformance.commands.defects:run_defects",
         "judge the judge: known wrong kernels and honest ones",
-        "mla_conformance.commands.defects:run_defects",
         Option(f"--tier {_TIERS}", "by default full", default="full"),
         _JSON,
         Option("--page FILE", _SECTION),
@@ -215,17 +205,15 @@ COMMANDS = (
         statuses="0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
     Command(
-        "cheats",
+        "cheats = mla_conformance.commands.defects:try_cheats",
         "try kernels that cheat, and say what catches each",
-        "mla_conformance.commands.defects:try_cheats",
         _JSON,
         Option("--table FILE", _SECTION),
         statuses="0 all fare as expected; 1 one does not; 2 usage",
     ),
     Command(
-        "gate",
+        "gate = mla_conformance.commands.reports:gate",
         "decide by reports whether a change may be merged",
-        "mla_conformance.commands.reports:gate",
         Option("reports REPORT", "reports of one run", nargs="+"),
         several("--baseline REPORT", "report of an earlier run"),
         _EXPECTATIONS,
@@ -258,27 +246,24 @@ COMMANDS = (
         statuses="0 open; 1 closed; 2 usage",
     ),
     Command(
-        "expectations update",
+        "expectations update = mla_conformance.commands.reports:update_expectations",
         "rewrite a folder of expectations from what a report found",
-        "mla_conformance.commands.reports:update_expectations",
         _REPORT,
         Option("--dir DIR", "rewrite this folder", required=True),
         examples=("build/mla-conformance/latest/report.json --dir expectations",),
         statuses="0 rewritten; 2 usage",
     ),
     Command(
-        "expectations explain",
+        "expectations explain = mla_conformance.commands.verify:write_reasons",
         "write reasons that were found after a run into its record, which must be signed again",
-        "mla_conformance.commands.verify:write_reasons",
         Option("records RECORD", "records that verify", nargs="+"),
         _EXPECTATIONS,
         examples=("fixtures/records/2026.5.jsonl --expectations expectations",),
         statuses="0 written; 2 usage",
     ),
     Command(
-        "verify",
+        "verify = mla_conformance.commands.verify:verify",
         "check certificates and records, and what of them is here",
-        "mla_conformance.commands.verify:verify",
         Option("certificates FILE", "certificates or files of records", nargs="+"),
         Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
         Option("--backend BACKEND", "run this backend again; by default the certificate's"),
@@ -290,12 +275,11 @@ COMMANDS = (
         statuses="0 all hold; 1 one does not; 2 usage",
     ),
     Command(
-        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.reports:list_must_pass"
+        "mustpass = mla_conformance.commands.reports:list_must_pass", "print the must-pass list of this suite version"
     ),
     Command(
-        "bump",
+        "bump = mla_conformance.bump.outcome:bump",
         "judge two versions of a library, and list what the new one changes",
-        "mla_conformance.bump.outcome:bump",
         Option("before NAME==OLD", "as flashinfer-python==0.6.13"),
         Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,
@@ -307,9 +291,8 @@ COMMANDS = (
         statuses="0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
     Command(
-        "report render",
+        "report render = mla_conformance.commands.reports:render",
         "show a report: as a page, Markdown, annotations, JUnit XML or text",
-        "mla_conformance.commands.reports:render",
         _REPORT,
         _ROLE,
         Option("--format FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
@@ -317,9 +300,8 @@ COMMANDS = (
         examples=("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
     ),
     Command(
-        "report diff",
+        "report diff = mla_conformance.commands.reports:diff",
         "say what changed between two reports, and whether anything got worse",
-        "mla_conformance.commands.reports:diff",
         Option("before BEFORE", "report of the earlier run"),
         Option("after AFTER", "report of the later run"),
         _ROLE,
@@ -328,29 +310,26 @@ COMMANDS = (
         statuses="0 no regression; 1 regressions; 2 usage",
     ),
     Command(
-        "report merge",
+        "report merge = mla_conformance.commands.reports:merge",
         "make one report of those of all shards",
-        "mla_conformance.commands.reports:merge",
         Option("shards SHARD", "report of a shard", nargs="+"),
         _ROLE,
         Option("--out FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
-    Command("report schema", "print the JSON Schema of report.json", "mla_conformance.commands.reports:print_schema"),
+    Command("report schema = mla_conformance.commands.reports:print_schema", "print the JSON Schema of report.json"),
     Command(
-        "scoreboard",
+        "scoreboard = mla_conformance.scoreboard.site:scoreboard",
         "write a static site that shows the records of many kernels",
-        "mla_conformance.scoreboard.site:scoreboard",
         Option("records FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
         Option("--out DIR", "write the site here", required=True),
         examples=("--out site", "fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
         statuses="0 written; 1 written without records that cannot be read; 2 usage",
     ),
     Command(
-        "completion",
+        "completion = mla_conformance.commands.listing:print_completion",
         "print a script that completes this command line in a shell",
-        "mla_conformance.commands.listing:print_completion",
         Option("shell SHELL", ", ".join(_SHELLS), choices=_SHELLS),
         examples=(
             "bash > ~/.local/share/bash-completion/completions/mla-conformance",

@@ -192,8 +192,7 @@ def rerun(
         now = found[case]
         gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
         if contradicts(stated, now.status):
-            # A known failure may need its own inputs to show.
-            excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt
+            excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt  # it may need its own inputs
             yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
         elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
             yield Remark(Weight.REPORTED, f"{said} {gives}")

@@ -186,8 +186,7 @@ class Returned(StepResult):
 @dataclass(frozen=True)
 class Observation:
     returned: tuple[Returned, ...]  # one entry per call; the last one may carry an error
-    # (output, lse) of all calls merged in float64, where there are several and all returned two tensors
-    merged: OutputAndLse | None
+    merged: OutputAndLse | None  # of all calls in float64, where there are several and all returned two tensors
     mutated: tuple[str, ...]  # caller-owned tensors whose bytes changed
     merge_error: str = ""  # what the backend's own merge raised
     device_lost: bool = False  # the calls left the GPU's context unusable, so nothing of them can be looked at
@@ -272,8 +271,7 @@ def _settle_operands(
     for name, tensor, form, storage in tensors:
         now = _form(tensor)
         if changed := [part for part, old in form.items() if now[part] != old]:
-            # What a storage has lost by being made smaller stays lost.
-            if storage.nbytes() != form["bytes"]:
+            if storage.nbytes() != form["bytes"]:  # what it has lost by being made smaller stays lost
                 storage.resize_(form["bytes"])
             if tensor.is_leaf:
                 tensor.requires_grad_(form["requires_grad"])

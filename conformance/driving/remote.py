@@ -12,10 +12,9 @@ import select
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import compress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import torch
@@ -59,18 +58,14 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     traceback: _Text = ""
     out_of_memory: bool = False
     disturbed: Annotated[tuple[_Text, ...], Meta(max_length=100)] = ()
-    # what a call returned; several if that was a tuple or a list
-    parts: Annotated[tuple[Part, ...], Meta(max_length=100)] = ()
-    several: bool = False
+    parts: Annotated[tuple[Part, ...], Meta(max_length=100)] = ()  # what a call returned
+    several: bool = False  # whether that was a tuple or a list
     needs: dict[_Line, _Count] = {}  # bytes that the parts need, by type of device, where there was not so much room
     fact: msgspec.Raw = msgspec.Raw(b"null")  # plain data, as JSON
     lost: bool = False  # the GPU's context is lost
 
 
-class Wanted(Enum):
-    RETURNED = "returned"  # its tensors
-    FACT = "fact"  # plain data
-    NOTHING = "nothing"  # it is kept for later steps
+Wanted = Literal["tensors", "fact", "nothing"]  # of a step: what it returned, plain data, or that it is kept for others
 
 
 class KernelRequest(msgspec.Struct, frozen=True):
@@ -105,7 +100,7 @@ class RemoteExecutor(Executor):
     ) -> StepResult:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
         memory = list({x.untyped_storage().data_ptr(): x for x in reached if x.numel()}.values())
-        done, reply = self._asked(step, Wanted.RETURNED, memory, before)
+        done, reply = self._asked(step, "tensors", memory, before)
         if not reply.needs:
             return done
         try:
@@ -113,13 +108,13 @@ class RemoteExecutor(Executor):
                 self.shared.room(kind, size)
         except MemoryError as error:
             return replace(done, error=f"MemoryError: {error}", out_of_memory=True)
-        again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
+        again, reply = self._asked(partial(itself, done.kept), "tensors")
         if reply.needs:
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
         return replace(again, disturbed=done.disturbed)
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
-        done, reply = self._asked(question, Wanted.NOTHING if kind is None else Wanted.FACT)
+        done, reply = self._asked(question, "nothing" if kind is None else "fact")
         if done.error or kind is None:
             return replace(done, value=done.kept)
         try:
@@ -174,15 +169,14 @@ class RemoteExecutor(Executor):
                 if before is not None:
                     before.keep([tensor])
                 own.copy_(there)
-            is_returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
+            is_returned = wanted == "tensors" and not reply.error and not reply.needs
             value = returned(reply, shared, rooms, memory) if is_returned else None
         except (ReplyError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            # Nothing that comes later is the answer to what is asked.
-            self._broken = f"{_MALFORMED}: {error}"
+            self._broken = f"{_MALFORMED}: {error}"  # nothing that comes later is the answer to what is asked
             return StepResult(error=self._broken), Reply(self._number)
         shared.synchronize()
         self._lost = self._lost or reply.lost
-        is_kept = wanted is not Wanted.FACT and not reply.error
+        is_kept = wanted != "fact" and not reply.error
         left = RemoteValue(self._number, self._released) if is_kept else None
         said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
         return StepResult(value, *said, left), reply
@@ -253,11 +247,11 @@ def serve(connection: socket.socket, shared: Shared) -> None:
 
 def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply:
     value = unpack(request.step, shared, kept)()
-    if request.wanted is Wanted.FACT:
-        return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
-    kept[request.number] = value
     reply = Reply(request.number)
-    if request.wanted is Wanted.RETURNED:
+    if request.wanted == "fact":
+        return msgspec.structs.replace(reply, fact=msgspec.Raw(msgspec.json.encode(value)))
+    kept[request.number] = value
+    if request.wanted == "tensors":
         reply = written(shared, request.rooms, request.reached, request.number, value)
     shared.synchronize()
     return reply
@@ -287,8 +281,7 @@ def written(
         if own := [index for index in here if begin == shared.address_of(reached[index])]:
             parts.append(msgspec.structs.replace(part, offset=first, of=own[0]))
             continue
-        # The bytes from the first element to the last, as far behind an aligned address as they are.
-        size = _span(part, item)
+        size = _span(part, item)  # from the first element to the last, as far behind an aligned address as they are
         lead = each.data_ptr() % _ALIGNMENT if size else 0
         lead -= lead % item
         room, taken = rooms[device], needs.get(device, 0)

@@ -25,11 +25,11 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
+from mla_conformance.files.places import read_if_there
+
 _OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)  # what functions are looked up in
-_FOLLOWS = torch.Storage  # type: ignore[attr-defined]
-"""A class that torch replaces by itself when the default dtype changes."""
+_FOLLOWS = torch.Storage  # type: ignore[attr-defined] # which torch replaces when the default dtype changes
 _PATIENCE = 2.0  # seconds for children to end by themselves: a forked one may be on its way
-_OWN_CHILDREN = Path("/proc/thread-self/children")
 _SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 """Parts of the command lines of helpers that Python and torch start once and keep for the life of the process."""
 _LIBC: Any = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
@@ -233,7 +233,7 @@ def _children() -> frozenset[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except (ChildProcessError, AttributeError):
         return frozenset()
-    return frozenset(map(int, _read(_OWN_CHILDREN).split()))
+    return frozenset(map(int, read_if_there(Path("/proc/thread-self/children")).split()))
 
 
 def _tell_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
@@ -253,17 +253,10 @@ def _end_left(before: frozenset[int]) -> None:
 def _lasting(processes: frozenset[int]) -> list[int]:
     found = []
     for process in processes:
-        state, command = (_read(Path(f"/proc/{process}/{name}")) for name in ("stat", "cmdline"))
+        state, command = (read_if_there(Path(f"/proc/{process}/{name}")) for name in ("stat", "cmdline"))
         ended = state.rpartition(")")[2].split()[:1] in ([], ["Z"], ["X"])
         found += [] if ended or any(service in command for service in _SERVICES) else [process]
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 SETTINGS: tuple[Setting, ...] = (

@@ -215,8 +215,7 @@ def pack(value: Any, shared: Shared) -> bytes:
     return file.getvalue()
 
 
-_read: dict[str, Callable[..., Any]] = {}
-"""What finds a value by its number, and the storage of a place, for what is being unpacked."""
+_read: dict[str, Callable[..., Any]] = {}  # what finds a value by its number, and the storage of a place, meanwhile
 
 
 def unpack(data: bytes, shared: Shared, kept: Mapping[int, Any]) -> Any:

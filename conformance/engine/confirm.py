@@ -7,7 +7,6 @@ is minimised: the simplest case is sought that fails as a given one does.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
@@ -25,8 +24,7 @@ AFTER: Final = "after"
 UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3  # kinds of a backend's failures of each of which the first one is explained
 _FEW = 4
-_SHORTER = 12
-"""Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""
+_SHORTER = 12  # attempts to find fewer cases after which a failure repeats, each in a process: enough for one of 1000
 _SHORTENING = 120.0  # seconds after which no further one begins: each may judge nearly all of a long history once more
 _OPEN = ("", UNCOMPARED, INDISTINCT)  # the explanations of failures that may still turn out to look like another one
 _PATIENCE = 15.0  # seconds that a backend's failures may have taken that are compared with what explains another one
@@ -78,35 +76,29 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
 
 
 def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, Record, History]:
-    until, shorter = monotonic() + _SHORTENING, _shorter(failing, passed)
-    with suppress(StopIteration):
-        before = next(shorter)
-        for _ in range(_SHORTER):
-            if len(failing) == 1 or monotonic() >= until:
-                break
-            again = yield Judge(found.reference, found.case, before, fresh=True)
-            fails = (again.case, again.status, again.check) == (found.case, found.status, found.check)
-            failing = before if fails else failing
-            before = shorter.send(fails)
-    return failing
-
-
-def _shorter(failing: History, passed: int) -> Generator[History, bool, None]:
-    """Parts of a failing history, of whose last ``passed`` cases alone it is known that the failure needs more.
+    """Fewer cases of a failing history, of whose last ``passed`` alone it is known that the failure needs more.
 
     Bisection finds the latest case that the failure needs, given all that follow it. If that case alone does not make
-    it fail, the next one is sought among those that follow. It is sent whether the failure came after each part.
+    it fail, the next one is sought among those that follow.
     """
-    needed: History = ()
-    while failing:
-        low, high = 0, len(failing) - passed  # it fails after failing[low:], and passes after failing[high:]
-        while high - low > 1:
-            middle = (low + high) // 2
-            fails = yield (*needed, *failing[middle:])
+    until, needed, rest = monotonic() + _SHORTENING, History(), failing
+    low, high = 0, len(rest) - passed  # behind what is needed it fails after rest[low:], and passes after rest[high:]
+    for _ in range(_SHORTER):
+        middle = (low + high) // 2
+        is_found = middle == low
+        before = (*needed, rest[low]) if is_found else (*needed, *rest[middle:])
+        if len(failing) == 1 or before == failing or monotonic() >= until:
+            break
+        again = yield Judge(found.reference, found.case, before, fresh=True)
+        fails = (again.case, again.status, again.check) == (found.case, found.status, found.check)
+        failing = before if fails else failing
+        if not is_found:
             low, high = (middle, high) if fails else (low, middle)
-        needed, failing, passed = (*needed, failing[low]), failing[low + 1 :], 0
-        if failing and (yield needed):
-            return
+        elif fails:
+            break
+        else:
+            needed, rest, low, high = before, rest[low + 1 :], 0, len(rest) - low - 1
+    return failing
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
@@ -127,8 +119,7 @@ def compared(failure: Record, again: Record) -> Record | None:
     return failure.with_fields(explanation=again.explanation)
 
 
-class NothingToMinimize(InputError):
-    """The given case does not fail."""
+class NothingToMinimize(InputError): ...
 
 
 @dataclass(frozen=True)

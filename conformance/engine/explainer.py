@@ -32,8 +32,7 @@ from mla_conformance.judging.steps import Measured
 from mla_conformance.report.causes import symptom
 from mla_conformance.trials.trial import Context
 
-_MOST_ENDED = 3
-"""Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""
+_MOST_ENDED = 3  # processes that may end over comparing before nothing is compared: each takes seconds to start
 Function = tuple[str, str]  # a test function, and the name of what is judged
 
 

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_JUDGING = ("certify", "replay", "watch")
-"""Commands of which most runs need the process; one that does not ends it with itself."""
+_JUDGING = ("certify", "replay", "watch")  # most of their runs need the process; one that does not ends it as well
 Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a module's process, and what leads there
 begun: list[tuple[Started, tuple[int, int]]] = []
 """A keeper that waits for the first run that asks, and both ends of the pipe that it prints to."""

@@ -201,8 +201,7 @@ def leave(status: int) -> NoReturn:
 class GpuPart:
     share: int | None = None  # bytes that each has for itself; None without a limit
     common: int = 0  # bytes beside the shares, for cases that exceed one
-    # whether one place has the GPU, while the others have given back what they need not hold of it
-    is_alone: bool = False
+    is_alone: bool = False  # whether one place has the GPU, while others have given back what they need not hold
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
 
 

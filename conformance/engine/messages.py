@@ -26,61 +26,54 @@ class Setup(msgspec.Struct, frozen=True):
     times: bool = False  # whether kernels are to be timed
 
 
-class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
+class _AboutBackend(msgspec.Struct, frozen=True, tag_field="kind"):
     reference: str
+
+
+class Describe(_AboutBackend, frozen=True, tag="describe"):
     cases: tuple[str, ...] = ()  # the id of a case of each role that is to be judged
 
 
-class Fit(msgspec.Struct, frozen=True, tag_field="kind", tag="fit"):
+class Fit(_AboutBackend, frozen=True, tag="fit"):
     """Find cases for the pairs of classes that a backend declares of one role and no listed case holds."""
 
-    reference: str
     capability: str  # whose cases the array is
     triples: int
 
 
-class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
-    reference: str
+class Judge(_AboutBackend, frozen=True, tag="judge"):
     case: str
-    # (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
-    # imported only
-    before: tuple[RecordKey, ...] = ()
+    before: tuple[RecordKey, ...] = ()  # what its process runs first; without a case, a backend is imported only
     fresh: bool = False  # in a process that has judged nothing
     explain: bool = False  # tell, too, what a failure looks like and where its errors are
     unhurried: bool = False  # take the time that comparing with every candidate takes
-    # what other failures of the backend look like; only whether this one does as well is to be told
-    reported: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()  # what other failures look like; only whether this one does, too, is to be told
 
 
-class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    reference: str
+class Explore(_AboutBackend, frozen=True, tag="explore"):
     draws: int
     seconds: int
     capabilities: tuple[str, ...]
     case: str = EXPLORED  # what its record is kept as
 
 
-class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
-    reference: str
+class Trace(_AboutBackend, frozen=True, tag="trace"):
     cases: dict[str, str]  # by capability, one that the backend passed
 
 
-class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
-    reference: str
+class Examine(_AboutBackend, frozen=True, tag="examine"):
     bitwise: bool
     accuracy: bool
 
 
-class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
-    reference: str
+class Repeat(_AboutBackend, frozen=True, tag="repeat"):
     case: str
     calls: int
 
 
-class TakeTimes(msgspec.Struct, frozen=True, tag_field="kind", tag="take times"):
+class TakeTimes(_AboutBackend, frozen=True, tag="take times"):
     """Time a right backend, in forms that are ids of small cases, best first."""
 
-    reference: str
     forms: tuple[str, ...]
 
 
@@ -92,10 +85,8 @@ class Given(msgspec.Struct, frozen=True):
     """A task for one worker; the next one may find what is left of it where that one died without having read it."""
 
     process: int  # of the worker
-    # what is to be done; None to give back what the process holds of its GPU for cases to come
-    task: Task | None = None
-    # bytes of a GPU that the worker may take, since others use it as well; None without a limit
-    share: int | None = None
+    task: Task | None = None  # what is to be done; None to give back what it holds of its GPU for cases to come
+    share: int | None = None  # bytes of a GPU that it may take, since others use it as well; None without a limit
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -141,8 +132,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     repeated: Repeated | None = None
     loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
     declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for
-    # bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was
-    wants: int = 0
+    wants: int = 0  # bytes of a GPU that a case needs and that are not there now, so that nothing was done; else 0
     leaves: bool = False  # this process ends now; the next task is another's
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mla_conformance.engine import keeper, messages
 from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, oom_kills, programs_below
-from mla_conformance.judging.record import COMPILING, ENDED, Record
+from mla_conformance.judging.record import COMPILING, ENDED, Record, RecordKey
 from mla_conformance.judging.verdict import Status, Verdict
 
 START_SECONDS = 300.0  # a process that imports torch for longer than this will not start at all
@@ -90,9 +90,8 @@ class WorkerSlot:
     hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
-    # (backend reference, case id) of everything that the worker of the moment was given to judge; without a case
-    # where it was asked what the backend is
-    history: list[tuple[str, str]] = field(default_factory=list)
+    # All that the worker of the moment was given to judge; without a case where it was asked what a backend is.
+    history: list[RecordKey] = field(default_factory=list)
     _process: int = 0
     _started: Record | None = None
     _judged: Record | None = None

@@ -39,8 +39,7 @@ class RunRequest:
     device: str  # ``cpu``, ``cuda``, or empty for CUDA where there is one
     cases: tuple[Case, ...]  # exactly these, or all of the tier if empty
     explore: Extent = NOTHING_DRAWN  # how much is drawn for each backend beside them
-    # what inputs are drawn with beside their case, so that they are known to nobody before; empty for none
-    salt: str = ""
+    salt: str = ""  # what inputs are drawn with beside their case, so that nobody knows them before
     shard: Shard | None = None  # judge only this part of the cases
     deployment: Deployment | None = None  # the model that the cases are of, if they are
     bitwise: bool = False  # whether each backend is asked, too, when its bits are the same

@@ -44,12 +44,9 @@ class Limits:
     # processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per core
     # and four, and as many on each GPU as its memory is enough for
     workers: int | None = None
-    # seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled
-    timeout: float | None = None
-    # bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU
-    memory: int | None = None
-    # equal failures of a backend's process after which the rest of its cases is not run
-    give_up_after: int = GIVE_UP_AFTER
+    timeout: float | None = None  # seconds of a case; by default 5 minutes, on a GPU 30, since kernels are compiled
+    memory: int | None = None  # bytes that a worker may allocate; by default its share, on a GPU without a limit
+    give_up_after: int = GIVE_UP_AFTER  # equal failures of a backend's process; then its other cases are not run
     ends_at: float = float("inf")  # when the run is ended, on the monotonic clock
 
 
@@ -220,8 +217,7 @@ class Supervisor:
             return
         record = place.outcome(status)
         if record is None and isinstance(given, messages.Judge | messages.Explore):
-            # Processes ended again and again before they began what they were given.
-            self._unbegun[id(given)] += 1
+            self._unbegun[id(given)] += 1  # again and again processes ended before they began it
             if self._unbegun[id(given)] >= _MOST_STARTS:
                 if isinstance(given, messages.Explore):
                     case, fields = array_of(given.capabilities[0])[0], {"capability": EXPLORED}

@@ -77,8 +77,7 @@ class _Told(NamedTuple):
     digest: str
 
 
-_told: dict[Path, _Told] | None = None
-"""Of the harness and of every editable installation, while git is not to be asked."""
+_told: dict[Path, _Told] | None = None  # of the harness and editable installations, while git is not to be asked
 
 
 @contextmanager
