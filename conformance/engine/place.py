@@ -86,7 +86,7 @@ class WorkerSlot:
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
-    early: keeper.Started | None = None  # a keeper that was started before there was a place for it
+    early: keeper.Started | None = None  # its keeper, if one was started before there was a place for it
     hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock

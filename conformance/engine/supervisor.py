@@ -14,7 +14,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine, messages
-from mla_conformance.engine.keeper import begun
+from mla_conformance.engine.keeper import Started, begun
 from mla_conformance.engine.place import BoundedLog, RunError, WorkerSlot, died
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
@@ -83,6 +83,7 @@ class Supervisor:
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
         self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
+        self._early: Started | None  # a keeper that was started before there was a place for it
         self._early, pipe = begun.pop() if begun else (None, os.pipe())
         self.log = BoundedLog(pipe)
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
