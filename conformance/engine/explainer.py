@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import msgspec
@@ -53,15 +52,6 @@ class Explained:
         if failure.record.with_fields(explanation=said).is_explained:
             self.reported.texts.append(said)
         return said
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    function: Function
-    record: Record
-    device: str
-    salt: str
-    observed: tuple[str, str, str]
-    numbers: str
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -105,15 +95,15 @@ class Explainer:
             (self._process, self._connection), self._owner = started, os.getpid()
         with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
 
-            def asked(about: Failure | None) -> _Asked | None:
+            def written(about: Failure | None) -> str | None:
                 if about is None:
                     return None
-                numbers = Path(folder) / "numbers.pt"
-                torch.save([(each.got, each.golden, each.allowed) for each in about.observed.numbers], numbers)
-                known = function, about.record, str(about.device), about.context.salt
-                return _Asked(*known, about.observed.failure, str(numbers))
+                numbers = [(each.got, each.golden, each.allowed) for each in about.observed.numbers]
+                known = function, msgspec.to_builtins(about.record), str(about.device), about.context.salt
+                torch.save((*known, about.observed.failure, numbers), path := f"{folder}/failure.pt")
+                return path
 
-            tell(self._connection, asked(failure))
+            tell(self._connection, written(failure))
             while True:
                 if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise TimeoutError
@@ -123,8 +113,7 @@ class Explainer:
                 if not said.nearby:
                     return said.explanation
                 case = Case.parse(said.nearby)
-                again = asked(failure.again(case)) if said.in_numbers else failure.nearby(case)
-                tell(self._connection, again)
+                tell(self._connection, written(failure.again(case)) if said.in_numbers else failure.nearby(case))
 
     def _end(self) -> str:
         if self._owner != os.getpid():
@@ -152,19 +141,19 @@ def main(connection: socket.socket) -> None:
 
     def again(case: Case) -> Failure | None:
         tell(connection, _Said(nearby=case.id, in_numbers=True))
-        asked = decode(read_line(connection), _Asked | None)
-        return failure_of(asked) if asked else None
+        path = decode(read_line(connection), str | None)
+        return read(path)[1] if path else None
 
-    def failure_of(asked: _Asked) -> Failure:
-        device = torch.device(asked.device)
-        numbers = torch.load(asked.numbers, map_location=device, weights_only=True)
-        observed = reach.Behaviour(asked.observed, tuple(Measured(*each) for each in numbers))
-        context = contexts.setdefault(asked.salt, Context(asked.salt))
-        return Failure(asked.record, observed, device, context, nearby, again)
+    def read(path: str) -> tuple[Explained, Failure]:
+        function, record, device, salt, failed, numbers = torch.load(path, weights_only=True)
+        observed = reach.Behaviour(failed, tuple(Measured(*each) for each in numbers))
+        context = contexts.setdefault(salt, Context(salt))
+        known = msgspec.convert(record, Record), observed, torch.device(device), context
+        return found[function], Failure(*known, nearby, again)
 
     while line := read_line(connection):
-        asked = decode(line, _Asked)
-        tell(connection, _Said(found[asked.function].explain(failure_of(asked))))
+        explained, failure = read(decode(line, str))
+        tell(connection, _Said(explained.explain(failure)))
 
 
 if __name__ == "__main__":
