@@ -42,19 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as gone:
             raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
         status: int = options.run(options)
+        return status
     except (InputError, BackendReferenceError, CaseError, ForeignError) as error:
-        refuse(NAME, str(error))
-        return USAGE
+        why, status = str(error), USAGE
     except OSError as error:
-        refuse(NAME, f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return USAGE
+        why, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE
     except RunError as error:
-        refuse(NAME, str(error))
-        return 3
+        why, status = str(error), 3
     except Stopped as stop:
-        refuse(NAME, f"ended by {stop}")
-        return stop.exit_status
+        why, status = f"ended by {stop}", stop.exit_status
     except KeyboardInterrupt:
-        refuse(NAME, "interrupted")
-        return 130
+        why, status = "interrupted", 130
+    refuse(NAME, why)
     return status

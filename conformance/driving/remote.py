@@ -29,12 +29,11 @@ _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it
 _MALFORMED = "malformed reply from the kernel process"
 LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22
 _ALIGNMENT = 64  # of what is returned, as far as it had it
-_MOST_DIMENSIONS = 16
 
 _Line = Annotated[str, Meta(max_length=LONGEST_LINE)]
 _Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _Count = Annotated[int, Meta(ge=0, lt=2**48)]
-_Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
+_Counts = Annotated[tuple[_Count, ...], Meta(max_length=16)]  # of so many dimensions
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

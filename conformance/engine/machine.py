@@ -36,7 +36,6 @@ if sys.platform == "linux":
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77  # exit status of a process of ours without memory to begin with, or to open what another shares
 _PATIENCE = 2.0  # seconds in which a process that closed its connection ends by itself
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _VMSTAT = Path("/proc/vmstat")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -120,7 +119,7 @@ def allocated_memory() -> int:
 
 def machine_memory() -> int:
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = read_if_there(_CGROUP_LIMIT).strip()  # "max" without one
+    limit = read_if_there(Path("/sys/fs/cgroup/memory.max")).strip()  # "max" without one
     return min(installed, int(limit)) if limit.isdecimal() else installed
 
 

@@ -110,13 +110,9 @@ class WorkerSlot:
         self.early = None
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
-        self._tell(self.setup, START_SECONDS)
-
-    def _tell(self, message: messages.Setup | messages.Given, seconds: float) -> None:
-        """Send what is done in so many seconds; where nobody takes it, the end of the process is on the way."""
-        self.deadline = time.monotonic() + seconds
-        with contextlib.suppress(OSError):
-            messages.tell(self.connection, message)
+        self.deadline = time.monotonic() + START_SECONDS
+        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
+            messages.tell(self.connection, self.setup)
 
     @property
     def is_idle(self) -> bool:
@@ -130,7 +126,9 @@ class WorkerSlot:
             self._oom_kills = oom_kills()
             if isinstance(task, messages.Unrecorded):
                 self.history.append((task.reference, ""))
-        self._tell(messages.Given(self._process, task, share), self.timeout)
+        self.deadline = time.monotonic() + self.timeout
+        with contextlib.suppress(OSError):
+            messages.tell(self.connection, messages.Given(self._process, task, share))
 
     def renew(self) -> None:
         if self.history or self.task:

@@ -25,7 +25,6 @@ from mla_conformance.vocabulary.arrays import SPACES, array_of
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
-GIVE_UP_AFTER = 5
 _MOST_ON_CPU = 4
 _MOST_ON_GPU = 6  # workers: more are no faster, since contexts take turns, and each has less of the GPU's memory
 _MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
@@ -34,7 +33,6 @@ _AHEAD_BYTES = 8 * 2**30  # what a GPU has for each worker where some compile
 _WORTH = 20  # pairs of a case and a backend that are worth a worker's start, which takes 1.5 s of a core
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
-_JOIN_SECONDS = 5
 POLL_SECONDS = 0.3  # between two looks whether somebody has a run end
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -46,7 +44,7 @@ class Limits:
     workers: int | None = None
     timeout: float | None = None  # seconds of a case; by default 5 minutes, on a GPU 30, since kernels are compiled
     memory: int | None = None  # bytes that a worker may allocate; by default its share, on a GPU without a limit
-    give_up_after: int = GIVE_UP_AFTER  # equal failures of a backend's process; then its other cases are not run
+    give_up_after: int = 5  # equal failures of a backend's process; then its other cases are not run
     ends_at: float = float("inf")  # when the run is ended, on the monotonic clock
 
 
@@ -116,7 +114,7 @@ class Supervisor:
         self.end()
         machine.prctl(machine.ADOPTS_ORPHANS, 0)
         os.close(self.log.descriptor)
-        self.log.reader.join(_JOIN_SECONDS)  # for what was printed last
+        self.log.reader.join(5)  # seconds for what was printed last
         self._heeding.__exit__(None, None, None)
         for descriptor in self._told:
             os.close(descriptor)

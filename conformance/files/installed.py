@@ -28,7 +28,6 @@ import msgspec
 
 from mla_conformance.files.places import file_digest, is_file, sites
 
-_GIT_PATIENCE = 60
 _NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
 _HARNESS = "mla_conformance."
 _ADAPTERS = "mla_conformance.backends."
@@ -120,7 +119,7 @@ def _git(folder: Path, *command: str) -> str | None:
         asked = ["git", "-C", str(folder), *_NO_PROGRAMS, *command]
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         environment = {**own, "GIT_CONFIG_NOSYSTEM": "1", "GIT_OPTIONAL_LOCKS": "0"}
-        done = subprocess.run(asked, capture_output=True, timeout=_GIT_PATIENCE, check=True, env=environment)
+        done = subprocess.run(asked, capture_output=True, timeout=60, check=True, env=environment)
         return done.stdout.decode("utf-8", "replace").strip()
     except (OSError, subprocess.SubprocessError):
         return None
