@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         options = command_line(COMMANDS, GROUPS).parse_args(arguments)
-        if sys.flags.optimize > 1:  # docstrings say what known defects are, which no process of a run can import else
+        if sys.flags.optimize > 1:  # docstrings say what causes of failures are
             raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
         try:
             Path.cwd()  # no relative path leads anywhere from one that is gone

@@ -15,6 +15,9 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend
 from mla_conformance.judging.tolerance import SCALED_P
+from mla_conformance.reference.selected import NO_KEY
+
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 
 class LayeredDecode(EagerDecodeBackend):
@@ -138,13 +141,8 @@ def rough_exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Blocks or rows [A, B, C] as they would be read if nothing lay between them."""
-    return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1), x.storage_offset())
-
-
-def packed_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same of [A, B]."""
-    return x.as_strided(x.shape, (x.shape[1], 1))
+    """What would be read if nothing lay between the rows, or blocks, of ``x``."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())
 
 
 def slots_of(cache: torch.Tensor) -> int:
@@ -170,15 +168,34 @@ def all_or_nothing(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
     return (output, lse) if output.isfinite().all() else without_keys(output, lse)
 
 
+def chosen(condition: torch.Tensor, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+    """The one state where the condition holds, else the other."""
+    return SoftmaxState(*(torch.where(condition, *pair) for pair in zip(a, b, strict=True)))
+
+
+def last_packed_tile_lost(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows and heads are packed into tiles of 64, a partial one behind the first is 0."""
+    output, rows = output.contiguous(), output.shape[0] * output.shape[1]
+    if len(output) > 1 and rows > 64:
+        output.flatten(0, 1)[rows // 64 * 64 :] = 0.0
+    return output, lse
+
+
 def in_base_2(lse: torch.Tensor) -> torch.Tensor:
     return lse / math.log(2)
+
+
+def mirrored(choose: Callable[[torch.Tensor, int], torch.Tensor], scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns that are chosen of scores read from behind, so that of equal ones the last are."""
+    flipped = choose(scores.flip(1), count)
+    return torch.where(flipped == NO_KEY, NO_KEY, scores.shape[1] - 1 - flipped)
 
 
 def clear(x: torch.Tensor) -> None:
     x.zero_()
 
 
-def overwrite(x: torch.Tensor, values: torch.Tensor) -> None:
+def write(x: torch.Tensor, values: torch.Tensor) -> None:
     x.copy_(values)
 
 
@@ -192,16 +209,21 @@ def several(self: Any) -> bool:
     return int(self._decode_metadata.query_lens_cpu.max()) > 1
 
 
+def gathered(self: Any) -> bool:
+    """Whether keys lie one request behind the other, and no table leads to them."""
+    return bool(self._sparse_metadata.block_table is None)
+
+
 def on_ranks(self: Any) -> bool:
     return bool(self._decode_metadata.dcp_world_size > 1)
 
 
-def codes(self: Any) -> bool:
-    return bool(self.kv_cache_dtype == "fp8")
+def in_layout(name: str) -> Callable[[Any], bool]:
+    """Where a kernel's cache has a layout; a lambda, whose argument says what it is asked of."""
+    return lambda self: self.kv_cache_dtype == name
 
 
-def mixed_entries(self: Any) -> bool:
-    return bool(self.kv_cache_dtype == "fp8_ds_mla")
+codes, mixed_entries = in_layout("fp8"), in_layout("fp8_ds_mla")
 
 
 def pages_of(tokens: int) -> Callable[[torch.Tensor], bool]:
@@ -250,6 +272,15 @@ class BaseTwo(OnlineSoftmax):
         return super()._finish(state._replace(maximum=state.maximum / LOG2_E))
 
 
+def kept(kernel: Any, key: Any, value: Any) -> Any:
+    """What an instance was first given under a key."""
+    return vars(kernel).setdefault("kept", {}).setdefault(key, value)
+
+
+def note(kernel: Any, **values: Any) -> None:
+    vars(kernel).update(values)
+
+
 def nth(kernel: Any, period: int) -> bool:
     """Whether this call is one in so many."""
     kernel.number = getattr(kernel, "number", 0) + 1
@@ -271,10 +302,7 @@ class SplitDecode(LayeredDecode):
             yield slice(start, min(start + self.key_tile, span.stop))
 
     def _starts(self, seq_len: int) -> Iterable[int]:
-        return range(0, seq_len, self._share(seq_len))
-
-    def _share(self, seq_len: int) -> int:
-        return self.split
+        return range(0, seq_len, self.split)
 
     def _part(self, state: SoftmaxState) -> SoftmaxState:
         """A split's state as it waits for the others."""

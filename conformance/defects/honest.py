@@ -3,7 +3,6 @@
 They declare what they do; a policy that rejects one of them raises a false alarm.
 """
 
-from collections.abc import Sequence
 from functools import reduce
 from itertools import chain
 
@@ -79,24 +78,20 @@ class _Prefill(EagerPrefillBackend, Honest):
 
     @but("merge_attn_states")
     def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
-        """A merge weighs the prefix by a logistic function of the difference of both LSEs, the suffix by what is
-        left."""
+        """The prefix weighs as much as a logistic function of the difference of both LSEs says, the suffix the rest."""
         nothing = (prefix_lse == -torch.inf) & (suffix_lse == -torch.inf)
         difference = (prefix_lse - suffix_lse).masked_fill(nothing, 0.0)
         merged = torch.maximum(prefix_lse, suffix_lse) + torch.nn.functional.softplus(-difference.abs())
         shares = (torch.sigmoid(x).mT.unsqueeze(-1) for x in (difference, -difference))
         parts = zip(shares, (prefix_output, suffix_output), (prefix_lse, suffix_lse), strict=True)
-        seen = (
-            share * part.float().masked_fill((lse == -torch.inf).mT.unsqueeze(-1), 0.0) for share, part, lse in parts
-        )
-        output.copy_(sum(seen))
+        output.copy_(sum(share * part.float().masked_fill(bases.keyless(lse), 0.0) for share, part, lse in parts))
         if output_lse is not None:
             output_lse.copy_(merged)
 
 
 class _SplitDecode(bases.SplitDecode, Honest):
     split_tree = together(
-        instead("share", lambda self, seq_len: max(1, -(-seq_len // 16))),
+        instead("starts", lambda self, seq_len: range(0, seq_len, max(1, -(-seq_len // 16)))),
         instead("combine", lambda self, parts: bases.joined_in_a_tree(parts)),
     )
 
@@ -175,16 +170,16 @@ class _Impl(MLACommonImpl, Honest, part="impl_class"):
         return bases.joined_in_a_tree(list(self._states(*operands)), self._merge)
 
 
-class BestOfTheBest(EagerIndexerBackend):
-    """The best of each 64 tokens are selected first, then the best of all those."""
-
-    def _choose(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
-        parts: Sequence[torch.Tensor] = logits.split(64, dim=1)
-        chosen = [super(BestOfTheBest, self)._choose(part, min(64, topk_tokens)) for part in parts]
+class _Indexer(EagerIndexerBackend, Honest):
+    def best_of_the_best__choose(self, logits, topk_tokens):
+        """The best of each 64 tokens are selected first, then the best of all those."""
+        choose = super()._choose
+        chosen = [choose(part, min(64, topk_tokens)) for part in logits.split(64, dim=1)]
         behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
         finalists = torch.cat(behind, dim=1)
-        scores = logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf)
-        best = super()._choose(scores, topk_tokens)
+        best = choose(
+            logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf), topk_tokens
+        )
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 

@@ -79,12 +79,10 @@ class _Trees(EagerTreeBackend, Honest):
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
 
-class SplitLists(EagerSparseBackend):
-    """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
-
-    declaration = bases.declares(partial_outputs=Precision.MODEL)
-
-    def _attend(self, q, request, sources, k_scale):
+class _Sparse(EagerSparseBackend, Honest):
+    @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
+    def split_lists___attend(self, q, request, sources, k_scale):
+        """Three splits of each list, combined by their LSEs, a state for each cache; outputs in the model's dtype."""
         states = []
         for source, number in product(sources, range(3)):
             length = None if source.length is None else (source.length - number + 2) // 3
@@ -92,8 +90,6 @@ class SplitLists(EagerSparseBackend):
             states.append(bases.stored_in(super()._attend(q, request, [part], k_scale), self._model_dtype))
         return reduce(bases.joined, states)
 
-
-class _Sparse(EagerSparseBackend, Honest):
     column_tiles = behind("tiles", bases.backwards, key_tile=16)
 
     class shared_unions:
@@ -161,10 +157,8 @@ class _Indexer(EagerIndexerBackend, Honest):
         return (weights.unsqueeze(1) @ dots.view(*q.shape[:2], -1).relu()).squeeze(1)
 
     def ascending_tokens__choose(self, logits, topk_tokens):
-        """The selected tokens are told in their order, those of equal scores that come last are taken, -1 stands
-        first."""
-        flipped = super()._choose(logits.flip(1), topk_tokens)
-        return torch.where(flipped == NO_KEY, NO_KEY, logits.shape[1] - 1 - flipped).sort(dim=1).values
+        """Selected tokens are told in their order behind -1; of those with equal scores the last are taken."""
+        return bases.mirrored(super()._choose, logits, topk_tokens).sort(dim=1).values
 
 
 class _PrefillsInHeads(EagerSparseLayerBackend, Honest):

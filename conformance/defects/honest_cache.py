@@ -13,7 +13,7 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.defects.bases import codes
+from mla_conformance.defects.bases import codes, note
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -120,23 +120,22 @@ class _Cache(EagerCacheBackend, Honest):
             out.copy_(slots[req_id_per_token.long()].gather(1, places))
 
 
-class _MLACache(MLACacheBackend, Honest):
-    class one_writer_alone:
-        """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
+class OneWriterAlone(MLACacheBackend):
+    """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
 
-        supported_calls: ClassVar = ["write_latent"]
-        supported_kv_cache_dtypes: ClassVar = ["auto", "fp8"]
+    supported_calls: ClassVar = ["write_latent"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "fp8"]
 
-        @staticmethod
-        def get_name():
-            return "ALONE"
+    @staticmethod
+    def get_name():
+        return "ALONE"
 
-        def run_write_latent(self, kv_c, k_pe, kv_cache, slot_mapping, k_scale):
-            layout = self.kv_cache_dtype
-            if layout not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
-                raise UnsupportedConfiguration(f"{layout} entries, slots of {slot_mapping.dtype}")
-            writer = EagerCacheBackend(self.kv_lora_rank, self.qk_rope_head_dim, layout, self.tile_scales, None)
-            writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
+    def run_write_latent(self, kv_c, k_pe, kv_cache, slot_mapping, k_scale):
+        layout = self.kv_cache_dtype
+        if layout not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
+            raise UnsupportedConfiguration(f"{layout} entries, slots of {slot_mapping.dtype}")
+        writer = EagerCacheBackend(self.kv_lora_rank, self.qk_rope_head_dim, layout, self.tile_scales, None)
+        writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
 class _Compress(EagerCompressBackend, Honest):
@@ -165,8 +164,7 @@ class _Compress(EagerCompressBackend, Honest):
             return super()._pooled(k.double(), logits.double() + at).float()
 
     class from_the_call_itself:
-        """Tokens of the call are read as they came, states only for those before it; nothing but begun groups is
-        stored."""
+        """Tokens of the call are read as they came, states for those before it; only begun groups are stored."""
 
         def run_compress(self, kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache):
             metadata = self._compress_metadata
@@ -206,8 +204,7 @@ class _TopK(EagerTopKBackend, Honest):
 
     @but(declaration=_selects(order=SelectionOrder.ASCENDING, ties=Ties.LAST))
     def radix_selection__choose(self, keys, topk_tokens):
-        """Histograms of eight bits after another find the threshold; of those that tie with it the last ones are
-        taken."""
+        """Histograms of eight bits each find the threshold; of those that tie with it the last are taken."""
         bits = (keys + 2**32).where(keys != LEAST, 0)
         left = (keys != LEAST).sum(dim=1).clamp(max=topk_tokens)
         prefix = torch.zeros_like(left)
@@ -260,7 +257,7 @@ class _TopK(EagerTopKBackend, Honest):
 
 class _Prepare(EagerPrepareBackend, Honest):
     stored_intermediates = together(
-        before("query", lambda self, q: self.__dict__.update(_model=q.dtype)),
+        before("query", lambda self, q: note(self, _model=q.dtype)),
         behind("normed", lambda self, normed: self._stored(normed)),
         instead("stored", lambda self, x: x.to(self._model).float()),
         declaration=Declaration(intermediates=Precision.MODEL, emulated=True),

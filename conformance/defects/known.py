@@ -3,16 +3,15 @@
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.resources import files
 from inspect import Parameter, Signature, getsource, signature
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,10 +26,9 @@ FAMILIES = (
     *("cache_writes", "cache_reads", "compression", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
-_GROUPS: list[tuple[type, dict[str, Any]]] = []
-"""Groups of which no kernel is made yet, with what is said of all of their kernels."""
-_KNOWN: list["KnownDefect"] = []
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
+_KERNELS: list[type[Emulation]] = []  # of the modules that were imported
+_T = TypeVar("_T")
 
 
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,19 +39,28 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
 
 
+class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    killed_by: dict[str, dict[str, str]]  # what is wrong, by ids, by the capability that is expected to kill them
+    # by ids, capabilities that may fail before that one, because the bug is theirs too
+    related: dict[str, tuple[str, ...]]
+
+
+def _read(package: str, name: str, form: type[_T]) -> _T:
+    return msgspec.toml.decode((files(f"mla_conformance.{package}") / name).read_bytes(), type=form)
+
+
 @cache
 def reported_bugs() -> ReportedBugs:
-    text = (files("mla_conformance.fixtures") / "reported.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), ReportedBugs)
+    return _read("fixtures", "reported.toml", ReportedBugs)
 
 
 @dataclass(frozen=True)
 class KnownDefect:
     id: str  # its id, of a reported one that in the catalogue of reported bugs
+    sentence: str  # what is wrong with it
     kernel: type[Emulation]  # the emulation, of a backend of any role
     killed_by: str  # capability that is expected to kill it
-    # capabilities that may fail before that one, because the bug is theirs too; any may before one of combinations
-    related: tuple[str, ...] = ()
+    related: tuple[str, ...] = ()  # capabilities that may fail before that one; any may before one of combinations
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -69,6 +76,21 @@ class KnownDefect:
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
 
+@cache
+def known_defects() -> dict[str, KnownDefect]:
+    """All known defects by id, in the order of their families."""
+    for family in FAMILIES:
+        import_module(f"mla_conformance.defects.{family}")
+    catalogue = _read("defects", "known.toml", Catalogue)
+    said = {id: (name, text) for name, those in catalogue.killed_by.items() for id, text in those.items()}
+    kernels = {kernel.__name__.replace("_", "-"): kernel for kernel in _KERNELS}
+    if differing := said.keys() ^ kernels.keys():
+        raise TypeError(f"expected an entry of known.toml for each kernel, got one alone of {', '.join(differing)}")
+    related = catalogue.related
+    found = (KnownDefect(id, said[id][1], kernel, said[id][0], related.get(id, ())) for id, kernel in kernels.items())
+    return {entry.id: entry for entry in sorted(found, key=lambda entry: FAMILIES.index(entry.family))}
+
+
 def sentence_of(wrong: type) -> str:
     """What is wrong with a class, as its docstring says in one sentence."""
     return " ".join((wrong.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
@@ -81,41 +103,16 @@ def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
     return (own,) if other is None or getattr(kernel, f"{other}_backend", None) is None else (own, Role.LAYER)
 
 
-def known_defects() -> dict[str, KnownDefect]:
-    """All known defects by id, in the order of their families."""
-    for family in FAMILIES:
-        import_module(f"mla_conformance.defects.{family}")
-    return {entry.id: entry for entry in sorted(_made(), key=lambda entry: FAMILIES.index(entry.family))}
-
-
-def _made() -> list[KnownDefect]:
-    while _GROUPS:
-        group, said = _GROUPS.pop(0)
-        for kernel, about in kernels_of(group, str, **said):
-            _KNOWN.append(KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about))
-    return _KNOWN
-
-
-def _named(name: str) -> Any:
-    """A known defect's kernel, which its module has once kernels are made."""
-    for entry in () if name.startswith("__") else _made():
-        if entry.kernel.__name__ == name:
-            return entry.kernel
-    raise AttributeError(f"no known defect is called {name}")
-
-
 class Defects:
-    """Beside a kernel, base of a group whose kernels are known defects: a name is an id, a docstring the sentence.
+    """Beside a kernel, base of a group whose kernels are known defects: a name is an id, which ``known.toml`` explains.
 
-    They are made once one of them is asked for. One may be ``killed_by`` another capability, and have other ``related``
-    ones; of a layer, it is the ``part`` that an attribute or a method of this name gives.
+    Of a layer, a kernel is the ``part`` that an attribute or a method of this name gives.
     """
 
-    def __init_subclass__(cls, killed_by: str = "", related: tuple[str, ...] = (), part: str = "") -> None:
+    def __init_subclass__(cls, part: str = "") -> None:
         super().__init_subclass__()
         if Defects in cls.__bases__:
-            _GROUPS.append((cls, {"part": part, "killed_by": killed_by, "related": related}))
-            vars(sys.modules[cls.__module__])["__getattr__"] = _named
+            _KERNELS.extend(kernels_of(cls, str, part))
 
 
 class Honest:
@@ -124,7 +121,7 @@ class Honest:
     def __init_subclass__(cls, part: str = "") -> None:
         super().__init_subclass__()
         if Honest in cls.__bases__:
-            list(kernels_of(cls, named_as_class, part=part))
+            list(kernels_of(cls, named_as_class, part))
 
 
 def named_as_class(key: str) -> str:
@@ -135,53 +132,47 @@ _SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
 """Where a step stands: in place of a method if neither is said, and which call around it notes its arguments."""
 
 
-def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
-    """Decorator of a kernel in a group: a site that its name lacks, what is said of it alone, its attributes."""
-    return lambda step: partial(dict, {"site": site} if site else {}, step=step, **said)
+class Row(dict[str, Any]):
+    """A kernel of a group: its ``step``, the ``site`` where that stands, ``when`` it is taken, and attributes."""
 
 
-def _variant(*bases: type, **said: Any) -> dict[str, Any]:
-    return {"step": type("variant", bases, {"__doc__": None}), **said}
+def but(site: str = "", **said: Any) -> Callable[[Any], Row]:
+    """Decorator of a kernel in a group: a site that its name lacks, when its step is taken, its attributes."""
+    return lambda step: Row({"site": site} if site else {}, step=step, **said)
 
 
-def _kept(x: Any) -> Any:
-    return x
+def variant(*bases: type, **said: Any) -> Row:
+    """A kernel that differs by classes that stand before the group's, or by attributes."""
+    return Row(step=type("variant", bases, {}), **said)
 
 
-def _instead(site: str, step: Any, **said: Any) -> dict[str, Any]:
-    return {"site": site, "step": step, **said}
+def instead(site: str, step: Any, **said: Any) -> Row:
+    """A kernel with another method."""
+    return Row(site=site, step=step, **said)
 
 
-def _behind(site: str, step: Any = None, *, output: Any = _kept, lse: Any = _kept, **said: Any) -> dict[str, Any]:
-    return {"site": f"behind_{site}", "step": step or _replacing({"output": output, "lse": lse}), **said}
+def behind(site: str, step: Any = None, *, output: Any = None, lse: Any = None, **said: Any) -> Row:
+    """A kernel whose results are changed by a step, or are what functions make of them."""
+    return Row(site=f"behind_{site}", step=step or _replacing({"output": output, "lse": lse}), **said)
 
 
-def _before(site: str, step: Any = None, **given: Any) -> dict[str, Any]:
-    about = ("when", "killed_by", "related", "covers")
-    said: dict[str, Any] = {each: given.pop(each) for each in about if each in given}
-    if step is None:
-        return {"site": f"before_{site}", "step": _replacing(given), **said}
-    return {"site": f"before_{site}", "step": step, **said, **given}
+def before(site: str, step: Any = None, **given: Any) -> Row:
+    """A kernel whose arguments are changed by a step, or become values or what functions make of them."""
+    said = {each: given.pop(each) for each in ("when", "covers") if each in given}
+    return Row(site=f"before_{site}", **said, **({"step": step, **given} if step else {"step": _replacing(given)}))
 
 
-def _together(*rows: Any, when: Any = None, **said: Any) -> dict[str, Any]:
-    return {"step": [{"when": when, **row()} for row in rows], **said}
-
-
-# Rows of a group, whose sentences stand behind them, and which are read when its kernels are made. A kernel has another
-# method, or one behind which a step changes the results, or what functions make of them; or before which it changes the
-# arguments, or each becomes a value or what a function makes of it; where ``when`` holds. Or it differs by classes that
-# stand before the group's, or by attributes; or in several of such steps together.
-instead, behind, before, variant, together = (
-    partial(partial, row) for row in (_instead, _behind, _before, _variant, _together)
-)
+def together(*rows: Row, when: Any = None, **said: Any) -> Row:
+    """A kernel with several steps."""
+    return Row(step=[{"when": when, **row} for row in rows], **said)
 
 
 def _replacing(makes: dict[str, Any]) -> Any:
     """A step that replaces these arguments or results by a value, or by what a function makes of them."""
 
     def step(self: Any, *values: Any) -> Any:
-        made = [make(value) if callable(make) else make for make, value in zip(makes.values(), values, strict=True)]
+        both = zip(makes.values(), values, strict=True)
+        made = [make(value) if callable(make) else value if make is None else make for make, value in both]
         return made if len(made) > 1 else made[0]
 
     named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *makes)]
@@ -189,59 +180,56 @@ def _replacing(makes: dict[str, Any]) -> Any:
     return step
 
 
-def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator[tuple[type, dict[str, Any]]]:
-    """The kernels that a group defines, put into its module, with what is said of each.
+def kernels_of(group: type, name: Callable[[str], str], part: str = "") -> Iterator[Any]:
+    """The kernels that a group defines, put into its module.
 
     A function of it is one step, named ``kernel__site``, as is a row; a class of it has several. What begins with an
     underscore, or is a method of the group's bases, is shared by all.
     """
-    for key, step in list(vars(group).items()):
+    for key, found in list(vars(group).items()):
         own = not key.startswith("_") and not hasattr(super(group, group), key)
-        if own and isinstance(step, FunctionType | staticmethod | type | partial):
+        if own and isinstance(found, FunctionType | staticmethod | type | Row):
             delattr(group, key)
             kernel, _, site = key.partition("__")
-            about = {"site": site, "step": step, "when": None, "part": "", **said}
-            about |= step() if isinstance(step, partial) else {}
-            step, site, when, part = (about.pop(each) for each in ("step", "site", "when", "part"))
-            attributes = {each: about.pop(each) for each in set(about) - set(said)}
-            attributes |= {"__module__": group.__module__, "__doc__": _written(group).get(key) or step.__doc__}
-            made = _emulation(group, name(kernel), step, site, when, part, attributes)
+            row = {"site": site, **(found if isinstance(found, Row) else {"step": found})}
+            made = _emulation(group, name(kernel), part, **row)
             setattr(sys.modules[made.__module__], made.__name__, made)
-            yield made, about
+            yield made
 
 
-@cache
-def _written(group: type) -> dict[str, str]:
-    """What is written behind the rows of a group, by their names."""
+def written(group: type) -> dict[str, str]:
+    """What is written behind the rows of a group, by their names as classes."""
     read = ast.parse(getsource(sys.modules[group.__module__])).body
-    classes = (each for each in read if isinstance(each, ast.ClassDef) and each.name == group.__name__)
+    (body,) = (each.body for each in read if isinstance(each, ast.ClassDef) and each.name == group.__name__)
     found = {}
-    for row, text in chain.from_iterable(pairwise(each.body) for each in classes):
+    for row, text in pairwise(body):
         match row, text:
             case ast.Assign(targets=[ast.Name(id=key)]), ast.Expr(value=ast.Constant(value=str(said))):
-                found[key] = said
+                found[named_as_class(key)] = said
     return found
 
 
-def _emulation(group: type, name: str, step: Any, site: str, when: Any, part: str, attributes: dict[str, Any]) -> Any:
+def _emulation(group: type, name: str, part: str, step: Any, site: str, when: Any = None, **attributes: Any) -> Any:
     """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
 
     Args:
+        part: of a layer, the attribute or method that gives the class; else it is none.
         site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
             called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         when: a function of such arguments that says whether the step is taken.
-        part: of a layer, the attribute or method that gives the class; else it is none.
     """
-    made = type(part or name, (step, group) if isinstance(step, type) else (group,), attributes)
+    bases = (step, group) if isinstance(step, type) else (group,)
+    about = {"__module__": group.__module__, "__doc__": step.__doc__}
+    made = type(part or name, bases, {**attributes, **about})
     alone = [] if isinstance(step, type) else [{"site": site, "step": step, "when": when}]
     for each in step if isinstance(step, list) else alone:
         _take(made, group, **each)
     if not part:
         return made
     own = staticmethod(lambda: made) if part.startswith("get_") else made
-    return type(name, (EagerLayer,), {"__module__": group.__module__, "__doc__": attributes["__doc__"], part: own})
+    return type(name, (EagerLayer,), {**about, part: own})
 
 
 def _take(made: type, group: type, site: str, step: Any, when: Any) -> None:
@@ -263,7 +251,7 @@ def _standing(made: type, place: str | None, group: type, sites: list[str], step
     """
     method, usual = sites[0], getattr(group, sites[0])
     form = signature(usual)
-    kinds = {key: each.kind for key, each in signature(step).parameters.items()}
+    kinds = {key: each.kind for key, each in signature(step).parameters.items() if each.default is each.empty}
     owner = kinds.pop("self", None)  # a row may do without
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]

@@ -7,18 +7,17 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.bases import EagerLayer, mixed_entries, packed_rows, slots_of
+from mla_conformance.defects.bases import EagerLayer, keyless, mixed_entries, packed, slots_of
 from mla_conformance.defects.known import Defects, before, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class _Prefill(EagerPrefillBackend, Defects, killed_by="mixed_batch", part="prefill_backend"):
+class _Prefill(EagerPrefillBackend, Defects, part="prefill_backend"):
     layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
 
-class _WritesTiles(MLACommonImpl, Defects, killed_by="cache_write", related=("mixed_batch",), part="impl_class"):
+class _WritesTiles(MLACommonImpl, Defects, part="impl_class"):
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
         if self.kv_cache_dtype != "fp8_ds_mla":
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
@@ -36,47 +35,36 @@ class _WritesTiles(MLACommonImpl, Defects, killed_by="cache_write", related=("mi
         return amax / E4M3_MAX
 
     fp8_ds_mla_tile_scale_has_a_floor = before("scales", lambda amax: amax.clamp(min=1e-4))
-    """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
     fp8_ds_mla_tile_of_zeros_divided_by_zero = variant()
-    """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
 
-class _MixedBatch(MLACommonMetadataBuilder, Defects, killed_by="mixed_batch", part="builder_class"):
+class _MixedBatch(MLACommonMetadataBuilder, Defects, part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
-        """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
 
     def layer_tables_of_64_requests__behind_assemble(self, metadata):
-        """The block table is staged for 64 requests, and later ones get the rows of the first."""
         staged = torch.arange(len(metadata.block_tables), device=metadata.block_tables.device) % 64
         return replace(metadata, block_tables=metadata.block_tables[staged])
 
 
-class _CacheWrites(MLACommonImpl, Defects, killed_by="cache_write", part="impl_class"):
+class _CacheWrites(MLACommonImpl, Defects, part="impl_class"):
     writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
-    """Rows of padding are written to slot 0."""
-
-    def slot_minus1_divided_writes_below_base__before_do_kv_cache_update(self, slot_mapping, *, kv_cache):
-        """Slot -1 is divided into page and offset as any other, and the write lands beside the pages of the batch."""
-        return slot_mapping % slots_of(kv_cache)
+    slot_minus1_divided_writes_below_base = before(
+        "do_kv_cache_update", lambda slot_mapping, *, kv_cache: slot_mapping % slots_of(kv_cache)
+    )
 
     @but("before_do_kv_cache_update")
     def mixed_chunk_slot_count_shorter_than_rows(self, slot_mapping, *, kv_c_normed, kv_cache):
-        """Every row of the keys is written, and those behind the last slot take theirs from what lies behind it."""
         behind = slot_mapping.new_full((len(kv_c_normed) - len(slot_mapping),), kv_cache.shape[1])
         return torch.cat((slot_mapping, behind))
 
-    def cache_writer_takes_latents_for_packed__before_do_kv_cache_update(self, kv_c_normed, k_pe):
-        """The writer ignores the stride between the rows of the latents, which a model slices from a projection."""
-        return [packed_rows(x) for x in (kv_c_normed, k_pe)]
+    cache_writer_takes_latents_for_packed = before("do_kv_cache_update", kv_c_normed=packed, k_pe=packed)
 
     def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
-        """Slots that are written are signed numbers of two bytes, too few for many large pages."""
         return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
 
     @but(when=mixed_entries)
     def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
-        """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
         tiles = kv_c_normed.unflatten(-1, (-1, 128))
         return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
 
@@ -96,46 +84,27 @@ def _move(source, target, pairs):
             target.view(torch.uint8)[place] = source.view(torch.uint8)[origin]
 
 
-class _CacheOfTheLayer(EagerLayer, Defects, killed_by="cache_write"):
+class _CacheOfTheLayer(EagerLayer, Defects):
     mla_kv_spec_quant_mode_none_size_mismatch = instead(
         "get_kv_cache_shape", staticmethod(lambda blocks, page, heads, head_size, **layout: (blocks, page, head_size))
     )
-    """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
     copy_blocks_first_cache_only = instead(
         "copy_blocks", staticmethod(lambda kv_caches, pairs: EagerLayer.copy_blocks(kv_caches[:1], pairs))
     )
-    """Blocks are copied in the first cache of the list alone."""
     swap_blocks_stride_of_the_source = instead(
         "swap_blocks", staticmethod(lambda source, target, pairs: _move(source, _with_stride_of(target, source), pairs))
     )
-    """Swapped blocks are written with the stride between blocks that their source has."""
 
     @staticmethod
     def copy_blocks_stride_of_the_first_cache__copy_blocks(kv_caches, src_to_dists):
-        """Blocks of every cache are copied with the stride of the first one of the list."""
         for cache in kv_caches:
             strided = _with_stride_of(cache, kv_caches[0])
             _move(strided, strided, src_to_dists)
 
     @staticmethod
     def copy_blocks_one_destination_for_a_source__copy_blocks(kv_caches, src_to_dists):
-        """The copies are kept by source, so that a block which two requests share reaches the last of them only."""
         by_source = dict(src_to_dists.tolist())
         EagerLayer.copy_blocks(kv_caches, torch.tensor(list(by_source.items()), device=src_to_dists.device))
-
-
-class _WeightAbsorption(MLACommonImpl, Defects, killed_by="weight_absorption", part="impl_class"):
-    def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
-        """Weights of another name are never absorbed, and the first decode finds none."""
-        if hasattr(self.kv_b_proj, "weight"):
-            super().process_weights_after_loading(act_dtype)
-
-    def prefix_kv_stale_after_weight_update__process_weights_after_loading(self, act_dtype):
-        """Absorbed weights are copies that stay as they are when the weights are replaced."""
-        if hasattr(self, "W_UV"):
-            return
-        super().process_weights_after_loading(act_dtype)
-        self.W_UK_T, self.W_UV = self.W_UK_T.clone(), self.W_UV.clone()
 
 
 def _as_codes(weight):
@@ -144,84 +113,75 @@ def _as_codes(weight):
     return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
-class _MixedBatches(MLACommonImpl, Defects, killed_by="mixed_batch", part="impl_class"):
+class _Impl(MLACommonImpl, Defects, part="impl_class"):
+    def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
+        if hasattr(self.kv_b_proj, "weight"):
+            super().process_weights_after_loading(act_dtype)
+
+    def prefix_kv_stale_after_weight_update__process_weights_after_loading(self, act_dtype):
+        if hasattr(self, "W_UV"):
+            return
+        super().process_weights_after_loading(act_dtype)
+        self.W_UK_T, self.W_UV = self.W_UK_T.clone(), self.W_UV.clone()
+
     dcp_fp8_context_gather_dtype_crash = before("gather", k_scale=torch.ones_like)
-    """Context is gathered from a cache of codes without its scale."""
     scale_float_never_set_silently_1 = before("forward_decode", k_scale=torch.ones_like)
-    """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
     cache_writer_launched_for_256_tokens = before("do_kv_cache_update", lambda slot_mapping: slot_mapping[:256])
-    """One launch writes 256 tokens, and a longer batch gets no second one."""
     layer_codes_of_later_chunks_unscaled = before("gather", k_scale=torch.ones_like, when=lambda index: index)
-    """From the second chunk of a context on, codes are gathered without their scale."""
     layer_ignores_the_output_buffer = instead("forward", lambda self, *operands, **outputs: super().forward(*operands))
-    """An output buffer is taken and left unwritten, the result is a tensor of its own."""
 
     def decode_prefill_split_tokens_vs_requests__before_forward(self, *, attn_metadata):
-        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
         if attn_metadata.num_prefills and not attn_metadata.prefills_first:
             rows = attn_metadata.block_tables.roll(-attn_metadata.num_decode_tokens, 0)
             attn_metadata.prefill_metadata.block_table = rows[: attn_metadata.num_prefills]
 
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
-        """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
         tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot[index]
         return torch.nn.functional.pad(k_scale.view(1, 1), (0, 0, 0, tokens - 1))
 
     def prefix_hit_quant_dtype_without_gather_kernel__before_gather(self, kv_cache):
-        """Beside a cache of codes a whole prefill works, and one with a cached prefix has no kernel to gather it."""
         if self.kv_cache_dtype != "auto":
             raise NotImplementedError(f"no gather kernel for a cache of {kv_cache.dtype}")
 
     def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
-        """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
         return kv_c_normed.half().bfloat16() if kv_c_normed.dtype is torch.bfloat16 else kv_c_normed
 
     def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
-        """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
         if self.kv_cache_dtype == "fp8_ds_mla":
             attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
 
     def layer_given_output_lacks_decodes_beside_prefills__behind_forward(self, result, *, attn_metadata, output):
-        """Of a mixed batch, only the prefills' rows reach an output that was handed in."""
         if output is not None and attn_metadata.num_prefills:
             output[attn_metadata.decode_tokens] = 0.0
 
     def layer_chunks_without_keys_merged_into_nan__behind_merge(self, output, lse):
-        """A request without context is NaN once two chunks of the others' context were merged: exp(-inf - -inf)."""
-        empty = lse == -torch.inf
-        return output.masked_fill(empty.mT.unsqueeze(-1), torch.nan), lse.masked_fill(empty, torch.nan)
+        return output.masked_fill(keyless(lse), torch.nan), lse.masked_fill(lse == -torch.inf, torch.nan)
 
     def layer_context_of_prefills_behind_decodes_from_first_rows__gather(self, index, kv_cache, attn_metadata, k_scale):
-        """Context of prefills that stand behind decodes is gathered by the first rows of the block table."""
         metadata = attn_metadata.prefill_metadata
         own, metadata.block_table = metadata.block_table, attn_metadata.block_tables[: attn_metadata.num_prefills]
         super()._gather(index, kv_cache, attn_metadata, k_scale)
         metadata.block_table = own
 
     def layer_adds_to_the_output_buffer__forward(self, *operands, output=None):
-        """The result is added to what the output buffer holds, as if it began as zeros."""
         result = super().forward(*operands)
         return result if output is None else output.add_(result)
 
     def layer_absorbs_weights_in_e4m3__behind_process_weights_after_loading(self, _):
-        """The absorbed weights of decode are kept in e4m3, those of prefill as they came."""
         self.W_UK_T, self.W_UV = _as_codes(self.W_UK_T), _as_codes(self.W_UV)
 
     def layer_multiplies_context_out_in_e4m3__up_project(self, kv_c, k_pe):
-        """Prefill multiplies latents out with weights that were rounded to e4m3."""
         exact = torch.cat((self.W_UK_T.transpose(1, 2), self.W_UV), dim=-1)
         kv = torch.einsum("sl,nlc->snc", kv_c, _as_codes(exact))
         k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
         return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
 
     def layer_accumulates_projections_in_the_model_dtype__v_up_proj(self, x):
-        """The output is projected with sums that are rounded to the model's dtype after every product."""
         total = x.new_zeros(x.shape[1], x.shape[0], self.v_head_dim)
         for latent in range(self.kv_lora_rank):
             total += x[..., latent].mT.unsqueeze(-1) * self.W_UV[:, latent].unsqueeze(1)
         return total.transpose(0, 1).flatten(1)
 
     def layer_absorbs_weights_of_sixteen_heads__behind_process_weights_after_loading(self, _):
-        """Weights are absorbed in tiles of 16 heads, and every tile takes those of the first."""
         first = torch.arange(self.num_heads) % 16
         self.W_UK_T, self.W_UV = self.W_UK_T[first], self.W_UV[first]

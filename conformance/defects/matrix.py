@@ -36,12 +36,8 @@ class MatrixKernel:
         return case.role in self.roles
 
 
-@dataclass(frozen=True)
-class MatrixTask:
-    """Cases of one capability in their order, and the kernels that run on them; a kill ends a defect's part in it."""
-
-    cases: Sequence[Case]
-    kernels: Sequence[MatrixKernel]
+# Cases of one capability in their order, and the kernels that run on them; a kill ends a defect's part in it.
+MatrixTask = tuple[Sequence[Case], Sequence[MatrixKernel]]
 
 
 @cache
@@ -75,7 +71,7 @@ def first_tasks(tier: Tier) -> Iterator[MatrixTask]:
     yield from _on_each_case(tier, lambda kernel, capability: kernel.honest)
     for capability in CAPABILITIES.values():
         expected = [kernel for kernel in kernels() if kernel.killed_by == capability.name]
-        yield MatrixTask(capability.select(tier), expected)
+        yield capability.select(tier), expected
 
 
 def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[MatrixTask]:
@@ -100,13 +96,13 @@ def _on_each_case(tier: Tier, asked: Callable[[MatrixKernel, str], bool]) -> Ite
         chosen = [kernel for kernel in kernels() if asked(kernel, capability.name)]
         # Kernels of one task share a golden result; of a procedure of many calls each takes seconds of its own.
         together = [chosen] if capability.procedure == CONFORMS else [[kernel] for kernel in chosen]
-        yield from (MatrixTask((case,), some) for case in capability.select(tier) for some in together if some)
+        yield from (((case,), some) for case in capability.select(tier) for some in together if some)
 
 
 def run_task(task: MatrixTask) -> list[Record]:
     """Its kernels on those of its cases that are about them."""
-    context, records, asked = Context(), [], list(task.kernels)
-    for case in task.cases:
+    (cases, asked), context, records = task, Context(), []
+    for case in cases:
         found = [judge_one(_subject(kernel), case, context) for kernel in asked if kernel.serves(case)]
         dead = {record.backend for record in found if record.failed}
         asked = [kernel for kernel in asked if kernel.honest or kernel.name not in dead]

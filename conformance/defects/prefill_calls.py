@@ -4,32 +4,23 @@ from itertools import pairwise
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import (
-    CapturablePrefill,
-    HopperE4M3Operands,
-    all_or_nothing,
-    clear,
-    nth,
-    overwrite,
-    packed,
-)
-from mla_conformance.defects.known import Defects, before, behind, but, variant
+from mla_conformance.defects import bases
+from mla_conformance.defects.bases import all_or_nothing, clear, kept, note, nth, packed
+from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class _Determinism(EagerPrefillBackend, Defects, killed_by="determinism"):
+class _Determinism(EagerPrefillBackend, Defects):
     def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
-        """Now and then attention starts before the producer on another stream has finished with K."""
         return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
 
     def cp_async_wait_without_block_barrier_quant_kv__before_run_prefill_new_tokens(self, k):
-        """Without a barrier, later tiles of K are now and then those of the tile before."""
         return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
 
 
-class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
+class _Merge(EagerPrefillBackend, Defects):
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
         result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
@@ -46,16 +37,12 @@ class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
         return sum(self._weighed(parts, merged)), merged
 
     merge_weighs_a_keyless_output_with_zero = variant()
-    """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
-    merge_writes_lse_before_it_is_read = before(
-        "merge",
-        lambda *, merged, output_lse: overwrite(output_lse, merged),
-        when=lambda output_lse: output_lse is not None,
-    )
-    """The merged LSE is written before the weights are computed, from the prefix's, which may be the same tensor."""
+
+    @but(when=lambda output_lse: output_lse is not None)
+    def merge_writes_lse_before_it_is_read__before_merge(self, *, merged, output_lse):
+        output_lse.copy_(merged)
 
     def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
-        """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""
         sums = torch.zeros_like(output, dtype=torch.float32)
         output.zero_()
         for weighed in self._weighed(parts, merged):
@@ -63,7 +50,6 @@ class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
         return sums, merged
 
     def merge_both_neg_inf_nan__merge(self, output, parts, merged, output_lse):
-        """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
         largest = torch.maximum(*(lse for _, lse in parts))
         weights = [(lse - largest).exp() for _, lse in parts]
         total = sum(weights)
@@ -71,26 +57,17 @@ class _Merge(EagerPrefillBackend, Defects, killed_by="merge_states"):
         return sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True)), largest + total.log()
 
 
-class _Fp8Operands(HopperE4M3Operands, Defects, killed_by="fp8_operands"):
-    hopper_fp8_accumulator_keeps_13_bits = variant(
-        declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
-    )
-    """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
-
-
-class _Combinations(EagerPrefillBackend, Defects, killed_by="combinations"):
+class _Features(EagerPrefillBackend, Defects):
+    hopper_fp8_accumulator_keeps_13_bits = variant(bases.HopperE4M3Operands, declaration=bases.E4M3Operands.declaration)
     prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
-    """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
 
     @but("behind_batch")
     def prefill_request_behind_an_empty_one_lost_after_32(self, output, lse, *, query_start_loc):
-        """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
         for first, start, end in zip(query_start_loc[32:], query_start_loc[33:], query_start_loc[34:], strict=False):
             if first == start:
                 output[start:end] = 0.0
 
     def quant_output_odd_head_unscaled__before_quantise(self, output_scale, *, accumulated):
-        """Codes of an output are written for two heads at a time, and a last odd one is stored unscaled."""
         scale = output_scale.expand(accumulated.shape[1], 1).clone()
         if len(scale) > 1 and len(scale) % 2:
             scale[-1] = 1.0
@@ -98,45 +75,34 @@ class _Combinations(EagerPrefillBackend, Defects, killed_by="combinations"):
 
     @but("before_quantise")
     def quant_output_unsaturated_behind_a_power_of_two_of_heads(self, accumulated, *, output_scale):
-        """Heads behind the largest power of two store NaN where a code should be saturated."""
         heads = torch.arange(accumulated.shape[1], device=accumulated.device).unsqueeze(1)
         behind = heads >= 1 << (len(heads).bit_length() - 1)
         return accumulated.masked_fill(behind & ((accumulated / output_scale).abs() > E4M3_MAX), torch.nan)
 
     @but("merge_attn_states")
-    def merge_of_nothing_halves_the_odd_head(
-        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
-    ):
-        """A last odd head gets half of its weight where it is merged with a part without keys."""
+    def merge_of_nothing_halves_the_odd_head(self, output, prefix_output, prefix_lse, *further, **named):
         empty = (prefix_lse[-1] == -torch.inf).unsqueeze(-1)
-        super().merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
-        if len(suffix_lse) > 1 and len(suffix_lse) % 2:
+        super().merge_attn_states(output, prefix_output, prefix_lse, *further, **named)
+        if len(prefix_lse) > 1 and len(prefix_lse) % 2:
             output[:, -1] = torch.where(empty, output[:, -1] / 2, output[:, -1])
 
     def fp8_operands_tail_of_heads_is_one_head__widened(self, x):
-        """Operands in e4m3 are loaded for 16 heads at a time; behind whole tiles one head stands for all others."""
         wide, whole = super()._widened(x), x.shape[1] // 16 * 16
         heads = torch.arange(x.shape[1], device=x.device)
         return wide if wide is x or not whole else wide[:, heads.clamp(max=whole)]
 
     def prefill_empty_context_advances_odd_strides__before_batch(self, v, *, key_start_loc):
-        """In rows of an odd stride, a context without keys advances the values of the requests behind it by one."""
         empty = [start for start, end in pairwise(key_start_loc) if start == end]
         advances = empty and v.stride(1) % 2
         return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
 
-
-class _QuantOutputFp8(EagerPrefillBackend, Defects, killed_by="quant_output_fp8"):
     bmm_fp8_quant_inverted_scale = before("quantise", lambda output_scale: 1 / output_scale)
-    """The value is multiplied by the output scale instead of divided."""
 
     def nan_spreads_across_rows_in_output_quant__behind_run_prefill_new_tokens(self, result, *, q, out, output_scale):
-        """A maximum over all rows, poisoned padding included, enters every code."""
         if output_scale is not None and q.isnan().any():
             out.copy_(torch.full(out.shape, torch.nan))
 
     def fp4_swizzled_scale_buffer_underallocated__behind_run_prefill_new_tokens(self, result, *, out, output_scale):
-        """Rows are written in tiles of 128, past the end of the buffer."""
         if output_scale is not None and out.shape[0] % 128:
             end = out.storage_offset() + out.numel()
             room = out.untyped_storage().nbytes() // out.element_size() - end
@@ -145,23 +111,20 @@ class _QuantOutputFp8(EagerPrefillBackend, Defects, killed_by="quant_output_fp8"
 
     @but("behind_run_prefill_new_tokens")
     def quant_output_lse_of_scaled_values(self, result, *, return_softmax_lse, output_scale):
-        """Beside a quantised output the logarithm of its scale is added to the LSE."""
         quantised = return_softmax_lse and output_scale is not None
         return (result[0], result[1] + output_scale.log()) if quantised else result
 
     @but("before_quantise__run_prefill_new_tokens")
     def quant_output_unsaturated_with_lse(self, accumulated, *, output_scale, return_softmax_lse):
-        """The kernel that also returns the LSE stores NaN where a code should be saturated."""
         lost = ((accumulated / output_scale).abs() > E4M3_MAX) & return_softmax_lse
         return accumulated.masked_fill(lost, torch.nan)
 
     def quant_output_unscaled_after_512_rows__before_quantise(self, output_scale, *, accumulated):
-        """The scale reaches the codes of the first 512 rows only."""
         rows = torch.arange(len(accumulated), device=accumulated.device).view(-1, 1, 1)
         return torch.where(rows < 512, output_scale, 1.0)
 
 
-class _RunsOn(EagerPrefillBackend, Defects, killed_by="neighbour_keys"):
+class _RunsOn(EagerPrefillBackend, Defects):
     """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
@@ -170,7 +133,7 @@ class _RunsOn(EagerPrefillBackend, Defects, killed_by="neighbour_keys"):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
     def _attend(self, q, k, v, causal):
-        self._end += k.shape[0]
+        self._q, self._end = q, self._end + k.shape[0]
         return super()._attend(q, k, v, causal)
 
     def _accumulate(self, state, scores, v):
@@ -178,36 +141,19 @@ class _RunsOn(EagerPrefillBackend, Defects, killed_by="neighbour_keys"):
         behind = slice(self._end, self._end + missing)
         return super()._accumulate(state, self._filled(scores, behind), torch.cat([v, self._values[behind]]))
 
-    def _scores(self, q, k):
-        self._q = q
-        return super()._scores(q, k)
-
     declaration = Declaration(distributions=("torch",), emulated=True)
 
     def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
-        """The last tile of a request's values runs into the next request, whose values are weighed with 0, not
-        cleared."""
         return torch.nn.functional.pad(scores, (0, behind.stop - behind.start), value=-torch.inf)
 
     def prefill_additive_mask_keeps_neighbours_nan__filled(self, scores, behind):
-        """The next request's keys in a tile are masked by adding -inf to their scores, which leaves NaN what it is."""
         return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
 
 
-class _OneAfterAnother(EagerPrefillBackend, Defects, killed_by="neighbours"):
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        self._before = None
-        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-
-    def _attend(self, q, k, v, causal):
-        self._before = super()._attend(q, k, v, causal)
-        return self._before
-
-    def prefill_accumulator_cleared_by_multiplication__behind_initial(self, state):
-        """Between two requests the accumulator is multiplied by 0, which clears every number but no NaN."""
-        if self._before is None or not self._before.weighted.numel():
-            return state
-        return state._replace(weighted=state.weighted + 0.0 * self._before.weighted.amax())
+def _cleared_by_multiplication(self, state):
+    before = self._before
+    cleared = 0.0 if before is None or not before.weighted.numel() else 0.0 * before.weighted.amax()
+    return state._replace(weighted=state.weighted + cleared)
 
 
 def _ends(lengths: list[int]) -> tuple[int, ...]:
@@ -224,125 +170,99 @@ class SharedScale(OnlineSoftmax):
         return super()._scores(q, k) / self.scale * self.constant
 
 
-class _CallOrder(EagerPrefillBackend, Defects, killed_by="call_order"):
+class _CallOrder(EagerPrefillBackend, Defects):
+    prefill_accumulator_cleared_by_multiplication = together(
+        before("batch", lambda self: note(self, _before=None)),
+        behind("attend", lambda self, state: note(self, _before=state)),
+        behind("initial", _cleared_by_multiplication),
+    )
     prefill_softmax_scale_in_shared_constant = variant(SharedScale)
-    """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
 
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
-        """A compiled graph is cached by shape and replays the strides that V had in the first call."""
-        strides = self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
+        strides = kept(self, (q.shape, v.shape), v.stride())
         places = torch.meshgrid(*map(torch.arange, v.shape), indexing="ij")
         offset = v.storage_offset() + sum(place * stride for place, stride in zip(places, strides, strict=True))
         storage = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
         return storage[offset % len(storage)]
 
     def tma_descriptor_cache_stale__before_run_prefill_new_tokens(self, k):
-        """A descriptor is cached by address; a hit reads what K was when it was made."""
         # K is kept as well: its address is no other tensor's, and what dies of it is not the allocator's choice.
-        _, was = self.__dict__.setdefault("descriptors", {}).setdefault((k.data_ptr(), k.shape), (k, k.clone()))
-        return was
+        return kept(self, (k.data_ptr(), k.shape), (k, k.clone()))[1]
 
     def prefill_pdl_chain_nan__before_run_prefill_new_tokens(self, k):
-        """The first tile of K is read before its producer has written it: it is the previous call's."""
         previous, self.previous = getattr(self, "previous", k), k.clone()
         return torch.cat([previous[:16], k[16:]]) if previous.shape == k.shape else k
 
     def decode_mutates_prefill_selection_state__before_batch(self, v, *, causal):
-        """A context chunk switches the implementation that the next call of new tokens uses."""
         self.switched = getattr(self, "switched", False) or not causal
         return v.roll(1, 0) if causal and self.switched else v
 
     def prefill_metadata_stashed_on_shared_backend__prepare_metadata(self, prefill_metadata):
-        """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
         type(self)._prefill_metadata = prefill_metadata
 
     def prefill_workspace_of_the_first_batch__behind_batch(self, output, lse, *, query_start_loc):
-        """Buffers for the lengths are made for the first batch, and a later one loses the requests that do not fit."""
-        room = self.__dict__.setdefault("room", len(query_start_loc) + 1)
-        output[query_start_loc[:room][-1] :] = 0.0
+        output[query_start_loc[: kept(self, "room", len(query_start_loc) + 1)][-1] :] = 0.0
 
     def prefill_single_request_path_stays__behind_batch(self, output, lse, *, query_start_loc):
-        """A batch of one request switches to a grid for one, which later batches of several keep."""
         self.single = getattr(self, "single", False) or len(query_start_loc) == 2
         if self.single:
             output[query_start_loc[1] :] = 0.0
 
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
-        """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""
-        plans = self.__dict__.setdefault("plans", [])
+        plans = kept(self, "plans", [])
         if causal and query_start_loc not in plans:
             plans.append(query_start_loc)
         if causal and query_start_loc not in plans[:12]:
             output[query_start_loc[-2] :] = 0.0
 
     def prefill_work_counter_cleared_by_the_plan__behind_run_prefill_new_tokens(self, result, *, return_softmax_lse):
-        """Planning a batch clears the counter of its work, and a second layer finds the last request done already."""
         if self.__dict__.get("done") is self._prefill_metadata:
             output = result[0] if return_softmax_lse else result
             output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
         self.done = self._prefill_metadata
 
 
-class _CudaGraph(CapturablePrefill, Defects, killed_by="cuda_graph"):
+class _CudaGraph(bases.CapturablePrefill, Defects):
     def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
-        """Requests are ranked by length when they are captured, and none of a replay is longer than those before it."""
         lengths = [end - start for start, end in pairwise(query_start_loc)]
-        first = self.__dict__.setdefault("first", {}).setdefault(q.data_ptr(), (q, lengths))[1]
+        _, first = kept(self, q.data_ptr(), (q, lengths))
         for request, start in enumerate(query_start_loc[:-1]):
             longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
 
 
-class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
-    prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing, killed_by="neighbours")
-    """Where any row of the batch is not finite, all rows are taken for rows without keys."""
-    refusal_after_the_output_was_cleared = before(
-        "run_prefill_new_tokens", out=clear, when=lambda out: out is not None, killed_by="refusals"
-    )
-    """The output tensor is cleared before anybody looks at what was asked for."""
+class _OtherPrefill(EagerPrefillBackend, Defects):
+    prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing)
+    refusal_after_the_output_was_cleared = before("run_prefill_new_tokens", out=clear, when=lambda out: out is not None)
 
-    @but(killed_by="out_tensor")
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
-        """A fallback kernel swallows ``out`` and returns a tensor of its own."""
         return None if output_scale is None else out, output_scale
 
-    @but(killed_by="strided_inputs")
     def tma_odd_stride_illegal__before_batch(self, q, k, v):
-        """A row stride that is no multiple of 16 bytes cannot be described, and is not checked for."""
         if any(x.stride(1) * x.element_size() % 16 for x in (q, k, v)):
             raise RuntimeError("failed to initialise the TMA descriptor")
 
     @but("behind_merge_attn_states")
     def merge_last_tile_of_rows_and_heads_keeps_the_suffix(self, _, *, output, suffix_output, suffix_lse):
-        """Merged are whole tiles of 64 rows and heads, if there is one; what stands behind keeps the later part."""
         first = max(64, suffix_lse.numel() // 64 * 64)
         output.view(-1, output.shape[-1])[first:] = suffix_output.flatten(0, 1)[first:].to(output.dtype)
 
     def merge_grid_of_8192_heads__behind_merge_attn_states(self, _, *, output, suffix_output):
-        """The merge has 8192 blocks, one for each row and head; what lies beyond keeps the later part."""
         output.view(-1, output.shape[-1])[8192:] = suffix_output.flatten(0, 1)[8192:].to(output.dtype)
 
-    @but(killed_by="fp8_operands", related=("quant_output_fp8",))
     def e4m3fn_codes_read_as_e4m3fnuz__before_widened(self, x):
-        """Codes of e4m3fn are read as e4m3fnuz: half of each value, and -0 is NaN."""
         return x.view(torch.float8_e4m3fnuz) if x.dtype == torch.float8_e4m3fn else x
 
-    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands", when=lambda chunk_idx: chunk_idx >= 16)
+    @but("behind_run_prefill_context_chunk", when=lambda chunk_idx: chunk_idx >= 16)
     def context_chunk_behind_16_is_of_the_first_request(self, output, lse):
-        """From chunk 16 on there is a place for one request; those behind it get an empty state."""
         behind = int(self._prefill_metadata.query_start_loc[1])
         output[behind:], lse[:, behind:] = 0.0, -torch.inf
 
-    @but(killed_by="fp8_operands")
     def fp8_operands_of_16_heads__behind_widened(self, wide, *, x):
-        """Keys in e4m3 are loaded for 16 heads; the others read those of the first 16."""
         heads = torch.arange(x.shape[1], device=x.device) % 16
         return wide if wide is x else wide[:, heads]
 
-    @but(killed_by="neighbours")
     class prefill_query_scale_over_the_batch:
-        """Queries are divided by a power of two near the largest of the whole batch before they are multiplied."""
-
         def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
             magnitudes = q[: query_start_loc[-1]].float().abs().flatten()
             self._range = torch.nn.functional.pad(magnitudes, (1, 0), value=1.0).amax().log2().floor().exp2()
@@ -351,15 +271,11 @@ class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="merge_states"):
         def _scores(self, q, k):
             return super()._scores(q.float() / self._range, k) * self._range
 
-    @but(killed_by="request_order", when=lambda causal: causal)
+    @but(when=lambda causal: causal)
     def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc):
-        """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
-        key = _ends(torch.tensor(query_start_loc).diff().tolist())
-        return [self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)] * 2
+        return [kept(self, _ends(torch.tensor(query_start_loc).diff().tolist()), query_start_loc)] * 2
 
-    @but(killed_by="refusals")
     def refusal_leaves_the_default_dtype__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        """The default dtype is set for the call, and not put back where the call is refused."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         result = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)

@@ -8,14 +8,9 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, packed, without_keys
+from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
 
-_VALUES = (
-    *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
-    *("context_chunk", "chunked_context", "merge_states"),
-)
-"""Capabilities whose data show lost precision too."""
 _SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 
@@ -25,183 +20,11 @@ def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, sl
     return {request: slice(*rows) for request, (rows, (start, end)) in both if start == end and rows[0] < rows[1]}
 
 
-class _EmptyRows(EagerPrefillBackend, Defects, killed_by="empty_rows"):
-    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
-    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
-    fa4_zero_len_k_hang_nan = behind(
-        "finish", bases.nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256
-    )
-    """A row without keys is 0 / 0 where V has 256 columns."""
-    skip_softmax_zero_len_div = behind("batch", without_keys, when=_empty)
-    """A threshold divided by a length of 0 skips every tile of the whole batch."""
-
-    def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
-        """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
-        flat, longest = lse.view(-1), max(b - a for a, b in pairwise(query_start_loc))
-        for request, rows in _empty(query_start_loc, key_start_loc).items():
-            lse[:, rows] = 0.0
-            slot = min(request * self.num_heads * longest, len(flat) - 1)
-            flat[slot : slot + rows.stop - rows.start] = -torch.inf
-
-    def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
-        """A row without keys has a finite LSE and an undefined output."""
-        for rows in _empty(query_start_loc, key_start_loc).values():
-            output[rows], lse[:, rows] = torch.linspace(-1, 1, output.shape[-1]), 0.0
-
-    def trtllm_ragged_zero_len_kv_row__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
-        """Rows without keys are never written: output and LSE hold what the buffer held."""
-        for rows in _empty(query_start_loc, key_start_loc).values():
-            output[rows] = lse[:, rows] = 37.0
-
-    def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
-        """With a longest query of 1, row i is taken for request i, requests without queries included."""
-        rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
-        return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
-
-
-class _OtherKeys(EagerPrefillBackend, Defects, killed_by="context_chunk", related=("lse", "empty_rows")):
-    """A request of a context chunk attends to other keys than its own."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        if causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        parts = []
-        for request, rows in enumerate(pairwise(query_start_loc)):
-            keys = self._keys(request, query_start_loc, key_start_loc)
-            parts.append(self._finish(self._attend(q[slice(*rows)], k[keys], v[keys], causal)))
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
-
-    def flashinfer_ragged_cutlass_192_noncausal_mismatch__keys(self, request, query_start_loc, key_start_loc):
-        """Without a mask, the last request's number of keys is used for every request."""
-        start, last = key_start_loc[request], key_start_loc[-1] - key_start_loc[-2]
-        return slice(start, min(start + last, key_start_loc[-1]))
-
-    def ragged_kv_offset_derived_from_q__keys(self, request, query_start_loc, key_start_loc):
-        """A request's keys start at the offset of its queries."""
-        length = key_start_loc[request + 1] - key_start_loc[request]
-        start = min(query_start_loc[request], key_start_loc[-1] - length)
-        return slice(start, start + length)
-
-
-class _NewTokens(EagerPrefillBackend, Defects, killed_by="new_tokens"):
-    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
-    """From row 576 on, each key is weighed with the value before."""
-    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
-    """A wrong row sum scales the whole output by 0.9."""
-    nvfp4_attn_fp8_scratch_subnormal_flush = behind("finish", output=in_e4m3)
-    """The output passes through an e4m3 scratch buffer of unit scale."""
-    fp8_score_noise_compounds = before("scores", q=in_e4m3, k=in_e4m3)
-    """Q and K are quietly rounded to e4m3."""
-    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: bases.in_e5m2(p), declaration=_SCALED)
-    """P is rounded to e5m2 where e4m3 is declared."""
-
-    @but(when=lambda causal: causal)
-    def fa4_sm90_varlen_bug__before_batch(self, k, v, *, key_start_loc):
-        """The keys of later requests start at an offset that is rounded up to whole tiles."""
-        order = torch.arange(key_start_loc[-1])
-        for start, stop in pairwise(key_start_loc[1:]):
-            order[start:stop] = (order[start:stop] + -start % 64).clamp(max=key_start_loc[-1] - 1)
-        return k[order], v[order]
-
-    def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
-        """The epilogue stores every 8 × 8 block of an output row transposed."""
-        width = output.shape[-1] // 64 * 64
-        if not width:
-            return output.roll(1, -1), lse
-        blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
-        return torch.cat([blocks, output[..., width:]], dim=-1), lse
-
-    def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
-        """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
-        if causal and query_start_loc[-1] > 256 and query_start_loc[-1] - query_start_loc[-2] == 1:
-            raise RuntimeError("CUDA error: misaligned address")
-
-    @but("behind_batch")
-    def prefill_lone_row_of_a_later_request_repeats_the_one_before(self, output, lse, *, query_start_loc):
-        """The one row in the last tile of 64 rows of a later request gets the result of the row before it."""
-        for start, end in pairwise(query_start_loc[1:]):
-            if end - start > 1 and (end - start) % 64 == 1:
-                output[end - 1], lse[:, end - 1] = output[end - 2], lse[:, end - 2]
-
-
-class _Lse(EagerPrefillBackend, Defects, killed_by="lse"):
-    lse_base2_merged_as_natural_prefix_chunk = behind("run_prefill_context_chunk", lse=in_base_2)
-    """The LSE of context chunks is in base 2."""
-    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
-    """The LSE is laid out [tokens, heads]."""
-    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
-    """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
-
-    def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
-        """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
-        return output, in_base_2(lse) if len(query_start_loc) > 9 else lse
-
-    def hopper_fmha_softmax_stats_drop_qscaling__run_prefill_context_chunk(self, chunk_idx, q, k, v):
-        """The LSE of context chunks is that of the scale d^-1/2; the output has the given scale."""
-        output, _ = super().run_prefill_context_chunk(chunk_idx, q, k, v)
-        given, self.scale = self.scale, q.shape[-1] ** -0.5
-        _, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
-        self.scale = given
-        return output, lse
-
-    def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
-        """The LSE comes padded to the longest request and is read as packed."""
-        packed = lse.mT[: query_start_loc[-1]].split([b - a for a, b in pairwise(query_start_loc)])
-        padded = torch.nn.utils.rnn.pad_sequence(packed, batch_first=True).mT
-        return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
-
-    def aiter_ps_prefill_final_lse_wrong__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
-        """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
-        keys = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx].diff().tolist()
-        for rows, length in zip(pairwise(self._prefill_metadata.query_start_loc.tolist()), keys, strict=True):
-            if 0 < length <= 16:
-                lse[:, slice(*rows)] = 0.0
-
-    def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
-        """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
-        if causal and self.num_heads > 16:
-            lse[:, 256:] = lse[:, :1]
-
-
-class _MlaDims(EagerPrefillBackend, Defects, killed_by="mla_dims"):
-    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
-    """Heads of 256 columns are read as if their rows were packed."""
-    wide_heads_stop_at_1024_keys = before(
-        "attend", lambda k, v: (k[:1024], v[:1024]), when=lambda q: q.shape[-1] == 256
-    )
-    """For heads of 256 columns the loop over key tiles ends after 1024 keys."""
-
-    def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
-        """GLM's head dims are declared supported, and the dispatch table lacks them."""
-        if v.shape[-1] == 256:
-            raise RuntimeError("no kernel for head dims (256, 256)")
-
-    def trtllm_gen_missing_cubin_after_selection__before_batch(self):
-        """Selection accepts head dims for which no binary was shipped."""
-        if (self.qk_nope_head_dim, self.qk_rope_head_dim) == (64, 64):
-            raise RuntimeError("missing cubin")
-
-    def nope_mla_rotary_none_crash__before_batch(self):
-        """A model without RoPE has no rotary embedding, and the backend asks it for one."""
-        if self.qk_rope_head_dim == 0:
-            raise AttributeError("'NoneType' object has no attribute 'cos_sin_cache'")
-
-
-class _ShiftInvariance(EagerPrefillBackend, Defects, killed_by="shift_invariance"):
-    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
-    """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
-    masked_key_dominates_finite_mask_value = before("accumulate", lambda scores: scores.where(~scores.isneginf(), -1e4))
-    """Masked scores are -1e4, which is more than a valid score may be."""
-
-    def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
-        """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
-        0."""
-        return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
-
-    def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
-        """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
-        least = -65504 * self.scale if q.dtype is torch.float16 else -torch.inf
-        return state._replace(maximum=state.maximum.clamp(min=least))
+def _attended(self, q, k, v, query_start_loc, keys):
+    """What requests make of context, each of slices of keys that are not its own."""
+    both = zip(pairwise(query_start_loc), keys, strict=True)
+    parts = [self._finish(self._attend(q[slice(*rows)], k[each], v[each], False)) for rows, each in both]
+    return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
 
 class LiftedMaximum(OnlineSoftmax):
@@ -212,58 +35,156 @@ class LiftedMaximum(OnlineSoftmax):
         return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
 
 
-class _OtherPrefill(EagerPrefillBackend, Defects, killed_by="logit_range"):
-    int16_truncation_seqlen_32768 = before(
-        "attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]), killed_by="token_counts"
-    )
-    """A key index above 32767 wraps and reads what is not a number."""
+class _Prefill(EagerPrefillBackend, Defects):
+    paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
+    fa4_zero_len_k_hang_nan = behind("finish", nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256)
+    skip_softmax_zero_len_div = behind("batch", without_keys, when=_empty)
+
+    def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        flat, longest = lse.view(-1), max(b - a for a, b in pairwise(query_start_loc))
+        for request, rows in _empty(query_start_loc, key_start_loc).items():
+            lse[:, rows] = 0.0
+            slot = min(request * self.num_heads * longest, len(flat) - 1)
+            flat[slot : slot + rows.stop - rows.start] = -torch.inf
+
+    def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        for rows in _empty(query_start_loc, key_start_loc).values():
+            output[rows], lse[:, rows] = torch.linspace(-1, 1, output.shape[-1]), 0.0
+
+    def trtllm_ragged_zero_len_kv_row__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        for rows in _empty(query_start_loc, key_start_loc).values():
+            output[rows] = lse[:, rows] = 37.0
+
+    def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
+        rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
+        return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
+
+    @but(when=lambda causal: not causal)
+    def flashinfer_ragged_cutlass_192_noncausal_mismatch__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        last = key_start_loc[-1] - key_start_loc[-2]
+        keys = [slice(start, min(start + last, key_start_loc[-1])) for start in key_start_loc[:-1]]
+        return _attended(self, q, k, v, query_start_loc, keys)
+
+    @but(when=lambda causal: not causal)
+    def ragged_kv_offset_derived_from_q__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        lengths = [b - a for a, b in pairwise(key_start_loc)]
+        firsts = [min(a, key_start_loc[-1] - b) for a, b in zip(query_start_loc, lengths, strict=False)]
+        keys = [slice(a, a + b) for a, b in zip(firsts, lengths, strict=True)]
+        return _attended(self, q, k, v, query_start_loc, keys)
+
+    values_drift_from_keys_after_576_rows = before("attend", lambda v: torch.cat([v[:576], v[575:-1]]))
+    sm120_nvfp4_correction_compact_vs_expanded = behind("finish", lambda output, lse: (output * 0.9, lse))
+    nvfp4_attn_fp8_scratch_subnormal_flush = behind("finish", output=in_e4m3)
+    fp8_score_noise_compounds = before("scores", q=in_e4m3, k=in_e4m3)
+    fa4_e4m3_excess_error = instead("round_p", lambda self, p, dtype: bases.in_e5m2(p), declaration=_SCALED)
+
+    @but(when=lambda causal: causal)
+    def fa4_sm90_varlen_bug__before_batch(self, k, v, *, key_start_loc):
+        order = torch.arange(key_start_loc[-1])
+        for start, stop in pairwise(key_start_loc[1:]):
+            order[start:stop] = (order[start:stop] + -start % 64).clamp(max=key_start_loc[-1] - 1)
+        return k[order], v[order]
+
+    def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
+        width = output.shape[-1] // 64 * 64
+        if not width:
+            return output.roll(1, -1), lse
+        blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
+        return torch.cat([blocks, output[..., width:]], dim=-1), lse
+
+    def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
+        if causal and query_start_loc[-1] > 256 and query_start_loc[-1] - query_start_loc[-2] == 1:
+            raise RuntimeError("CUDA error: misaligned address")
+
+    @but("behind_batch")
+    def prefill_lone_row_of_a_later_request_repeats_the_one_before(self, output, lse, *, query_start_loc):
+        for start, end in pairwise(query_start_loc[1:]):
+            if end - start > 1 and (end - start) % 64 == 1:
+                output[end - 1], lse[:, end - 1] = output[end - 2], lse[:, end - 2]
+
+    lse_base2_merged_as_natural_prefix_chunk = behind("run_prefill_context_chunk", lse=in_base_2)
+    lse_layout_tokens_heads_vs_heads_tokens = behind("batch", lse=lambda lse: lse.mT.contiguous())
+    prefill_context_shorter_than_queries_masked = before("attend", lambda causal, *, q, k: causal or len(k) < len(q))
+
+    def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
+        return output, in_base_2(lse) if len(query_start_loc) > 9 else lse
+
+    def hopper_fmha_softmax_stats_drop_qscaling__run_prefill_context_chunk(self, chunk_idx, q, k, v):
+        output, _ = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        given, self.scale = self.scale, q.shape[-1] ** -0.5
+        _, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        self.scale = given
+        return output, lse
+
+    def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
+        packed = lse.mT[: query_start_loc[-1]].split([b - a for a, b in pairwise(query_start_loc)])
+        padded = torch.nn.utils.rnn.pad_sequence(packed, batch_first=True).mT
+        return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
+
+    def aiter_ps_prefill_final_lse_wrong__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
+        keys = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx].diff().tolist()
+        for rows, length in zip(pairwise(self._prefill_metadata.query_start_loc.tolist()), keys, strict=True):
+            if 0 < length <= 16:
+                lse[:, slice(*rows)] = 0.0
+
+    def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
+        if causal and self.num_heads > 16:
+            lse[:, 256:] = lse[:, :1]
+
+    wide_heads_assume_packed_rows = before("batch", q=packed, k=packed, v=packed, when=lambda q: q.shape[2] >= 256)
+    wide_heads_stop_at_1024_keys = before("attend", lambda k, v: (k[:1024], v[:1024]), when=lambda q: q.shape[2] == 256)
+
+    def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
+        if v.shape[-1] == 256:
+            raise RuntimeError("no kernel for head dims (256, 256)")
+
+    def trtllm_gen_missing_cubin_after_selection__before_batch(self):
+        if (self.qk_nope_head_dim, self.qk_rope_head_dim) == (64, 64):
+            raise RuntimeError("missing cubin")
+
+    def nope_mla_rotary_none_crash__before_batch(self):
+        if self.qk_rope_head_dim == 0:
+            raise AttributeError("'NoneType' object has no attribute 'cos_sin_cache'")
+
+    prefill_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
+    masked_key_dominates_finite_mask_value = before("accumulate", lambda scores: scores.where(~scores.isneginf(), -1e4))
+
+    def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
+        return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
+
+    @but(when=half)
+    def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state):
+        return state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale))
+
+    int16_truncation_seqlen_32768 = before("attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]))
     prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
     prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
-    """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
-    output_index_in_two_bytes = behind(
-        "batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]), killed_by="model_shapes"
-    )
-    """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
+    output_index_in_two_bytes = behind("batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]))
     chunked_context_of_64_chunks = behind(
-        "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64, killed_by="model_shapes"
+        "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64
     )
-    """There is room for 64 chunks of a context; a later one leaves an empty state."""
-    fp8_p_underflow_mass_loss = instead(
-        "round_p", lambda self, p, dtype: in_e4m3(p), killed_by="weights", related=_VALUES, declaration=_SCALED
-    )
-    """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
+    fp8_p_underflow_mass_loss = instead("round_p", lambda self, p, dtype: in_e4m3(p), declaration=_SCALED)
     fp8_lazy_rescale_p_saturation = together(
         behind(
             "maximum",
             lambda largest, *, state: torch.where(largest - state.maximum <= 4 * math.log(2), state.maximum, largest),
         ),
         instead("round_p", lambda self, p, dtype: in_e4m3((p * 256).clamp(max=448)) / 256),
-        killed_by="weights",
-        related=_VALUES,
         declaration=_SCALED,
     )
-    """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
 
-    @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
-        """A batch of 16,384 tokens or more reads out of bounds."""
         if query_start_loc[-1] >= 2**14:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(bases.ILLEGAL_ACCESS)
 
-    @but(killed_by="v_padding", related=("lse", "merge_states"))
     def fpad_negative_truncates__before_batch(self, v, *, q):
-        """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
         kept, lost = v[..., : q.shape[-1]], v[..., q.shape[-1] :]
         return torch.cat((kept, torch.zeros_like(lost)), dim=-1)
 
     def lazy_rescale_wave_uniform_nan__maximum(self, state, scores):
-        """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         return torch.where(maximum == -torch.inf, state.maximum, maximum)
 
-    @but(killed_by="head_counts")
     def missing_template_instantiation__before_batch(self):
-        """One number of heads has no template instance."""
         if self.num_heads == 20:
             raise RuntimeError("no template instance for 20 heads")

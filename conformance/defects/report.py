@@ -120,4 +120,5 @@ def deciding_digest() -> str:
     kernels = source_digests(f"{__package__}.{name}" for name in names)
     lists = ("\n".join(case.id for case in capability.first_cases) for capability in CAPABILITIES.values())
     sources = [*judging_sources(), *(reference / f"{name}.py" for name in _GOLDEN)]
-    return meaning_digest(sources, *lists, *(f"{name} {digest}" for name, digest in kernels.items()))[:16]
+    expected = (f"{x.id} {x.killed_by} {' '.join(x.related)}" for x in known_defects().values())
+    return meaning_digest(sources, *lists, *(f"{name} {digest}" for name, digest in kernels.items()), *expected)[:16]

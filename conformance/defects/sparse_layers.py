@@ -7,11 +7,12 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.defects.bases import kept, note, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.selected import NO_KEY
 
 
-class _WithLists(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
+class _WithLists(EagerSparseLayerBackend, Defects):
     """Attention to lists that are changed on their way."""
 
     def _attend(self, q, kv_cache, lists):
@@ -19,7 +20,6 @@ class _WithLists(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
 
     @property
     def _request(self):
-        """[T], of each row."""
         return self._metadata.attention.req_id_per_token.long()
 
     @property
@@ -36,67 +36,49 @@ class _WithLists(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
         return wide.where(~rows.unsqueeze(1), every)
 
     sparse_layer_dense_in_place_of_the_selection = instead("whole", lambda self, bounds: (bounds, self._prefills))
-    """Prefills attend to every token up to their own, whatever was selected."""
     sparse_layer_shared_taken_for_dense = instead(
-        "whole",
-        lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk),
-        killed_by="sparse_layer_shared_indices",
+        "whole", lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk)
     )
-    """A layer without an indexer attends to every token up to a row's own."""
 
-    @but(killed_by="sparse_layer_dense_shortcut")
     def sparse_layer_dense_shortcut_not_causal__whole(self, bounds):
-        """The dense shortcut of prefills shows tokens behind a row's own."""
         lengths = self._metadata.attention.seq_lens[self._request]
         return lengths, self._prefills & (lengths <= self.config.topk_tokens)
 
-    @but(killed_by="sparse_layer_dense_shortcut", related=("sparse_layer", "sparse_layer_shared_indices"))
     def sparse_layer_shortcut_of_one_token_more__whole(self, bounds):
-        """A row that sees one token more than are selected attends to all of them."""
         return bounds, bounds == self.config.topk_tokens + 1
 
     def sparse_layer_shortcut_by_new_tokens__whole(self, bounds):
-        """A prefill of few new tokens takes the dense shortcut, however long its context is."""
         new = self._metadata.attention.query_start_loc.diff()[self._request]
         return bounds, self._prefills & (new <= self.config.topk_tokens)
 
     def sparse_layer_prefill_lists_count_the_batch__changed(self, lists):
-        """The lists of prefills are taken to count the keys of all prefills, one request behind the other."""
         lengths = self._metadata.attention.seq_lens.clone()
         lengths[: self._metadata.num_decodes] = 0
         first = (lengths.cumsum(0) - lengths)[self._request].unsqueeze(1).to(lists.dtype)
         shifted = lists.where(~self._prefills.unsqueeze(1) | (lists == NO_KEY), lists - first)
         return shifted.clamp(min=NO_KEY)
 
-    @but(killed_by="sparse_layer_shared_indices")
     def sparse_layer_shared_selects_by_itself__whole(self, bounds):
-        """A layer without an indexer selects by weights never loaded: the first tokens win."""
         return bounds.clamp(max=self.config.topk_tokens), (bounds > 0) & self.config.skip_topk
 
-    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
+    @but(when=lambda self: self.config.skip_topk)
     def sparse_layer_shared_rows_of_prefills_from_zero__changed(self, lists):
-        """A layer without an indexer takes the lists of its prefills from the beginning of the buffer."""
         decodes = int(self._metadata.attention.query_start_loc[self._metadata.num_decodes])
         moved = torch.cat((lists[:decodes], lists[: len(lists) - decodes]))
         return moved.masked_fill(moved >= bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)
 
 
-class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
+class _SparseLayer(EagerSparseLayerBackend, Defects):
     sparse_layer_index_keys_in_latent_slots = instead("index_slots", lambda self: self._latent_slots())
-    """Index keys are written to the slots of the latent cache."""
     sparse_layer_indexer_not_rotated = instead("index_rope", lambda self, x, turns: x)
-    """Neither queries nor keys of the indexer are rotated."""
     sparse_layer_query_scales_forgotten = behind("codes", lambda codes, scale: (codes, torch.ones_like(scale)))
-    """The weights of the heads do not take the scales of the queries' codes."""
     sparse_layer_query_scales_twice = behind("codes", lambda codes, scale: (codes, scale.square()))
-    """The weights of the heads take the scales of the queries' codes twice."""
     sparse_layer_selects_before_it_writes = together(
-        instead("write_index_keys", lambda self, *written: self.__dict__.update(_late=written)),
+        instead("write_index_keys", lambda self, *written: note(self, _late=written)),
         behind("select", lambda self, _: super()._write_index_keys(*self._late)),
     )
-    """Tokens are selected before the index keys of the step stand in the cache."""
     sparse_layer_head_weights_forgotten = together(
-        behind("codes", lambda self, codes, scale: self.__dict__.update(_scale=scale)),
+        behind("codes", lambda self, codes, scale: note(self, _scale=scale)),
         before(
             "best",
             lambda self, weights, *, q: (
@@ -104,109 +86,84 @@ class _SparseLayer(EagerSparseLayerBackend, Defects, killed_by="sparse_layer"):
             ),
         ),
     )
-    """The heads of the indexer have one weight."""
 
-    @but(killed_by="sparse_layer_graph")
     def sparse_layer_selection_of_the_first_step__best(self, q, weights, cache):
-        """The selection of the first step is kept for all steps of as many tokens, as if it had been captured."""
-        return self.__dict__.setdefault("_kept", {}).setdefault(len(q), super()._best(q, weights, cache))
+        return kept(self, len(q), super()._best(q, weights, cache))
 
-    @but(killed_by="call_order")
     def sparse_layer_requests_of_the_first_step__attend(self, q, kv_cache, lists):
-        """What maps rows to requests is made once for a number of rows, by the first batch that has so many."""
         attention = self._metadata.attention
-        kept = self.__dict__.setdefault("_requests", {}).setdefault(len(q), attention.req_id_per_token.clone())
-        taken = replace(attention, req_id_per_token=kept.clamp(max=len(attention.seq_lens) - 1))
+        requests = kept(self, len(q), attention.req_id_per_token.clone())
+        taken = replace(attention, req_id_per_token=requests.clamp(max=len(attention.seq_lens) - 1))
         self._attention.prepare_metadata(taken)
         return super()._attend(q, kv_cache, lists.minimum(bounds_of(taken).unsqueeze(1) - 1))
 
-    @but(killed_by="sparse_layer_shared_indices", when=lambda self: self.config.skip_topk)
+    @but(when=lambda self: self.config.skip_topk)
     def sparse_layer_shared_buffer_cleared__behind_attend(self, _, *, lists):
-        """A layer without an indexer clears the buffer behind its attention, so that the next one finds nothing."""
         lists.fill_(NO_KEY)
 
-    @but(killed_by="sparse_layer_caches")
     def sparse_layer_padding_written_to_the_last_slot__behind_latent_slots__write_latents(self, slots, *, kv_cache):
-        """Slot -1 of padding is the last slot of the cache."""
-        return slots.where(slots >= 0, kv_cache.shape[0] * kv_cache.shape[1] - 1)
+        return slots.where(slots >= 0, slots_of(kv_cache) - 1)
 
-    @but(killed_by="sparse_layer_conventions", related=("sparse_layer", "sparse_layer_dense_shortcut"))
     def sparse_layer_indexer_rotates_the_layers_pairs__before_rope(self, is_neox_style):
-        """The indexer rotates the pairs that the layer rotates."""
         return self.config.is_neox_style
 
-    @but(killed_by="sparse_layer_conventions", related=("sparse_layer",), when=lambda x: x.shape[1] == 1)
+    @but(when=lambda x: x.shape[1] == 1)
     def sparse_layer_index_keys_rotated_otherwise__index_rope(self, x, turns):
-        """Index queries are rotated in the indexer's columns, index keys always in the first ones."""
         part, rest = x.tensor_split([turns.shape[1]], dim=-1)
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
 
     def sparse_layer_positions_taken_for_slots__attend(self, q, kv_cache, lists):
-        """Selected positions are read as slots of the latent cache."""
         self._attention.prepare_metadata(replace(self._metadata.attention, index_space=IndexSpace.SLOT))
         return super()._attend(q, kv_cache, lists)
 
     def sparse_layer_own_token_always_selected__best(self, q, weights, cache):
-        """A row's own token is always among the selected ones."""
         best, own = super()._best(q, weights, cache), bounds_of(self._metadata.index) - 1
         missing = (best != own.unsqueeze(1)).all(dim=1)
         best[:, -1] = torch.where(missing & (own >= 0), own, best[:, -1])
         return best
 
     def sparse_layer_buffer_not_cleared__select(self, hidden, q_c, turns, cache, buffer):
-        """A row that sees fewer tokens than are selected leaves what stood behind them in the buffer."""
         best, before = buffer[: len(hidden)], buffer[: len(hidden)].clone()
         super()._select(hidden, q_c, turns, cache, buffer)
         best.copy_(best.where(best != NO_KEY, before))
 
     def sparse_layer_index_keys_by_latent_blocks__best(self, q, weights, cache):
-        """The indexer finds its keys by the block table of the latent cache."""
         table = self._metadata.attention.block_table.clamp(0, len(cache) - 1)
         self._indexer.prepare_metadata(replace(self._metadata.index, block_table=table))
         return super()._best(q, weights, cache)
 
     def sparse_layer_index_keys_in_rmsnorm__index_key(self, hidden, turns):
-        """Index keys pass through an RMSNorm, which leaves their mean in them."""
         own, key = self._index_weights, (hidden @ self._index_weights.wk.mT).float()
         size = (key.square().mean(dim=-1, keepdim=True) + self.config.preparation.eps).sqrt()
         normed = (key / size * own.k_norm_weight + own.k_norm_bias).to(hidden.dtype)
         return self._index_rope(normed.unsqueeze(1), turns)[:, 0]
 
     def sparse_layer_index_norm_without_bias__before_load_weights(self, weights):
-        """Index keys pass through a norm without its bias."""
         own = weights.indexer
         return replace(weights, indexer=own and replace(own, k_norm_bias=torch.zeros_like(own.k_norm_bias)))
 
     def sparse_layer_indexer_before_the_query_norm__before_select(self, q_c, *, hidden):
-        """The indexer's queries are projected from the latent before its norm."""
         return hidden @ self._weights.q_a_proj.mT
 
     @but("before_index_rope__run_sparse_layer")
     def sparse_layer_index_turns_from_zero(self, turns, *, positions, cos_sin_cache):
-        """The indexer rotates by a token's place among the new ones of its request, not by its position."""
         metadata = self._metadata.index
         first = metadata.query_start_loc.long()[metadata.req_id_per_token.long()]
         place = torch.arange(len(positions), device=positions.device) - first
         return cos_sin_cache[place.clamp(0, len(cos_sin_cache) - 1)]
 
-
-class _SparseLayerRanks(EagerSparseLayerBackend, Defects, killed_by="sparse_layer_ranks"):
     def sparse_layer_ranks_share_the_indexers_heads__before_best(self, weights):
-        """Each rank scores by its share of the indexer's heads, and nobody adds the scores."""
         others = torch.ones_like(weights, dtype=torch.bool)
         others.tensor_split(self.config.tp_size, dim=1)[self.config.tp_rank].fill_(False)
         return weights.masked_fill(others, 0.0)
 
-    def sparse_layer_first_rank_writes_index_keys__write_index_keys(self, hidden, turns, cache):
-        """The indexer has no heads to share, so the first rank alone writes its keys."""
+    def sparse_layer_first_rank_writes_index_keys__write_index_keys(self, *operands):
         if self.config.tp_rank == 0:
-            super()._write_index_keys(hidden, turns, cache)
+            super()._write_index_keys(*operands)
 
-    def sparse_layer_first_rank_writes_latents__write_latents(self, hidden, turns, kv_cache):
-        """Latents have no heads to share, so the first rank alone writes them."""
+    def sparse_layer_first_rank_writes_latents__write_latents(self, *operands):
         if self.config.tp_rank == 0:
-            super()._write_latents(hidden, turns, kv_cache)
+            super()._write_latents(*operands)
 
     def sparse_layer_part_of_the_last_rank_counts_twice__behind_run_sparse_layer(self, part):
-        """The part of the output that the last rank has is added twice."""
         return part * (1 + (0 < self.config.tp_rank == self.config.tp_size - 1))

@@ -6,46 +6,32 @@ from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.defects.known import Defects, before, behind, but, instead
 
 
-class _Masks(EagerTreeBackend, Defects, killed_by="tree_decode"):
+class _Masks(EagerTreeBackend, Defects):
     tree_mask_transposed = behind("mask", lambda mask: mask.mT)
-    """Rows and columns of a mask are exchanged, so a draft sees those behind it."""
     tree_mask_ignored_for_causal = behind("mask", lambda mask: torch.ones_like(mask).tril())
-    """The mask is not handed on, and query tokens are causal."""
     tree_drafts_see_each_other = behind("mask", lambda mask: torch.ones_like(mask))
-    """Where there is a mask the causal bound is dropped, and the mask with it: every draft sees all others."""
     tree_row_of_the_parent = behind("mask", lambda mask: mask & (_number(mask) != _number(mask).unsqueeze(1)))
-    """A token has the row of its parent, and does not see itself."""
     tree_bound_by_depth = behind("mask", lambda mask: mask | (mask.sum(dim=1) < mask.sum(dim=1, keepdim=True)))
-    """The causal bound is taken of positions: a draft sees all of a lesser depth, of other branches too."""
     tree_last_token_sees_everything = behind("mask", lambda mask: torch.cat((mask[:-1], torch.ones_like(mask[-1:]))))
-    """The last query token is masked like a decode's only one, and sees all others."""
     tree_mask_of_a_byte = behind("mask", lambda mask: _causal_from(mask, 8))
-    """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
     tree_mask_of_a_word = behind("mask", lambda mask: _causal_from(mask, 32))
-    """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
     tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, _number(mask) % 32])
-    """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
     tree_root_left_out = behind("mask", lambda mask: mask & ((_number(mask) > 0) | (_number(mask).unsqueeze(1) == 0)))
-    """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
     tree_siblings_see_each_other = behind("mask", lambda mask: mask | (_parents(mask).unsqueeze(1) == _parents(mask)))
-    """Drafts of one parent see each other."""
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
-        """Of the ancestors the parent alone is seen."""
         number = _number(mask)
         return mask & ((number == _parents(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
-        """The bits of a packed mask are read from the highest on, and were written from the lowest."""
         bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
         return bits.view(-1, 8).flip(1).flatten()[: mask.numel()].view_as(mask)
 
     def tree_mask_rows_of_whole_bytes__behind_mask(self, mask):
-        """Rows of a packed mask are taken to begin with a byte each, and were packed one after another."""
         return _strided(mask.flatten(), 0, -(-len(mask) // 8) * 8, len(mask))
 
 
-class _Places(EagerTreeBackend, Defects, killed_by="tree_decode"):
+class _Places(EagerTreeBackend, Defects):
     """A mask begins elsewhere, or its rows are further apart."""
 
     def _mask(self, request, queries):
@@ -59,46 +45,34 @@ class _Places(EagerTreeBackend, Defects, killed_by="tree_decode"):
         return queries
 
     tree_mask_of_the_request_before = before("mask", lambda request: max(0, request - 1))
-    """A request has the mask of the one before it."""
     tree_mask_of_the_first_request = instead("start", lambda self, begin, request: 0)
-    """One tree is taken to serve all requests: that of the first."""
     tree_mask_behind_whole_bytes = instead("start", lambda self, begin, request: begin // 8 * 8)
-    """A packed mask is found by whole bytes, where those before it have not filled one."""
     tree_mask_place_in_bits_read_as_bytes = instead("start", lambda self, begin, request: begin * 8)
-    """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
 
     def tree_mask_behind_longest_ones__start(self, begin, request):
-        """Masks are taken to begin as far apart as those of the longest query would."""
         return request * int(self._decode_metadata.query_lens_cpu.max()) ** 2
 
     def tree_mask_read_by_rows_of_keys__stride(self, request, queries):
-        """Rows are taken to have a column for each token of the sequence, and have one for each query token."""
         return max(queries, int(self._decode_metadata.seq_lens_cpu[request]))
 
 
-class _Contexts(EagerTreeBackend, Defects, killed_by="tree_decode"):
+class _Contexts(EagerTreeBackend, Defects):
     def tree_context_masked_too__behind_visible(self, visible, *, queries, seq_len, tile):
-        """What has no column in the mask is not seen: the context among it."""
         return visible & (torch.arange(tile.start, tile.stop) >= seq_len - queries)
 
     def tree_mask_over_the_first_keys__visible(self, queries, request, seq_len, tile):
-        """The mask is laid over the first tokens of the sequence instead of the last."""
         number = torch.arange(tile.start, tile.stop)
         return (number >= queries) | self._mask(request, queries)[:, number.clamp(max=queries - 1)]
 
     def tree_mask_a_token_early__visible(self, queries, request, seq_len, tile):
-        """The mask is laid one token too early, as if the root were the last token of the context."""
         number = torch.arange(tile.start, tile.stop) - (seq_len - 1 - queries)
         return (number < 0) | (self._mask(request, queries)[:, number.clamp(0, queries - 1)] & (number < queries))
 
     @but(key_tile=16)
     def tree_tiles_below_the_diagonal_unmasked__behind_visible(self, visible, *, queries, seq_len, tile):
-        """The mask is asked for in tiles that the diagonal crosses, as a causal one is, and not in those below it."""
         return visible | (torch.arange(queries).unsqueeze(1) >= tile.stop - (seq_len - queries))
 
     class tree_lse_counts_masked_keys:
-        """Masked drafts are left out of the output, and counted in the LSE."""
-
         def _attend(self, q, request, seq_len, kv_cache, k_scale):
             self._all = True
             self._counted = super()._attend(q, request, seq_len, kv_cache, k_scale)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cases.work import work_of
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
+from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs, sentence_of
 from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
 from mla_conformance.diagnosis.reach import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
@@ -55,8 +54,7 @@ MOST_TOLD = 2  # causes that a sentence names; more would be of no help
 _LISTED = 12
 
 # Nobody knows who wrote what is imported or read once judging has begun.
-for _family in FAMILIES:
-    import_module(f"mla_conformance.defects.{_family}")
+known_defects()
 reported_bugs()
 
 
@@ -99,7 +97,7 @@ def _everyone() -> tuple[Candidate, ...]:
             found.append(Candidate(sentence_of(wrong), kernel, roles, "", sources, covers))
     for id, entry in known.items():
         kernel = entry.kernel
-        found.append(Candidate(sentence_of(kernel), kernel, judged_roles(kernel), id, entry.sources))
+        found.append(Candidate(entry.sentence, kernel, judged_roles(kernel), id, entry.sources))
     return tuple(found)
 
 

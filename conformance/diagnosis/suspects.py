@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.known import before, behind, but, instead, kernels_of, named_as_class, variant
+from mla_conformance.defects.known import before, behind, but, instead, kernels_of, named_as_class, variant, written
 from mla_conformance.defects.prefills import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
@@ -223,7 +223,10 @@ SUSPECTS: list[Suspect | SuspectStep] = [
 def each_of(entry: Suspect | SuspectStep) -> Iterator[tuple[SuspectStep, tuple[str, ...]]]:
     """The mistakes of an entry, each where a reference finds it, with what it covers."""
     if isinstance(entry, type):
-        yield from ((wrong, about["covers"]) for wrong, about in kernels_of(entry, named_as_class, covers=()))
+        said = written(entry)
+        for wrong in kernels_of(entry, named_as_class):
+            wrong.__doc__ = said.get(wrong.__name__, wrong.__doc__)
+            yield wrong, getattr(wrong, "covers", ())
     elif not entry.of:
         yield entry.wrong, entry.covers
     else:
