@@ -39,10 +39,14 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
 
 
+class Related(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    before: tuple[str, ...]  # capabilities that may fail before the expected one, because the bug is theirs too
+    ids: tuple[str, ...]
+
+
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     killed_by: dict[str, dict[str, str]]  # what is wrong, by ids, by the capability that is expected to kill them
-    # by ids, capabilities that may fail before that one, because the bug is theirs too
-    related: dict[str, tuple[str, ...]]
+    related: tuple[Related, ...]
 
 
 def _read(package: str, name: str, form: type[_T]) -> _T:
@@ -86,7 +90,9 @@ def known_defects() -> dict[str, KnownDefect]:
     kernels = {kernel.__name__.replace("_", "-"): kernel for kernel in _KERNELS}
     if differing := said.keys() ^ kernels.keys():
         raise TypeError(f"expected an entry of known.toml for each kernel, got one alone of {', '.join(differing)}")
-    related = catalogue.related
+    related = {id: each.before for each in catalogue.related for id in each.ids}
+    if unknown := related.keys() - kernels.keys():
+        raise TypeError(f"expected related of known defects in known.toml, got {', '.join(unknown)}")
     found = (KnownDefect(id, said[id][1], kernel, said[id][0], related.get(id, ())) for id, kernel in kernels.items())
     return {entry.id: entry for entry in sorted(found, key=lambda entry: FAMILIES.index(entry.family))}
 
