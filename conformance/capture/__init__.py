@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,17 +40,15 @@ def capture(backend: Any, directory: str | Path, values: bool = False, limit: in
     ``MLADecodeBackend``, which a whole layer has not. The directory receives one case file per distinct call, ``limit``
     at most. With ``values`` the one tensor value that a case can hold is read, the scale of the output or of the cache.
     """
-    undo = _install(backend, _Capture(Path(directory), values, limit))
-    try:
+    with patch.multiple(backend, **_recorded(backend, _Capture(Path(directory), values, limit))):
         yield
-    finally:
-        undo()
 
 
 def capture_from_environment(backend: Any) -> None:
     """Capture the calls of a backend for good, if MLA_CONFORMANCE_CAPTURE names a folder."""
     if directory := os.environ.get(VARIABLE):
-        _install(backend, _Capture(Path(directory), values=False, limit=LIMIT))
+        for name, call in _recorded(backend, _Capture(Path(directory), values=False, limit=LIMIT)).items():
+            setattr(backend, name, call)
 
 
 class _Capture:
@@ -98,15 +97,14 @@ class _Capture:
         write_case(path, case, seen)
 
 
-def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
-    """Put a recording wrapper before each method; the result takes them away again."""
+def _recorded(backend: Any, recording: _Capture) -> dict[str, Callable[..., Any]]:
+    """The backend's methods, each behind a wrapper that records its calls."""
     methods = next((methods for methods in _ROLES if all(hasattr(backend, name) for name in methods)), None)
     if methods is None:
         raise TypeError(
             f"expected a backend with {' or '.join(map(', '.join, _ROLES))}, got {backend!r}; of a layer, capture its "
             "kernels' backends"
         )
-    own = {name: vars(backend)[name] for name in methods if name in vars(backend)}
 
     def recorded(name: str) -> Callable[..., Any]:
         method = getattr(backend, name)
@@ -122,15 +120,7 @@ def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
 
         return call
 
-    def undo() -> None:
-        for name in methods:
-            delattr(backend, name)
-            if name in own:
-                setattr(backend, name, own[name])
-
-    for name in methods:
-        setattr(backend, name, recorded(name))
-    return undo
+    return {name: recorded(name) for name in methods}
 
 
 def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
@@ -138,23 +128,16 @@ def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], 
     q, k, v = (arguments[name] for name in "qkv")
     on_cpu = getattr(metadata, "query_lens_cpu", None)
     lengths = tuple((metadata.query_start_loc.diff() if on_cpu is None else on_cpu).tolist())
-    chunk = arguments.get("chunk_idx")
+    chunk, scale = arguments.get("chunk_idx"), arguments.get("output_scale")
+    asked: dict[str, Any] = {"capability": Call.NEW_TOKENS.value, "pad": max(0, q.shape[0] - sum(lengths))}
     if chunk is None:
-        scale = arguments.get("output_scale")
-        asked: dict[str, Any] = {
-            "capability": Call.NEW_TOKENS.value,
-            "lse": bool(arguments["return_softmax_lse"]),
-            "out": arguments.get("out") is not None,
-            "quant": "none" if scale is None else "fp8",
-            "inflate": _inflation(metadata.max_query_len, lengths),
-        }
-        if values and scale is not None:
-            asked["oscale"] = max(1, round(scale.item() * 1e6))
+        asked |= {"lse": bool(arguments["return_softmax_lse"]), "out": arguments.get("out") is not None}
+        asked |= {"quant": "none" if scale is None else "fp8", **_inflation(metadata.max_query_len, lengths)}
+        asked |= {"oscale": _millionths(scale)} if values and scale is not None else {}
     else:
         context = metadata.chunked_context
         kv = tuple(context.seq_lens[chunk].tolist())
-        inflate = _inflation(context.max_seq_lens[chunk], kv)
-        asked = {"capability": Call.CONTEXT_CHUNK.value, "kv": kv, "inflate": inflate}
+        asked |= {"capability": Call.CONTEXT_CHUNK.value, "kv": kv, **_inflation(context.max_seq_lens[chunk], kv)}
     # The layout of the suite that the strides resemble most.
     if not q.is_contiguous() and q.transpose(0, 1).is_contiguous():
         layout = Layout.HEADS_FIRST
@@ -164,16 +147,7 @@ def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], 
         layout = Layout.SLICED
     else:
         layout = Layout.PACKED if v.is_contiguous() else Layout.KV_B_PROJ
-    return Case.of(
-        dtype=_DTYPE_NAMES[q.dtype],
-        dims=_dims_of(backend),
-        heads=q.shape[1],
-        q=lengths,
-        scale=round(100 * backend.scale * math.sqrt(q.shape[2])),
-        layout=layout.value,
-        pad=max(0, q.shape[0] - sum(lengths)),
-        **asked,
-    )
+    return _case(backend, q, lengths, q.shape[2], layout, asked)
 
 
 def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
@@ -185,6 +159,13 @@ def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
     if any(total < new for new, total in zip(q[:counted], totals, strict=False)):
         raise ValueError(f"expected sequences of at least the new tokens {list(q)}, padding last, got {list(totals)}")
     q, totals = q[:counted], totals[:counted]
+    kv = tuple(total - new for total, new in zip(totals, q, strict=True))
+    asked: dict[str, Any] = {"capability": Call.DECODE.value, "kv": kv, "page": cache.shape[1]}
+    asked |= {"cache": backend.kv_cache_dtype, "pad": len(metadata.query_lens_cpu) - len(q)}
+    asked |= _inflation(metadata.max_seq_len, tuple(metadata.seq_lens_cpu.tolist()))
+    asked |= {"layers": max(1, cache.stride(0) // (cache.shape[1] * cache.stride(1)))}
+    asked |= {"ranks": metadata.dcp_world_size, "interleave": metadata.cp_kv_cache_interleave_size}
+    asked |= {"kscale": _millionths(arguments["k_scale"])} if values else {}
     # The layouts of the suite that the strides resemble most.
     if query.stride(1) % 2:
         layout = Layout.ODD
@@ -192,30 +173,24 @@ def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
         layout = Layout.HEADS_FIRST if arguments["q_pe"].transpose(0, 1).is_contiguous() else Layout.KV_B_PROJ
     else:
         layout = Layout.PACKED if query.is_contiguous() else Layout.SLICED
-    scale = {"kscale": max(1, round(arguments["k_scale"].item() * 1e6))} if values else {}
-    dims = backend.qk_nope_head_dim + backend.qk_rope_head_dim
-    return Case.of(
-        capability=Call.DECODE.value,
-        dtype=_DTYPE_NAMES[query.dtype],
-        dims=_dims_of(backend),
-        heads=query.shape[1],
-        q=q,
-        kv=tuple(total - new for total, new in zip(totals, q, strict=True)),
-        page=cache.shape[1],
-        scale=round(100 * backend.scale * math.sqrt(dims)),
-        layout=layout.value,
-        pad=len(metadata.query_lens_cpu) - len(q),
-        inflate=_inflation(metadata.max_seq_len, tuple(metadata.seq_lens_cpu.tolist())),
-        cache=backend.kv_cache_dtype,
-        layers=max(1, cache.stride(0) // (cache.shape[1] * cache.stride(1))),
-        ranks=metadata.dcp_world_size,
-        interleave=metadata.cp_kv_cache_interleave_size,
-        **scale,
-    )
+    return _case(backend, query, q, backend.qk_nope_head_dim + backend.qk_rope_head_dim, layout, asked)
 
 
-def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
-    return max(1, int(maximum) // max(1, *lengths))
+def _case(
+    backend: Any, query: torch.Tensor, q: tuple[int, ...], dim: int, layout: Layout, asked: dict[str, Any]
+) -> Case:
+    """The case of a call whose queries are [T, N, D]; ``dim`` is what the usual softmax scale comes of."""
+    scale = round(100 * backend.scale * math.sqrt(dim))
+    about = {"dtype": _DTYPE_NAMES[query.dtype], "dims": _dims_of(backend), "heads": query.shape[1]}
+    return Case.of(**about, q=q, scale=scale, layout=layout.value, **asked)
+
+
+def _millionths(scale: torch.Tensor) -> int:
+    return max(1, round(scale.item() * 1e6))
+
+
+def _inflation(maximum: int, lengths: tuple[int, ...]) -> dict[str, int]:
+    return {"inflate": max(1, int(maximum) // max(1, *lengths))}
 
 
 def _dims_of(backend: Any) -> str:

@@ -81,9 +81,8 @@ def _key(record: Record) -> tuple[str, str]:
     """What failures of one cause have in common: finding or explanation, the text of an exception, or what was seen."""
     if reported := _named(record):
         return "", reported
-    if _is_exception(record):
-        return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE]))
-    return record.check or record.status, symptom(record)
+    seen = _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE])) if _is_exception(record) else symptom(record)
+    return record.check or record.status, seen
 
 
 def _named(record: Record) -> str:
@@ -99,14 +98,12 @@ def _sentence(group: Sequence[Record]) -> str:
 
 def _compared(group: Sequence[Record]) -> str:
     """How many were compared with everything that is known, if that was in vain, or that time ran out."""
-    unlike = sum(record.explanation == UNLIKE for record in group)
     if any(record.is_explained for record in group):
         return ""
-    if not unlike:
-        quiet = ("", UNASKED, UNWANTED)
-        said = next((record.explanation for record in group if record.explanation not in quiet), "")
-        return f"; {said}" if said else ""
-    return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
+    if unlike := sum(record.explanation == UNLIKE for record in group):
+        return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
+    quiet = ("", UNASKED, UNWANTED)
+    return next((f"; {record.explanation}" for record in group if record.explanation not in quiet), "")
 
 
 def _is_exception(record: Record) -> bool:

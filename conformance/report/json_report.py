@@ -147,14 +147,9 @@ def schema() -> dict[str, Any]:
 
 
 def report_form(run: summary.RunSummary) -> ReportForm:
-    return _form(
-        ReportForm,
-        run,
-        suite=run.environment["suite"],
-        environment={name: value for name, value in run.environment.items() if name != "suite"},
-        code=dict(run.code),
-        backends={backend.name: _backend(backend) for backend in run.backends},
-    )
+    environment = dict(run.environment)
+    about: dict[str, Any] = {"suite": environment.pop("suite"), "environment": environment, "code": dict(run.code)}
+    return _form(ReportForm, run, **about, backends={backend.name: _backend(backend) for backend in run.backends})
 
 
 def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
@@ -164,58 +159,41 @@ def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
 
 
 def _backend(backend: summary.BackendSummary) -> BackendForm:
-    evidence, causes = backend.evidence, []
+    causes, capabilities, records = list[CauseForm](), dict[str, CapabilityForm](), list[RecordForm]()
+    own: dict[str, Any]
     for cause in backend.causes if backend.counts.failed else ():
         cases, example = tuple(record.case for record in cause.failures), cause.example
         causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
-    places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
-    capabilities = {}
     for capability in backend.capabilities:
         used = written(summary.worst(share for record in capability.records for share in record.shares.values()))
         failures = tuple(_form(FailureForm, record) for record in capability.failures)
         own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
         capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)
-    records = [
-        _form(
-            RecordForm,
-            Said() if record.failed else record,  # what is said of a failure stands with its capability
-            record,
-            evidence=places.get(frozenset(record.evidence.items())),
-            capability=EXPLORED if record.key != record.case else "",
-            sampled=SampledForm(**record.sampled) if record.sampled else None,
-        )
-        for record in backend.records
-    ]
-    return _form(
-        BackendForm,
-        backend,
-        backend.facts,
-        status=backend.outcome,
-        evidence=tuple(evidence),
-        deviations=tuple(DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations),
-        causes=tuple(causes),
-        speed=backend.speed or UNSET,
-        capabilities=capabilities,
-        records=tuple(records),
-    )
+    places = {frozenset(each.items()): place for place, each in enumerate(backend.evidence)}
+    for record in backend.records:
+        own = {"evidence": places.get(frozenset(record.evidence.items()))}
+        own["capability"] = EXPLORED if record.key != record.case else ""
+        own["sampled"] = SampledForm(**record.sampled) if record.sampled else None
+        # What is said of a failure stands with its capability.
+        records.append(_form(RecordForm, Said() if record.failed else record, record, **own))
+    deviations = (DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations)
+    lists = {"evidence": tuple(backend.evidence), "deviations": tuple(deviations), "causes": tuple(causes)}
+    about = {"status": backend.outcome, "speed": backend.speed or UNSET, "capabilities": capabilities, **lists}
+    return _form(BackendForm, backend, backend.facts, records=tuple(records), **about)
 
 
 _FLAT_LIST = re.compile(r'\[\n(?: +(?:"(?:[^"\\]|\\.)*"|[-+.\w]+),?\n)+ *\]')
 _LINE = 120
 
 
-def _on_a_line(found: re.Match[str]) -> str:
-    line = json.dumps(json.loads(found[0]), ensure_ascii=False)
-    return line if len(line) <= _LINE else found[0]
-
-
 def to_text(data: dict[str, Any] | Struct) -> str:
-    """The text of a JSON file, a short list on a line.
+    """The text of a JSON file, a short list on a line; what no UTF-8 can hold becomes a question mark."""
 
-    What no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark.
-    """
-    text = json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n"
-    text = _FLAT_LIST.sub(_on_a_line, text)
+    def on_a_line(found: re.Match[str]) -> str:
+        line = json.dumps(json.loads(found[0]), ensure_ascii=False)
+        return line if len(line) <= _LINE else found[0]
+
+    text = _FLAT_LIST.sub(on_a_line, json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n")
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -310,27 +288,16 @@ def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Rec
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
-        case = Case.parse(entry.case)
-        tells = failures.get((capability, entry.case), entry)
-        said = {name: getattr(tells, name) for name in Said.__struct_fields__}
-        if (said["judged"] is not None) != (entry.status in expected):
-            raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
-        if said["too_large"] and entry.status is not Status.UNAVAILABLE:
+        said = failures.get((capability, entry.case), entry)
+        if (said.judged is not None) != (entry.status in expected):
+            raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said.judged}")
+        if said.too_large and entry.status is not Status.UNAVAILABLE:
             raise ValueError(f"{name} {entry.case}: {entry.status}, yet too large to be judged")
-        yield Record(
-            backend=name,
-            reference=part.reference,
-            capability=capability,
-            case=entry.case,
-            status=entry.status,
-            seconds=entry.seconds,
-            cases=entry.cases,
-            sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
-            evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
-            salt=salt,
-            role=role if case.role.file else "",
-            **said,
-        )
+        about: dict[str, Any] = {"backend": name, "capability": capability, "status": entry.status, "salt": salt}
+        about["role"] = role if Case.parse(entry.case).role.file else ""
+        about["evidence"] = part.evidence[entry.evidence] if entry.evidence is not None else {}
+        about["sampled"] = msgspec.to_builtins(entry.sampled) if entry.sampled else {}
+        yield _form(Record, said, entry, part, **about)
 
 
 def _brief(value: Any) -> str:

@@ -25,8 +25,7 @@ _ID = 100  # characters of a case id within a sentence
 _MOST_CAUSES = 7
 _MOST_AFTER = 3  # cases before another one that a line to copy names
 _MOST_REASONS = 5
-_BACKENDS = {
-    **{group: str(group) for group in Group},
+_IN_SHORT = {
     Group.EMULATED: "right, but emulated",
     Group.WAIVED: "wrong, as expected",
     Group.UNTESTED: "cannot run here",
@@ -37,9 +36,10 @@ _OTHER_ROLES = tuple(f"{role} only" for role in ROLES)  # how what is said of a 
 def closing_line(run: RunSummary) -> str:
     """Every backend and every case is counted once."""
     found = Counter(backend.group for backend in run.backends)
-    groups = [group for group in Group if found[group]]
-    backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
-    backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
+    groups = [(found[group], _IN_SHORT.get(group, group)) for group in Group if found[group]]
+    backends = [
+        f"{number if place else counted(number, 'backend')} {said}" for place, (number, said) in enumerate(groups)
+    ]
     cases, said = of_cases(run.counts), worst_error(run.backends)
     if said and len(run.backends) > 1:
         said += f", {max(run.backends, key=lambda backend: backend.worst).name}"
@@ -103,7 +103,7 @@ def from_here(record: Record) -> Record:
 
 
 def _part_of(case: str) -> str:
-    """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
+    """The part of an engine that a case is of: its role, or the sparse call."""
     parsed = Case.parse(case)
     is_sparse = parsed.call in (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
     return parsed.call.replace("_", " ") if is_sparse else str(parsed.role)
@@ -174,16 +174,13 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
         if missing := [part for part in dict.fromkeys(map(_part_of, reported.cases)) if part not in passed]:
             yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(reported, width) if reported.counts.failed else ()
-    if run.deployment:
-        yield from told(Group.WRONG, f"{Group.WRONG}, part by part:")
-        for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
-            yield from told(group, f"{group}:")
+    for group in (Group.WRONG, Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
+        yield from told(group, f"{group}, part by part:" if group is Group.WRONG else f"{group}:")
     for backend in () if run.deployment else reported.backends:
         yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1, detail=detail)
     if absent and detail is not Detail.QUIET:
-        head = (
-            f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
-        )
+        sign = SIGN[BackendOutcome.UNAVAILABLE]
+        head = f"{sign} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
         yield fitting(head, [backend.name for backend in absent], width)
 
 

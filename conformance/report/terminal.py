@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -17,6 +18,7 @@ from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
 _HALF = 600  # characters at each end of a reason that are always printed
 _LINE_WIDTH, _UNBROKEN = 80, "\xa0"
+_wrap = partial(wrap, break_long_words=False, break_on_hyphens=False)
 _INSTALL = re.compile(r"\(pip install [^()]*\)")
 _ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")  # a word of a command, or an option with its value
 _lost: list[OSError] = []
@@ -78,14 +80,8 @@ def near(path: Path) -> Path:
 
 def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[str]:
     """A text in lines of ``width`` columns that begin with these indents; no word and no ``(pip …)`` is cut."""
-    lines = wrap(
-        _INSTALL.sub(lambda found: found[0].replace(" ", _UNBROKEN), text),
-        width,
-        initial_indent=first,
-        subsequent_indent=further,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    text = _INSTALL.sub(lambda found: found[0].replace(" ", _UNBROKEN), text)
+    lines = _wrap(text, width, initial_indent=first, subsequent_indent=further)
     return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
