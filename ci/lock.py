@@ -27,7 +27,6 @@ os.environ |= _ONE_THREAD  # read when torch is imported
 import torch  # noqa: E402
 
 from mla_conformance.backends.references import BackendReference  # noqa: E402
-from mla_conformance.cases.case import Case  # noqa: E402
 from mla_conformance.certificate.verify import installed_digests  # noqa: E402
 from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
@@ -58,21 +57,16 @@ def rows_of(capability: str, small: bool) -> list[Row]:
         dead = {record.backend for record in records if record.failed}
         asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
         if any(record.status not in _NOT_JUDGED for record in records):
-            found.append(_of_case(case, context))
+            problem = context.problem(case, _CPU)
+            sums = {"problem": _checksum(problem.tensors()), "golden": _checksum(_tensors(context.expect(problem)))}
+            found.append({"case": case.id, "kernel": "", **sums})
         for record in records:
             row = {name: getattr(record, name) for name in _KEPT} | {"kernel": record.backend}
             found.append({**row, "used": {rule: repr(share) for rule, share in record.shares.items()}})
     return found
 
 
-def _of_case(case: Case, context: Context) -> Row:
-    problem = context.problem(case, _CPU)
-    golden = _tensors(context.expect(problem))
-    return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden)}
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those that a golden result consists of."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple) or is_dataclass(value):
@@ -92,13 +86,9 @@ def header(small: bool) -> Row:
     reported = Path("/proc/cpuinfo")
     lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {
-        "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "small": small,
-        "digests": installed_digests(),
-    }
+    cpu, threads = f"{name}, {torch.backends.cpu.get_cpu_capability()}", torch.get_num_threads()
+    here = {"cpu": cpu, "torch": torch.__version__, "threads": threads}
+    return {**here, "small": small, "digests": installed_digests()}
 
 
 def write(path: Path, small: bool, workers: int) -> int:

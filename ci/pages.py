@@ -1,20 +1,30 @@
-"""What pages show of the code: help of commands, fields of case ids, inputs of functions: ``python ci/pages.py``."""
+"""What pages show: help of commands, fields of case ids, inputs of functions, and of each kernel the newest record.
+
+``python ci/pages.py`` writes it. A figure of a record stands below the suite that judged it, on what device, and when.
+"""
 
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 from unittest.mock import patch
 
+from msgspec import structs
+
 from mla_conformance.api.own_forms import TABLES, table_lines
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.records import kept_records
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.files.whole import InputError, Section
+from mla_conformance.report.causes import grouped
+from mla_conformance.scoreboard.board import Board, Entry
 
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(
@@ -24,16 +34,15 @@ _NOISE = re.compile(
 )
 """Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
 _ENTRY = re.compile(r"^  (-\S.*|CASE_ID.*)\n(?:   .*\n)*", re.MULTILINE)
+_REST = re.compile("; |, (?:so that|such as|whose) ")  # where a reason goes into details
 _WIDTH = 80
 _ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
 
 
 def commands() -> str:
     with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
-        texts = [
-            (name, _NOISE.sub("", parser.format_help()).strip("\n"))
-            for name, parser in commands_of(command_line(COMMANDS, GROUPS))
-        ]
+        parsers = commands_of(command_line(COMMANDS, GROUPS))
+        texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in parsers]
     seen, statuses = set[str](), dict[str, str]()
     return "\n\n".join(f"## {name}\n\n```text\n{_without(seen, statuses, name, text)}\n```" for name, text in texts)
 
@@ -83,9 +92,49 @@ def _list(title: str, case: type[Case], names: set[str]) -> str:
             entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
         elif field.default != known[field.name]:
             others.append(f"`{field.name}{default}`")
-    return "\n".join(
-        [f"### {title}", "", *entries, *([f"- Other defaults in this role: {', '.join(others)}"] if others else [])]
-    )
+    entries += [f"- Other defaults in this role: {', '.join(others)}"] if others else []
+    return "\n".join([f"### {title}", "", *entries])
+
+
+def newest(records: list[Certificate]) -> list[Certificate]:
+    """The newest of each kernel, and those of its suite in other versions or on other devices, which say so."""
+    found = []
+    for entries in Board(tuple(Entry(record, "") for record in records), (), ()).by_kernel.values():
+        first, *others = (entry.record for entry in entries)
+        found.append(first)
+        for each in (each for each in others if each.suite == first.suite):
+            version, known = (next(iter(record.distributions.values()), "") for record in (each, first))
+            name = f"{each.backend} ({version if version != known else each.device})"
+            found.append(structs.replace(each, backend=name))
+    return found
+
+
+def kernels(records: list[Certificate]) -> str:
+    """A line for each record below where and when it was made; first where most were."""
+    made = grouped(records, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
+    parts = []
+    for place, group in sorted(made.items(), key=lambda each: -len(each[1])):
+        rows = [f"{place}:", ""]
+        for record in group:
+            name, version = next(iter(record.distributions.items()))
+            noted = record.counts.noted(waived="known", unavailable="lacked memory")
+            judged = f"{record.counts.passed}/{record.counts.listed}"
+            rows.append(f"- {record.backend}, {name} {version}: {', '.join([judged, *noted])}")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def failures(records: list[Certificate]) -> str:
+    """A line for each reason why kernels fail, the first part of it, with the shortest of the cases that show it."""
+    found = ((record.backend, finding) for record in records for finding in record.findings)
+    groups = grouped(found, lambda each: _REST.split(each[1].expectation.partition(": ")[2].removeprefix("bug: "))[0])
+    rows = []
+    for reason, group in groups.items():
+        kernels = Counter(backend for backend, _ in group)
+        example = min((finding.case for _, finding in group), key=lambda case: (len(case), case))
+        told = ", ".join(f"{backend} {number}" for backend, number in kernels.items())
+        rows.append(f"- {told}: {reason}: `{example}`")
+    return "\n".join(rows)
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
@@ -96,15 +145,15 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
         yield Section.of(api, name), "\n".join(table_lines(name))
     shown = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
     yield Section.of(api, "functions"), f"```python\n{shown}```"
-
-
-def write(shown: Iterable[tuple[Section, str]]) -> None:
-    try:
-        for section, content in shown:  # each is read behind the writing of the one before
-            section.write(content)
-    except InputError as error:
-        sys.exit(str(error))
+    files = sorted((root / "fixtures" / "records").glob("*.jsonl"))
+    records = newest([each.certificate for path in files for each in kept_records(path)])
+    for name, content in (("h200", kernels(records)), ("failures", failures(records))):
+        yield Section.of(root / "docs" / "findings.md", name), content
 
 
 if __name__ == "__main__":
-    write(sections(ROOT))
+    try:
+        for section, content in sections(ROOT):  # each is read behind the writing of the one before
+            section.write(content)
+    except InputError as error:
+        sys.exit(str(error))

@@ -84,11 +84,6 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.environment.get("salt", "")
 
     @property
-    def worst_share(self) -> float:
-        """The largest share of its error budget that a passed case used; 0 without one."""
-        return max((entry.share for entry in self.worst.values()), default=0.0)
-
-    @property
     def distributions(self) -> dict[str, str]:
         """The versions that its adapters declare, or else all that are pinned."""
         pinned = self.pins.versions
@@ -97,7 +92,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 @cache
 def _declared(reference: str) -> tuple[str, ...]:
-    """The distributions of a registered backend; nothing of any other, whose code a record must not run."""
+    """Of a registered backend; nothing of any other, whose code a record must not run."""
     from mla_conformance.backends.declaration import declaration_of  # torch, which a list of commands does without
     from mla_conformance.backends.loading import load_role, roles_of
 
@@ -111,7 +106,6 @@ def _declared(reference: str) -> tuple[str, ...]:
 
 
 def renewal(reference: str, device: str) -> str:
-    """The command that certifies a backend anew on a device of this kind."""
     where = f"--device {'cpu' if device == 'cpu' else 'cuda'}"
     return f"mla-conformance certify --backend {shlex.quote(reference)} {where} --submission {RECORDS}"
 

@@ -91,6 +91,7 @@ def record(
     for rule in sorted({rule for record in passed for rule in record.used}):  # of the error budget
         most = max(passed, key=lambda record: record.shares.get(rule, 0.0))
         worst[rule] = Worst(round(most.shares[rule], 4), most.case)
+    waived = (record for record in backend.records if record.status is Status.EXPECTED_FAILURE)
     found = Certificate(
         suite=SUITE_VERSION,
         version=__version__,
@@ -109,11 +110,7 @@ def record(
         counts=backend.counts,
         worst=worst,
         seconds=round(sum(record.seconds for record in backend.records), 1),
-        findings=tuple(
-            Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation)
-            for r in backend.records
-            if r.status is Status.EXPECTED_FAILURE
-        ),
+        findings=tuple(Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation) for r in waived),
         unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
         lacking=dict(MustPass.of_suite().missing({r.case: r for r in backend.records}, waivable=True)),
         cases={record.case: record.status for record in backend.records},

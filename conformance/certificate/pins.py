@@ -80,7 +80,7 @@ def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str
 
 @cache
 def _recorded(name: str) -> dict[str, str]:
-    """By its file's names, the digests that a wheel tells, in URL-safe base64 without padding."""
+    """Digests by its files' names, in URL-safe base64 without padding."""
     lines = csv.reader((distribution(name).read_text("RECORD") or "").splitlines())
     return {line[0]: line[1] for line in lines if len(line) == 3}
 
@@ -109,9 +109,12 @@ def _is_library(path: str) -> bool:
 
 
 def harness() -> builds.Installed:
-    """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
+    """As it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
     commit, clean = builds.commit_of(builds.harness_folder())
     return builds.Installed(files=builds.files_digest(harness_files()), commit=commit, clean=clean)
+
+
+_harness_here = cache(harness)
 
 
 class Weight(Enum):
@@ -152,10 +155,9 @@ def compare(
         found[name] = own[name] if name in own else elsewhere(name)
     yield from _absent("sources were", found)
     for name, path in found.items():
-        if path is None or (here := builds.source_digest(name, path)) == pins.sources[name]:
-            continue
-        if not {here, pins.sources[name]} <= {*alike.get(name, ())}:
-            yield Remark(Weight.AGAINST, _changed(f"source {path}", pins.sources[name], here))
+        here, stated = builds.source_digest(name, path) if path else pins.sources[name], pins.sources[name]
+        if here != stated and not {here, stated} <= {*alike.get(name, ())}:
+            yield Remark(Weight.AGAINST, _changed(f"source {path}", stated, here))
     found = {name: find_place(name, backend.file) for name in traced.libraries}
     yield from _absent("shared libraries were", found)
     for name, path in found.items():
@@ -164,10 +166,8 @@ def compare(
     for name, stated in pins.versions.items():
         yield from _distribution(name, stated, pins.installed.get(name))
     if not judged_alike and (harness_here := _harness_here()).files != pins.harness.files:
-        ours, theirs = (
-            " of commit ".join(filter(None, (each.files[:12], each.commit[:12])))
-            for each in (harness_here, pins.harness)
-        )
+        told = ((each.files[:12], each.commit[:12]) for each in (harness_here, pins.harness))
+        ours, theirs = (" of commit ".join(filter(None, each)) for each in told)
         changed = ", from a checkout with changes" if pins.harness.clean is False else ""
         yield Remark(Weight.REPORTED, f"judged by the harness {theirs}{changed}; here is {ours}")
 
@@ -178,8 +178,7 @@ def _library(name: str, what: str, stated: str, here: str) -> Iterator[Remark]:
 
 
 def _absent(what: str, found: Mapping[str, Path | None]) -> Iterator[Remark]:
-    absent = [name for name, path in found.items() if path is None]
-    if absent:
+    if absent := [name for name, path in found.items() if path is None]:
         said = f"{len(absent)} of {len(found)} {what} not compared: not here, such as {absent[0]}"
         yield Remark(Weight.REPORTED, said)
 
@@ -228,9 +227,6 @@ def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iter
     if other := [name for name, *_ in differing(known, {name: stated[name] for name in known})]:
         then, now = (", ".join(f"{name} {each.get(name) or 'none'}" for name in other) for each in (stated, here))
         yield Remark(Weight.REPORTED, f"judged with {then}; here: {now}")
-
-
-_harness_here = cache(harness)
 
 
 @cache

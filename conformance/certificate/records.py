@@ -63,15 +63,9 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
         return names.get(text, f"@{text}" if text.startswith(("@", "#")) else text)
 
     runs = groupby(_LETTERS[cases.get(id)] for id in (*ids, *fitted))
-    line = _Line(
-        record=_mapped(plain, shortened),
-        listed=len(ids),
-        statuses="".join(f"{letter}{len(list(run))}" for letter, run in runs),
-        fitted=tuple(folded(fitted)),
-        texts=tuple(texts),
-        sanitized=_mapped(sanitized, shortened),
-        signature=kept.signature,
-    )
+    statuses = "".join(f"{letter}{len(list(run))}" for letter, run in runs)
+    record, told = _mapped(plain, shortened), _mapped(sanitized, shortened)
+    line = _Line(record, len(ids), statuses, tuple(folded(fitted)), tuple(texts), told, kept.signature)
     return msgspec.json.encode(line).decode()
 
 
@@ -102,7 +96,7 @@ def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
 def folded(ids: Iterable[str]) -> Iterator[str]:
     """Each id as the number of characters that it shares with the one before, and the rest."""
     for before, id in pairwise(("", *ids)):
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, id, strict=False)))
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, id, strict=False))))
         yield f"{shared} {id[shared:]}"
 
 
@@ -265,11 +259,12 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
         if suite == SUITE_VERSION:
             held = {case for each in after for case in each.certificate.cases}
             ids = list(dict.fromkeys([*ids, *(id for id in listed_ids() if id in held)]))
-        texts = [
-            msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode(),
-            *(unchanged.get(id(each)) or pack(each, ids) for each in after),
-            *(line.text for line in lines if not line.kept),
-        ]
+        head = msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode()
+        own, refused = (
+            (unchanged.get(id(each)) or pack(each, ids) for each in after),
+            (x.text for x in lines if not x.kept),
+        )
+        texts = (head, *own, *refused)
         write_output(path, "".join(f"{text}\n" for text in texts))
     finally:
         os.close(folder)

@@ -140,5 +140,5 @@ def _of_failure(failure: KnownFailure, record: Certificate) -> Issue:
         salt=record.salt,
     )
     further = tuple(each.case for each in failure.findings if each is not found)
-    machine = {"device": record.device, **record.environment}
-    return Issue(record.backend, failure.reason, record.distributions, machine, record.suite, example, further)
+    machine = {"device": record.device, **record.environment, "suite": record.suite}
+    return Issue(record.backend, failure.reason, record.distributions, machine, example, further)

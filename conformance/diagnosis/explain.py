@@ -197,14 +197,8 @@ class Failure:
             return other, found
 
         record = record.with_fields(case=trial.case.id)  # a drawn one stands under another key
-        return Failure(
-            record,
-            Behaviour.of(trial, record),
-            trial.subject.device,
-            trial.context,
-            nearby=lambda case: outcome(tried(case)[1]),
-            again=lambda case: Failure.of(*tried(case)),
-        )
+        about = record, Behaviour.of(trial, record), trial.subject.device, trial.context
+        return Failure(*about, lambda case: outcome(tried(case)[1]), lambda case: Failure.of(*tried(case)))
 
     @property
     def in_numbers(self) -> "Failure":

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,23 +129,16 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     told = _TOLD.format(case=case.id, backend=record.backend, verdict=verdict, pictures=drawn or "none was compared")
     for name, text in ({"README.md": told} | pictures).items():
         write_output(folder / name, text)
-    returned = {
-        f"{name} of {each.call.name}": part
-        for each in trial.last.observation.returned
-        for name, part in zip(("output", "LSE"), parts_of(each.value), strict=False)
-        if not why_not_plain(part)
+    data: dict[str, Any] = {"case": case.id, "operands": called(trial.last).caller_owned, "returned": {}}
+    for each in trial.last.observation.returned:
+        named = zip(("output", "LSE"), parts_of(each.value), strict=False)
+        data["returned"] |= {f"{name} of {each.call.name}": part for name, part in named if not why_not_plain(part)}
+    data["golden"] = {name: part.golden for name, part in parts.items()}
+    # How far a result is off; 0 where both are -inf.
+    off = {
+        name: torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs()) for name, part in parts.items()
     }
-    data = {
-        "case": case.id,
-        "operands": called(trial.last).caller_owned,
-        "returned": returned,
-        "golden": {name: part.golden for name, part in parts.items()},
-        "error": {  # how far a result is off; 0 where both are -inf
-            name: torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs())
-            for name, part in parts.items()
-        },
-        "budget": {name: part.allowed for name, part in parts.items()},
-    }
+    data |= {"error": off, "budget": {name: part.allowed for name, part in parts.items()}}
     file = folder / "tensors.pt"
     try:
         torch.save(data, file)

@@ -75,26 +75,17 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     if issubclass(found.subject.class_of(found.case.role), InterpretedKernel):  # set before a library is imported
         loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
-    needs = own.needs if own else found.subject.declared(found.case.role).distributions
+    needs = dict.fromkeys(["torch", *(own.needs if own else found.subject.declared(found.case.role).distributions)])
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
-    return {
-        "found": found,
-        "call": call,
-        "program": program,
-        "inputs": inputs,
-        "helpers": helpers,
-        "loads": loads,
-        "text": text,
-        "reported": _reported(found),
-        "imports": sorted({"sys"} | {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}),
-        "needs": json.dumps(f"(needs {', '.join(dict.fromkeys(['torch', *needs]))})", ensure_ascii=False),
-        "modules": {} if own and own.path else program.modules,
-        "device": device.type,
-        "bounds": assigned({name: str(list(values)) for name, values in starts.items()}),
-        "budget": _budget(found),
-        "operands": operands,  # queries, keys and values of the request in rows a:b and c:d
-        "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else "",
-    }
+    used = {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}
+    parts = {"found": found, "call": call, "program": program, "inputs": inputs, "helpers": helpers, "loads": loads}
+    parts |= {"text": text, "reported": _reported(found), "imports": sorted({"sys"} | used), "device": device.type}
+    parts["needs"] = json.dumps(f"(needs {', '.join(needs)})", ensure_ascii=False)
+    parts["modules"] = {} if own and own.path else program.modules
+    parts["bounds"] = assigned({name: str(list(values)) for name, values in starts.items()})
+    parts["operands"] = operands  # queries, keys and values of the request in rows a:b and c:d
+    parts["codes_scale"] = repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else ""
+    return {**parts, "budget": _budget(found)}
 
 
 def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dict[str, torch.Tensor]]:

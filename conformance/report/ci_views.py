@@ -135,8 +135,7 @@ class Issue:
     kernel: str  # name in reports
     sentence: str  # what is wrong
     versions: Mapping[str, str]  # of the distributions behind the kernel
-    environment: Mapping[str, str]  # device, torch and what else the run tells of the machine
-    suite: str  # version of the suite that found it
+    environment: Mapping[str, str]  # suite, device, torch and what else the run tells of the machine
     example: Record  # the failure of the simplest case
     further: tuple[str, ...] = ()  # ids of the other cases that fail of it
 
@@ -155,15 +154,15 @@ def issues_of(run: RunSummary) -> list[Issue]:
     for backend, cause in wrong:
         example, about = from_here(cause.example), (backend.facts.versions, run.environment)
         further = tuple(record.case for record in cause.failures if record.case != example.case)
-        suite = run.environment.get("suite", "")
-        found.append(Issue(backend.name, cause.headline, *about, suite, example, further))
+        found.append(Issue(backend.name, cause.headline, *about, example, further))
     return found
 
 
 def issue_text(issue: Issue) -> str:
     """Title, versions, reproducer, expected and seen, to be pasted."""
     example, machine = issue.example, {name: told for name in _MACHINE if (told := issue.environment.get(name))}
-    found = {**issue.versions, **machine, "mla-conformance": f"{__version__}, suite {issue.suite}"}
+    found = {**issue.versions, **machine}
+    found["mla-conformance"] = f"{__version__}, suite {issue.environment.get('suite', '')}"
     lines = [f"# {shown_line(issue.title)}", "", "## Versions", ""]
     lines += [f"- {inline(name)} {inline(version)}" for name, version in found.items()]
     lines += ["", "## Reproducer", "", "```sh", shown_line(example.replay), "```", ""]

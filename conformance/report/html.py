@@ -56,9 +56,8 @@ def cell(capability: summary.CapabilitySummary) -> Cell:
     if outcome is summary.BackendOutcome.UNSUPPORTED:
         return Cell(outcome, capability.sign, "", "unsupported")
     style = "waived" if capability.sign == summary.FORESEEN else outcome.value
-    notes = counts.noted(
-        not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
-    )
+    named = {"not_run": "not run", "unavailable": "unavailable", "unsupported": "unsupported"}
+    notes = counts.noted(**named, waived="expected to fail")
     return Cell(style, capability.sign, f"{counts.passed}/{counts.judged}", ", ".join(notes))
 
 
@@ -177,37 +176,33 @@ def html(run: summary.RunSummary) -> str:
         matrix.append((name, definition(name), cells))
     refusals = []  # why cases are unsupported, the reason for most first: said, how many cases, of which capabilities
     for backend in run_backends:
-        refused = [record for record in backend.records if record.status is Status.UNSUPPORTED]
-        rows = [
-            (said, len(of), ", ".join(dict.fromkeys(record.capability for record in of)))
-            for said, of in causes.grouped(refused, lambda record: record.message).items()
-        ]
+        refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
+        groups = causes.grouped(refused, lambda record: record.message).items()
+        rows = [(said, len(of), ", ".join(dict.fromkeys(record.capability for record in of))) for said, of in groups]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
     near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
     budget = [(backend, found) for backend in run_backends if (found := distributions(backend))]
     timed = [(backend.name, backend.speed) for backend in run_backends if backend.speed]
-    page = pages("mla_conformance.report").get_template("page.html.j2")
-    return page.render(
-        run=run,
-        outcome={0: "pass", 1: "fail"}.get(run.exit_status, "not_run"),
-        closing=closing_line(run),
-        judged_backends=run_backends,
-        traits_of=[(backend.name, backend.traits) for backend in run_backends],
-        timed=timed,
-        fastest=table_of(timed) if timed else [],
-        remarks=remarks_of(timed) if timed else [],
-        waived=[(reason, records) for (_, reason), records in waived.items()],
-        judged_of_claimed=judged_of_claimed,
-        verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
-        refusals=refusals,
-        deployment=str(run.deployment or ""),
-        answers=answers(run) if run.deployment else [],
-        matrix=matrix,
-        budget=budget,
-        closest=sorted(near, key=lambda case: -case[2])[:8],
-        anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
-        replay=lambda record: from_here(record).replay,
+    outcome = {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
+    told = {"run": run, "deployment": str(run.deployment or ""), "outcome": outcome, "closing": closing_line(run)}
+    told |= {"judged_backends": run_backends, "timed": timed, "matrix": matrix, "refusals": refusals, "budget": budget}
+    return (
+        pages("mla_conformance.report")
+        .get_template("page.html.j2")
+        .render(
+            **told,
+            fastest=table_of(timed) if timed else [],
+            remarks=remarks_of(timed) if timed else [],
+            traits_of=[(backend.name, backend.traits) for backend in run_backends],
+            waived=[(reason, records) for (_, reason), records in waived.items()],
+            judged_of_claimed=judged_of_claimed,
+            verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
+            answers=answers(run) if run.deployment else [],
+            closest=sorted(near, key=lambda case: -case[2])[:8],
+            anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
+            replay=lambda record: from_here(record).replay,
+        )
     )
 
 

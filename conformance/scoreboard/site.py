@@ -108,7 +108,7 @@ def page(board: Board) -> str:
 
 
 def _cell(capability: CapabilitySummary) -> Cell:
-    """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
+    """In which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
     found, waived = cell(capability), capability.counts.waived
     return replace(found, style="fail", sign="✘", note=f"{waived:,} known to fail") if waived else found
 
@@ -118,10 +118,8 @@ def _replay(entry: Entry, case: str) -> str:
 
 
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
-    torch = entry.record.environment.get("torch", "not stated")
-    reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
-    own = entry.versions
-    if reported:
+    torch, own = entry.record.environment.get("torch", "not stated"), entry.versions
+    if reported := ", ".join(f"{name} {version}" for name, version in candidate.packages.items()):
         is_own = entry.is_own_build(candidate)
         own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
     same = torch.partition("+")[0] == profile.torch
@@ -161,13 +159,11 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
             said = f"{failure.reason}. {finding.message}. Replay: {_replay(entry, finding.case)}"
             same = "\n".join((*about, finding.case)).encode("utf-8", errors="replace")
             location = {"name": finding.case, "fullyQualifiedName": full, "kind": "member"}
-            result = {
-                "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
-                "level": "note" if entry.old else "error",
-                "message": {"text": f"{', '.join(about)}, {entry.state}: {said}"},
-                "locations": [{"logicalLocations": [location]}],
-                "partialFingerprints": {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()},
-            }
+            rule = finding.check if finding.check in set(Check) else _OTHER_RULE
+            message = {"text": f"{', '.join(about)}, {entry.state}: {said}"}
+            result = {"ruleId": rule, "level": "note" if entry.old else "error", "message": message}
+            result["locations"] = [{"logicalLocations": [location]}]
+            result["partialFingerprints"] = {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()}
             results.append(result)
     rules = {str(check): f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})" for check in Check}
     rules[_OTHER_RULE] = "the call did not end in a result"
@@ -192,15 +188,10 @@ def served(board: Board) -> Markup:
         candidates = [msgspec.structs.asdict(each) for each in profile.candidates]
         about = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
         engines.append({**about, "candidates": candidates})
-    data = {
-        "suite": SUITE_VERSION,
-        "models": models(),
-        "kinds": kinds,
-        "cases": [[case if case in named else "", place[kind_of(case)]] for case in cases],
-        "records": [_record(entry, cases) for entry in board.entries],
-        "engines": engines,
-        "runs": [_run(run, run.deployment) for run in board.deployed if run.deployment],
-    }
+    data: dict[str, Any] = {"suite": SUITE_VERSION, "models": models(), "kinds": kinds}
+    data["cases"] = [[case if case in named else "", place[kind_of(case)]] for case in cases]
+    data["records"] = [_record(entry, cases) for entry in board.entries]
+    data |= {"engines": engines, "runs": [_run(run, run.deployment) for run in board.deployed if run.deployment]}
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     return Markup(base64.b64encode(packed).decode())
 
@@ -242,61 +233,35 @@ def models() -> list[dict[str, Any]]:
         profile = find_model(name)
         cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
         roles = {str(case.role) for case in cases} - {Role.LAYER}
-        found.append(
-            {
-                "name": name,
-                "heads": profile.heads,
-                "dims": dims_of(profile),
-                "roles": [role for role in ROLES if role in roles],
-                # On GPUs of whole nodes.
-                "tp": [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0],
-                "caches": profile.cache_layouts,
-                "indexer": profile.selection.indexer.heads if profile.selection else 0,
-            }
-        )
+        about = {"name": name, "heads": profile.heads, "dims": dims_of(profile)}
+        about["roles"] = [role for role in ROLES if role in roles]
+        about["tp"] = [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0]  # GPUs of whole nodes
+        indexer = profile.selection.indexer.heads if profile.selection else 0
+        found.append({**about, "caches": profile.cache_layouts, "indexer": indexer})
     return found
 
 
 def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
-    record = entry.record  # of a status that has no letter, such as unavailable, a dash stands
+    record = entry.record
+    # A dash for a status without a letter, such as unavailable; a blank for a case that the record does not list.
     letters = (_STATES.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
-    return {
-        "kernel": record.backend,
-        "device": record.device,
-        "capability": record.environment.get("compute_capability", ""),
-        "versions": record.distributions,
-        "suite": record.suite,
-        "date": record.date,
-        "old": bool(entry.old),
-        "order": entry.order,
-        "renew": renewal(record.reference, record.device),
-        # Each with its number in a row; of a case that a record does not list, a blank.
-        "statuses": "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters)),
-    }
+    runs = "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters))  # each with its number in a row
+    capability, renew = record.environment.get("compute_capability", ""), renewal(record.reference, record.device)
+    about = {"kernel": record.backend, "device": record.device, "capability": capability}
+    about |= {"versions": record.distributions, "suite": record.suite, "date": record.date}
+    return {**about, "old": bool(entry.old), "order": entry.order, "renew": renew, "statuses": runs}
 
 
 def _run(run: RunSummary, deployment: Deployment) -> dict[str, Any]:
-    return {
-        "model": deployment.model,
-        "tp": deployment.tp,
-        "cache": deployment.kv_cache,
-        "device": run.environment.get("device", ""),
-        "date": run.date,
-        "suite": run.environment.get("suite", ""),
-        "old": run.environment.get("suite", "") != SUITE_VERSION,
-        "kernels": answered(run),
-    }
+    device, suite = (run.environment.get(name, "") for name in ("device", "suite"))
+    about = {"model": deployment.model, "tp": deployment.tp, "cache": deployment.kv_cache, "device": device}
+    return {**about, "date": run.date, "suite": suite, "old": suite != SUITE_VERSION, "kernels": answered(run)}
 
 
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
     """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
-    styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
-    return {
-        backend.name: {
-            "says": str(backend.group),
-            "style": styles.get(backend.group, "unavailable"),
-            "judged": said,
-            "versions": versions_of(backend.facts.versions),
-        }
-        for backend, said in answers(run)
-    }
+    styles, found = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}, {}
+    for backend, said in answers(run):
+        versions, style = versions_of(backend.facts.versions), styles.get(backend.group, "unavailable")
+        found[backend.name] = {"says": str(backend.group), "style": style, "judged": said, "versions": versions}
+    return found

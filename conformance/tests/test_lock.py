@@ -113,11 +113,6 @@ def test_what_decides_is_the_code_without_its_comments(text: str, same: bool) ->
 FILES = sorted((ROOT / "fixtures" / "records").glob("*.jsonl"))
 
 
-def test_readme_and_findings_show_the_records() -> None:
-    for section, content in script("matrix").sections(ROOT):
-        assert section.content.strip() == content, "run: python ci/matrix.py"
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_records_that_were_handed_in_verify(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of an earlier suite, too, for what they judged: every fourth, which nobody writes any more."""
