@@ -105,7 +105,7 @@ def main() -> int:
             sys.stderr.write(f"{problem}\n")
         if found or lock.compare(options.before, options.after):
             return 1
-    except (lock.NoLock, InputError) as error:
+    except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     append(options.records)

@@ -30,6 +30,7 @@ from mla_conformance.backends.references import BackendReference  # noqa: E402
 from mla_conformance.certificate.verify import installed_digests  # noqa: E402
 from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
+from mla_conformance.files.whole import InputError  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
 from mla_conformance.report.differences import differing  # noqa: E402
 from mla_conformance.trials.subject import Subject  # noqa: E402
@@ -132,10 +133,6 @@ Key = tuple[str, str, int]
 """Case, kernel, and which of the rows of both: two honest kernels may share a class's name."""
 
 
-class NoLock(ValueError):
-    """A file that ``write`` did not write, or not to its end."""
-
-
 def read(path: Path) -> tuple[Row, dict[Key, Row]]:
     """A lock's header, and its rows, of which there is at least one."""
     found: dict[Key, Row] = {}
@@ -147,9 +144,11 @@ def read(path: Path) -> tuple[Row, dict[Key, Row]]:
             found[*named, seen[named]] = row
             seen[named] += 1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoLock(f"{path}: expected a lock that ci/lock.py wrote, got {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{path}: expected a lock that ci/lock.py wrote, got {type(error).__name__}: {error}"
+        ) from error
     if not found:
-        raise NoLock(f"{path}: expected rows behind the header, got none; write the lock again")
+        raise InputError(f"{path}: expected rows behind the header, got none; write the lock again")
     return first, found
 
 
@@ -168,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return write(options.file, options.small, options.workers)
     try:
         return compare(options.before, options.after)
-    except NoLock as error:
+    except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
 

@@ -6,6 +6,7 @@ judge alike are appended to the version's lists by ``ci/accept.py``. A case that
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,14 @@ from mla_conformance.vocabulary.capabilities import first_cases
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def renewed(known: dict[str, Any]) -> dict[str, Any]:
-    """What the version stands for; of one that is known the sources that judge alike are kept."""
-    return {**version_digests(), **{name: known[name] for name in (*LOCKED, SOURCES) if name in known}}
+def write(name: str, change: Callable[[Any], Any]) -> None:
+    path = FIXTURES / name
+    stored = json.loads(read_text(path)) if path.exists() else {}
+    write_whole(path, to_text({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION, {}))}))
 
 
 if __name__ == "__main__":
-    for name, change in (
-        ("mustpass.json", lambda _: MustPass.of_cases(first_cases()).digest),
-        ("suites.json", lambda known: renewed(known or {})),
-    ):
-        path = FIXTURES / name
-        stored = json.loads(read_text(path)) if path.exists() else {}
-        write_whole(path, to_text({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION))}))
+    write("mustpass.json", lambda _: MustPass.of_cases(first_cases()).digest)
+    # Of a version that is known the sources that judge alike are kept.
+    kept = (*LOCKED, SOURCES)
+    write("suites.json", lambda known: {**version_digests(), **{name: known[name] for name in kept if name in known}})

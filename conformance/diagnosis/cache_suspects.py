@@ -9,7 +9,7 @@ from mla_conformance.defects.bases import SplitDecode, weighed_with_zero
 from mla_conformance.defects.decode_caches import ReadsOn
 from mla_conformance.defects.known import before, behind, but
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.diagnosis.suspects import LIFTED, NotRescaled, Suspect, SuspectStep
+from mla_conformance.diagnosis.suspects import LIFTED, TILES, NotRescaled, Suspect, SuspectStep
 
 
 class _Decode(EagerDecodeBackend):
@@ -227,25 +227,18 @@ class PackedValuesOfTheCache(EagerDecodeBackend):
         return self._packed(self._tile).unsqueeze(1)
 
 
+_LIFTED_IN_PART = (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput)
+_FEW_CUTS = {"key_tile": TILES, "cut": (*_CUTS[::4], *_CUTS[1::4], *_DOWN)}
+_READ_ON = ("mla-last-page-nan-leak", "tma-overread-uninitialised-kv-tile", "aiter-oob-page-id-folds-to-slot0-nan")
 CACHE_SUSPECTS: list[Suspect | SuspectStep] = [
     *(_Decode, _BlockTable),
-    Suspect(RaisedAtFirst, LIFTED, {"key_tile": (16, 32, 64, 128, 256)}, LiftedMaximum.__doc__),
-    *(
-        Suspect(kernel, LIFTED, {"key_tile": (16, 32, 64, 128)}, LiftedMaximum.__doc__)
-        for kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput)
-    ),
+    Suspect(RaisedAtFirst, LIFTED, {"key_tile": (*TILES, 256)}, LiftedMaximum.__doc__),
+    *(Suspect(kernel, LIFTED, {"key_tile": TILES}, LiftedMaximum.__doc__) for kernel in _LIFTED_IN_PART),
     _Sparse,
     Suspect(MergedInBase2, of={"cut": (*_CUTS, *_DOWN, *_FIXED), "merges_lse": (False, True)}),
-    Suspect(
-        NotRescaledInSplits,
-        of={"key_tile": (16, 32, 64, 128), "cut": (*_CUTS[::4], *_CUTS[1::4], *_DOWN)},
-        said=NotRescaled.__doc__,
-    ),
-    Suspect(
-        RestTimesZero,
-        covers=("mla-last-page-nan-leak", "tma-overread-uninitialised-kv-tile", "aiter-oob-page-id-folds-to-slot0-nan"),
-    ),
-    Suspect(PackedValues, of={"key_tile": (16, 32, 64, 128, 2**31)}),
+    Suspect(NotRescaledInSplits, of=_FEW_CUTS, said=NotRescaled.__doc__),
+    Suspect(RestTimesZero, _READ_ON),
+    Suspect(PackedValues, of={"key_tile": (*TILES, 2**31)}),
     Suspect(PackedValuesOfTheCache),
 ]
 """Mistakes, and groups of them, in the order in which they are tried, behind those of ``suspects``."""

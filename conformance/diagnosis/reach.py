@@ -97,8 +97,7 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
     if outputs and not any(bool(wrong_numbers(each).any()) for each in swapped):
         yield _SWAPPED
         return
-    masks = map(wrong_numbers, parts)
-    wrong = next((mask for mask in masks if bool(mask.any())), None)
+    wrong = next((mask for mask in map(wrong_numbers, parts) if bool(mask.any())), None)
     if wrong is None:
         return
     keys = [sum(lens) for lens in zip(*(call.key_lens for call in problem.calls), strict=True)]
@@ -198,10 +197,6 @@ class Behaviour:
         return Behaviour((record.check, step, trial.last.problem.key), tuple(numbers_of(trial)))
 
     @property
-    def is_wrong(self) -> bool:
-        return any(bool(wrong_numbers(each).any()) for each in self.numbers)
-
-    @property
     def is_numeric(self) -> bool:
         return any(bool((wrong_numbers(each) & each.got.isfinite()).any()) for each in self.numbers)
 
@@ -213,9 +208,8 @@ def numbers_of(trial: Trial) -> list[Measured]:
 
 def likeness(observed: Behaviour, suspected: Behaviour) -> float:
     """1 for the same failure, 0 for none of it; both from the same case."""
-    if observed.failure != suspected.failure or not observed.numbers:
-        return 0.0
-    if len(observed.numbers) != len(suspected.numbers):
+    alike = observed.failure == suspected.failure and len(observed.numbers) == len(suspected.numbers)
+    if not alike or not observed.numbers:
         return 0.0
     return min(_alike(mine, theirs) for mine, theirs in zip(observed.numbers, suspected.numbers, strict=True))
 

@@ -17,12 +17,14 @@ _BASE_2 = (
     *("lse-base2-dcp-combine-flashinfer-mla", "sparse-lse-in-base-2"),
 )
 _PLUS_INF = ("sparse-keyless-lse-of-plus-inf",)
+TILES = (16, 32, 64, 128)
 LIFTED = (
     *(f"decode-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
     *(f"prefill-tile-of-{size}-without-keys-raises-maximum" for size in (64, 128)),
     *(f"sparse-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
     "layer-tile-without-keys-raises-maximum",
 )
+_KEYLESS = ("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 
 
 @dataclass(frozen=True)
@@ -208,12 +210,9 @@ class _Prefill(EagerPrefillBackend):
 
 SUSPECTS: list[Suspect | SuspectStep] = [
     _Softmax,
-    Suspect(
-        DividesByZero,
-        covers=("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written"),
-    ),
-    Suspect(LiftedMaximum, LIFTED, {"key_tile": (16, 32, 64, 128)}),
-    Suspect(NotRescaled, of={"key_tile": (16, 32, 64, 128)}),
+    Suspect(DividesByZero, _KEYLESS),
+    Suspect(LiftedMaximum, LIFTED, {"key_tile": TILES}),
+    Suspect(NotRescaled, of={"key_tile": TILES}),
     Suspect(HeadTileUnwritten, of={"head_tile": (16, 32, 64), "writes_lse": (True, False)}),
     _Prefill,
 ]

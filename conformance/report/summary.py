@@ -20,7 +20,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFact
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.causes import Cause, causes
+from mla_conformance.report.causes import Cause, causes, grouped
 from mla_conformance.speed.times import Speed
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, counts
@@ -203,10 +203,8 @@ class RunSummary:
 
     @property
     def seconds(self) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for record in self.records:
-            total[record.case] = total.get(record.case, 0.0) + record.seconds
-        return total
+        by_case = grouped(self.records, lambda record: record.case)
+        return {case: sum(record.seconds for record in records) for case, records in by_case.items()}
 
 
 def worst(shares: Iterable[float]) -> float:

@@ -21,7 +21,6 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.version import SUITE_VERSION, numbers_of
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
-_PAIRS = 3  # pairs of classes that are named of those that were not judged
 
 
 def versions_of(distributions: Mapping[str, str]) -> str:
@@ -75,22 +74,9 @@ class Entry:
         fitted = sorted(self.record.cases.keys() - verify.listed_ids())
         return summary.total(summary.judged_pairs(self._records, fitted))
 
-    @property
-    def pairs_in_words(self) -> str:
-        if self.pairs is None:
-            return "pairs of classes not counted: its suite had others"
-        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
-
     def is_own_build(self, candidate: "RankedKernel") -> bool:
         """Whether the record is of the packages that the engine itself brings or asks for."""
         return candidate.packages.items() <= self.record.distributions.items()
-
-    @property
-    def unjudged_pairs(self) -> list[str]:
-        """Some of the pairs that are claimed and not judged, and the number of the others."""
-        missing = self.pairs.not_judged if self.pairs else ()
-        further = len(missing) - _PAIRS
-        return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
 
     @cached_property
     def roles(self) -> dict[str, dict[str, summary.CapabilitySummary]]:
