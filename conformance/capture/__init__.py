@@ -97,7 +97,7 @@ class _Capture:
         write_case(path, case, seen)
 
 
-def _recorded(backend: Any, recording: _Capture) -> dict[str, Callable[..., Any]]:
+def _recorded(backend: Any, recording: _Capture) -> dict[str, Any]:
     """The backend's methods, each behind a wrapper that records its calls."""
     methods = next((methods for methods in _ROLES if all(hasattr(backend, name) for name in methods)), None)
     if methods is None:
@@ -181,7 +181,7 @@ def _case(
 ) -> Case:
     """The case of a call whose queries are [T, N, D]; ``dim`` is what the usual softmax scale comes of."""
     scale = round(100 * backend.scale * math.sqrt(dim))
-    about = {"dtype": _DTYPE_NAMES[query.dtype], "dims": _dims_of(backend), "heads": query.shape[1]}
+    about: dict[str, Any] = {"dtype": _DTYPE_NAMES[query.dtype], "dims": _dims_of(backend), "heads": query.shape[1]}
     return Case.of(**about, q=q, scale=scale, layout=layout.value, **asked)
 
 

@@ -37,9 +37,9 @@ def pages(room: str) -> Environment:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    view = {"questions": ASKED, "answer_cell": answer_cell, "spread_rows": spread_rows}
-    view |= {"picture": spread_picture, "words": in_words}
-    environment.globals.update(counted=counted, definition=definition, traits_view=view, picture=picture, words=words)
+    environment.globals.update(counted=counted, definition=definition, picture=picture, words=words, questions=ASKED)
+    drawn = (answer_cell, spread_rows, spread_picture, in_words, table_of, remarks_of)
+    environment.globals.update({each.__name__: each for each in drawn})
     return environment
 
 
@@ -184,25 +184,19 @@ def html(run: summary.RunSummary) -> str:
     near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
     budget = [(backend, found) for backend in run_backends if (found := distributions(backend))]
     timed = [(backend.name, backend.speed) for backend in run_backends if backend.speed]
-    outcome = {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
-    told = {"run": run, "deployment": str(run.deployment or ""), "outcome": outcome, "closing": closing_line(run)}
+    told: dict[str, Any] = {"run": run, "deployment": str(run.deployment or ""), "closing": closing_line(run)}
+    told["outcome"] = {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
     told |= {"judged_backends": run_backends, "timed": timed, "matrix": matrix, "refusals": refusals, "budget": budget}
-    return (
-        pages("mla_conformance.report")
-        .get_template("page.html.j2")
-        .render(
-            **told,
-            fastest=table_of(timed) if timed else [],
-            remarks=remarks_of(timed) if timed else [],
-            traits_of=[(backend.name, backend.traits) for backend in run_backends],
-            waived=[(reason, records) for (_, reason), records in waived.items()],
-            judged_of_claimed=judged_of_claimed,
-            verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
-            answers=answers(run) if run.deployment else [],
-            closest=sorted(near, key=lambda case: -case[2])[:8],
-            anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
-            replay=lambda record: from_here(record).replay,
-        )
+    told |= {"answers": answers(run) if run.deployment else [], "judged_of_claimed": judged_of_claimed}
+    page = pages("mla_conformance.report").get_template("page.html.j2")
+    return page.render(
+        **told,
+        traits_of=[(backend.name, backend.traits) for backend in run_backends],
+        waived=[(reason, records) for (_, reason), records in waived.items()],
+        verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
+        closest=sorted(near, key=lambda case: -case[2])[:8],
+        anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
+        replay=lambda record: from_here(record).replay,
     )
 
 

@@ -25,21 +25,16 @@ _ID = 100  # characters of a case id within a sentence
 _MOST_CAUSES = 7
 _MOST_AFTER = 3  # cases before another one that a line to copy names
 _MOST_REASONS = 5
-_IN_SHORT = {
-    Group.EMULATED: "right, but emulated",
-    Group.WAIVED: "wrong, as expected",
-    Group.UNTESTED: "cannot run here",
-}
+_SHORT = {Group.EMULATED: "right, but emulated", Group.WAIVED: "wrong, as expected", Group.UNTESTED: "cannot run here"}
 _OTHER_ROLES = tuple(f"{role} only" for role in ROLES)  # how what is said of a case of another role ends
 
 
 def closing_line(run: RunSummary) -> str:
     """Every backend and every case is counted once."""
     found = Counter(backend.group for backend in run.backends)
-    groups = [(found[group], _IN_SHORT.get(group, group)) for group in Group if found[group]]
-    backends = [
-        f"{number if place else counted(number, 'backend')} {said}" for place, (number, said) in enumerate(groups)
-    ]
+    groups = [(found[group], _SHORT.get(group, group)) for group in Group if found[group]]
+    backends = [f"{counted(number, 'backend')} {what}" for number, what in groups[:1]]
+    backends += [f"{number} {what}" for number, what in groups[1:]]
     cases, said = of_cases(run.counts), worst_error(run.backends)
     if said and len(run.backends) > 1:
         said += f", {max(run.backends, key=lambda backend: backend.worst).name}"

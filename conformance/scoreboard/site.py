@@ -37,7 +37,6 @@ from mla_conformance.report.outcome import answers
 from mla_conformance.report.summary import CapabilitySummary, Group, RunSummary
 from mla_conformance.report.terminal import say, shown
 from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, profiles, read_entries, versions_of
-from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20  # pixels; the width of a letter is that of a common sans serif on average
@@ -92,8 +91,6 @@ def page(board: Board) -> str:
         suite=SUITE_VERSION,
         traits_of=[(name, record.traits or NO_TRAITS) for name, record in named],
         timed=timed,
-        fastest=table_of(timed),
-        remarks=remarks_of(timed),
         sanitized=[(entry, found) for entry in current for found in entry.sanitized],
         cell=_cell,
         build=_build,
@@ -161,7 +158,7 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
             location = {"name": finding.case, "fullyQualifiedName": full, "kind": "member"}
             rule = finding.check if finding.check in set(Check) else _OTHER_RULE
             message = {"text": f"{', '.join(about)}, {entry.state}: {said}"}
-            result = {"ruleId": rule, "level": "note" if entry.old else "error", "message": message}
+            result: dict[str, Any] = {"ruleId": rule, "level": "note" if entry.old else "error", "message": message}
             result["locations"] = [{"logicalLocations": [location]}]
             result["partialFingerprints"] = {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()}
             results.append(result)
@@ -247,7 +244,7 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
     letters = (_STATES.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
     runs = "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters))  # each with its number in a row
     capability, renew = record.environment.get("compute_capability", ""), renewal(record.reference, record.device)
-    about = {"kernel": record.backend, "device": record.device, "capability": capability}
+    about: dict[str, Any] = {"kernel": record.backend, "device": record.device, "capability": capability}
     about |= {"versions": record.distributions, "suite": record.suite, "date": record.date}
     return {**about, "old": bool(entry.old), "order": entry.order, "renew": renew, "statuses": runs}
 
