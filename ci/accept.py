@@ -77,10 +77,8 @@ def append(records: Sequence[Path]) -> None:
     for name, digest in (pin for certificate in kept for pin in certificate.pins.sources.items()):
         if name.startswith("mla_conformance.") and digest not in sources.get(name, ()):
             sources.setdefault(name, []).append(digest)
-    adapters = {
-        source_name(module) for backend in (*known_backends(), *known_variants()) for module in backend.modules()
-    }
-    for name in sorted({*sources, *adapters}):
+    modules = (module for backend in (*known_backends(), *known_variants()) for module in backend.modules())
+    for name in sorted({*sources, *map(source_name, modules)}):
         if (path := module_file(name)) is not None:
             sources[name] = _with_last(sources.get(name, []), source_digest(name, path))
     again = {certificate.backend for certificate in map(read_certificate, records)}

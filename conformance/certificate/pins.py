@@ -53,12 +53,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             elif not name.startswith("mla_conformance.") and sources[name] != digest:
                 found = f"what was loaded, SHA-256 {digest}, is not what stands there: {sources[name]}"
                 raise InputError(f"{path}: {found}")
-        return Pins(
-            sources=dict(sorted(sources.items())),
-            versions=reported,
-            installed={name: pin for name in reported if (pin := builds.installed(name)) is not None},
-            harness=harness(),
-        )
+        packages = {name: pin for name in reported if (pin := builds.installed(name)) is not None}
+        own_sources = dict(sorted(sources.items()))
+        return Pins(sources=own_sources, versions=reported, installed=packages, harness=harness())
 
 
 def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -106,10 +106,8 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
     """What is otherwise here, by name: the digest here, and the stated one, unless its suite lists that as alike."""
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
-        here = here | {
-            "cases": _cases_digest(tuple(among)),
-            "must_pass": MustPass.of_cases(tuple(map(Case.parse, among))).digest,
-        }
+        must_pass = MustPass.of_cases(tuple(map(Case.parse, among)))
+        here = here | {"cases": _cases_digest(tuple(among)), "must_pass": must_pass.digest}
     # The digest of what must pass names its suite; the cases decide what that is.
     passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
     here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))

@@ -27,13 +27,8 @@ from mla_conformance.version import SUITE_VERSION
 _SUITE = re.compile(r"[0-9]{4}(\.[0-9]{1,9}){1,4}")
 KNOWN_FAILURES = Path(str(files("mla_conformance.fixtures"))) / "expectations"
 _MOST_BYTES, _LONGEST_LINE = 2**20, 2048  # reading TOML takes the square of the length of a key
-
-
-_CHOICES: dict[str, list[str]] = {
-    "status": [Status.FAIL, Status.CRASH, Status.TIMEOUT],
-    "check": ["", *Check],
-    "category": ["bug", "design", "hardware", "environment"],
-}
+_CHOICES: dict[str, list[str]] = {"status": [Status.FAIL, Status.CRASH, Status.TIMEOUT], "check": ["", *Check]}
+_CHOICES["category"] = ["bug", "design", "hardware", "environment"]
 
 
 @dataclass(kw_only=True)
@@ -201,9 +196,8 @@ class Update:
 def plan_update(report: RunSummary, folder: Path) -> Update:
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
-    run = [
-        (record.as_judged, {**b.facts.versions, **report.environment}) for b in report.backends for record in b.records
-    ]
+    known_of = {backend.name: {**backend.facts.versions, **report.environment} for backend in report.backends}
+    run = [(record.as_judged, known_of[record.backend]) for record in report.records]
     kept, removed = list[Expectation](), list[Expectation]()
     for entry in existing:
         holding = {}  # whether something that it covers fails as it says, or might have, or nothing of it was run

@@ -154,7 +154,6 @@ WRONG: dict[str, str] = {
     Check.UNSAFE_REFUSAL: "should have refused before doing anything",
 }
 """What failing a check means, of failures of which nothing more is known."""
-_ACCEPTED = "accepts a configuration it declares unsupported, and returns a wrong result"
 _MASKED: dict[str, str] = {
     r"\boutput is nan\b": "the output is NaN where a number is expected",
     r"\boutput is -?inf\b": "the output is infinite where a number is expected",
@@ -175,7 +174,7 @@ def symptom(record: Record) -> str:
     if record.check == Check.MASK:
         return next((what for said, what in _MASKED.items() if re.search(said, record.message)), WRONG[Check.MASK])
     if record.check == Check.UNSAFE_REFUSAL and "returned a wrong result" in record.message:
-        return _ACCEPTED
+        return "accepts a configuration it declares unsupported, and returns a wrong result"
     if ZERO in record.message:
         return ZERO
     return WRONG.get(record.check, record.check) if record.check else record.message

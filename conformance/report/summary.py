@@ -96,12 +96,9 @@ class Group(StrEnum):
     UNTESTED = "untested"
 
 
-_GROUPS = {
-    BackendOutcome.FAIL: Group.WRONG,
-    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
-    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
-    BackendOutcome.UNSUPPORTED: Group.REFUSED,
-}
+_GROUPS = {BackendOutcome.FAIL: Group.WRONG, BackendOutcome.UNSUPPORTED: Group.REFUSED}
+_GROUPS |= dict.fromkeys((BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE), Group.INCOMPLETE)
+_DECISIVE = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
 
 
 @dataclass
@@ -114,14 +111,10 @@ class CapabilitySummary:
         # What is too large for the device by the suite's own estimate takes nothing from the rest.
         counts = self.counts = Counts.of(self.records, self.listed)
         self.failures = tuple(record for record in self.records if record.failed)  # for a fault of the harness as well
-        decisive = {
-            BackendOutcome.FAIL: counts.failed,
-            BackendOutcome.NOT_RUN: counts.not_run,
-            BackendOutcome.UNAVAILABLE: any(record.is_unjudged for record in self.records),
-            BackendOutcome.PASS: counts.passed or counts.waived,
-        }
+        unjudged, held = any(record.is_unjudged for record in self.records), counts.passed or counts.waived
+        found = zip(_DECISIVE, (counts.failed, counts.not_run, unjudged, held), strict=True)
         rest = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
-        self.outcome = next((outcome for outcome, holds in decisive.items() if holds), rest)
+        self.outcome = next((outcome for outcome, holds in found if holds), rest)
         # What fails as expected does not hold.
         self.sign = FORESEEN if self.outcome is BackendOutcome.PASS and counts.waived else SIGN[self.outcome]
 
@@ -153,8 +146,7 @@ class BackendSummary:
         outcomes = {capability.outcome for capability in self.capabilities}
         if any(pairs.not_judged for pairs in self.pairs.values()):
             outcomes.add(BackendOutcome.NOT_RUN)
-        decisive = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
-        found = next((outcome for outcome in decisive if outcome in outcomes), BackendOutcome.UNSUPPORTED)
+        found = next((outcome for outcome in _DECISIVE if outcome in outcomes), BackendOutcome.UNSUPPORTED)
         self.outcome = BackendOutcome.UNAVAILABLE if self.reasons else found
         is_waived = self.outcome is BackendOutcome.PASS and counts.waived
         self.sign = FORESEEN if is_waived else SIGN[self.outcome]
