@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
@@ -130,16 +131,9 @@ class Environment:
         to = subprocess.PIPE if otherwise else None
         with heeded(forward):
             # In a session of its own, or a terminal's Ctrl-C would reach it twice.
-            with subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=to,
-                stderr=to,
-                encoding="utf-8",
-                errors="replace",
-                env={**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)},
-                start_new_session=True,
-            ) as process:
+            options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "start_new_session": True}
+            options["env"] = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, **options) as process:
                 running.append(process.pid)
                 for number in tuple(reported):  # while it was started
                     send(number)

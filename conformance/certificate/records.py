@@ -260,11 +260,8 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
             held = {case for each in after for case in each.certificate.cases}
             ids = list(dict.fromkeys([*ids, *(id for id in listed_ids() if id in held)]))
         head = msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode()
-        own, refused = (
-            (unchanged.get(id(each)) or pack(each, ids) for each in after),
-            (x.text for x in lines if not x.kept),
-        )
-        texts = (head, *own, *refused)
+        texts = [head, *(unchanged.get(id(each)) or pack(each, ids) for each in after)]
+        texts += [line.text for line in lines if not line.kept]
         write_output(path, "".join(f"{text}\n" for text in texts))
     finally:
         os.close(folder)

@@ -54,13 +54,9 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
 
         A dot is within the budget, and each step of a block ten times further beyond it. None where there is one alone.
         """
-        found: dict[str, Sequence[Sequence[str]]] = {
-            "by row": list(zip(*self.lines, strict=True)),
-            "by head": list(self.lines),
-        }
-        return {
-            name: _blocks([max(map(int, cells)) for cells in each], width) for name, each in found.items() if each[1:]
-        }
+        found = {"by row": list(map("".join, zip(*self.lines, strict=True))), "by head": list(self.lines)}
+        worst = {name: [max(map(int, cells)) for cells in each] for name, each in found.items() if each[1:]}
+        return {name: _blocks(digits, width) for name, digits in worst.items()}
 
 
 def _blocks(digits: Sequence[int], width: int) -> str:

@@ -51,10 +51,8 @@ class GateRow:
 
 
 _GONE = (ChangeKind.BACKEND_REMOVED, ChangeKind.NO_LONGER_AVAILABLE, ChangeKind.CASE_REMOVED, ChangeKind.LOST)
-_CHANGES = dict.fromkeys(_GONE, GateFinding.LOST) | {
-    ChangeKind.NEWLY_PASSING: GateFinding.NEWLY_PASSING,
-    ChangeKind.GREW: GateFinding.DRIFTED,
-}
+_CHANGES = dict.fromkeys(_GONE, GateFinding.LOST)
+_CHANGES |= {ChangeKind.NEWLY_PASSING: GateFinding.NEWLY_PASSING, ChangeKind.GREW: GateFinding.DRIFTED}
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _SHOWN, _NAME = 20, 100  # findings of a kind that have a line each, and bytes of a name

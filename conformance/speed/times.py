@@ -131,13 +131,8 @@ def remarks_of(kernels: Kernels) -> list[str]:
     return remarks + [f"no time for {name}: {speed.reason}" for name, speed in kernels if speed not in timed]
 
 
-KINDS = {
-    Call.DECODE: "decode",
-    Call.NEW_TOKENS: "prefill",
-    Call.CONTEXT_CHUNK: "prefill",
-    Call.SPARSE_DECODE: "sparse decode",
-    Call.SPARSE_PREFILL: "sparse prefill",
-}
+_TIMED = (Call.DECODE, Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
+KINDS = dict(zip(_TIMED, ("decode", "prefill", "prefill", "sparse decode", "sparse prefill"), strict=True))
 
 
 @dataclass(frozen=True)
