@@ -169,7 +169,8 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
         if missing := [part for part in dict.fromkeys(map(_part_of, reported.cases)) if part not in passed]:
             yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(reported, width) if reported.counts.failed else ()
-    for group in (Group.WRONG, Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
+    others = (Group.WRONG, Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED)
+    for group in others if run.deployment else ():
         yield from told(group, f"{group}, part by part:" if group is Group.WRONG else f"{group}:")
     for backend in () if run.deployment else reported.backends:
         yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1, detail=detail)
