@@ -36,8 +36,7 @@ def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
     if not calls:
         return {}
     names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.returns_lse]]
-    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
-    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
+    return dict(zip([*names, "output merged", "LSE merged"], numbers_of(seen, declaration), strict=False))
 
 
 def heat_maps(parts: dict[str, Measured]) -> list[HeatMap]:
@@ -91,7 +90,8 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
     problem, rows = trial.last.problem, trial.last.expectation.rows
     if rows.numbers is not None or not all(isinstance(call, AttentionCall) for call in problem.calls):
         return
-    parts = [each for each in numbers_of(trial) if record.check != Check.LSE or each.got.dim() == 2]
+    numbers = numbers_of(trial.last, trial.declaration)
+    parts = [each for each in numbers if record.check != Check.LSE or each.got.dim() == 2]
     outputs = [each for each in parts if each.got.dim() > 2 and each.got.shape[0] == each.got.shape[1]]
     swapped = (Measured(each.got.transpose(0, 1), each.golden, each.allowed) for each in outputs)
     if outputs and not any(bool(wrong_numbers(each).any()) for each in swapped):
@@ -194,16 +194,15 @@ class Behaviour:
         if not record.failed or trial.last is None:
             return Behaviour(("", "", ""), ())
         step = record.message.partition(":")[0]
-        return Behaviour((record.check, step, trial.last.problem.key), tuple(numbers_of(trial)))
+        return Behaviour((record.check, step, trial.last.problem.key), tuple(numbers_of(trial.last, trial.declaration)))
 
     @property
     def is_numeric(self) -> bool:
         return any(bool((wrong_numbers(each) & each.got.isfinite()).any()) for each in self.numbers)
 
 
-def numbers_of(trial: Trial) -> list[Measured]:
-    last = trial.last
-    return measure(last.problem, last.expectation, last.observation, trial.declaration) if last else []
+def numbers_of(seen: Observed, declaration: Declaration) -> list[Measured]:
+    return measure(seen.problem, seen.expectation, seen.observation, declaration)
 
 
 def likeness(observed: Behaviour, suspected: Behaviour) -> float:

@@ -17,29 +17,21 @@ from mla_conformance.trials.subject import Subject
 
 _OURS = "mla_conformance"
 _INTERFACE = f"{_OURS}.backends."
-_STANDS_IN: dict[str, dict[str, str]] = {
-    "interface": {
-        "MLAPrefillBackend": "Backend",
-        "UnsupportedConfiguration": "ValueError",
-        **dict.fromkeys(("MLADimensions", "MLAPrefillSelectorConfig"), "MagicMock()"),
-    },
-    "decode": {
-        "MLADecodeBackend": "Backend",
-        **dict.fromkeys(("MLACommonDecodeMetadata", "MLADecodeSelectorConfig"), "object"),
-    },
-    "checks": dict.fromkeys(("check_decode_operands", "check_operands", "check_unquantised"), "MagicMock()"),
-    "kernel": {
-        "UnsupportedConfiguration": "ValueError",
-        **dict.fromkeys(("expect", "require_declared"), "MagicMock()"),
-    },
-    "metadata": dict.fromkeys(("ChunkedContextMetadata", "MLACommonPrefillMetadata"), "object"),
-    "platform": {"DeviceCapability": "tuple"},
-    "slots": {"slots_at": "slots_at", "slots_of": "slots_of"},
-    "block_size": {"MultipleOf": "MagicMock()"},
-    "graph_support": {"AttentionCGSupport": "MagicMock()"},
-    "declaration": dict.fromkeys(("Declaration", "Deviation", "LseClass", "Precision", "Rounding"), "MagicMock()"),
+_STANDS_IN = {
+    "interface": "MLAPrefillBackend=Backend UnsupportedConfiguration=ValueError MLADimensions MLAPrefillSelectorConfig",
+    "decode": "MLADecodeBackend=Backend MLACommonDecodeMetadata=object MLADecodeSelectorConfig=object",
+    "checks": "check_decode_operands check_operands check_unquantised",
+    "kernel": "UnsupportedConfiguration=ValueError expect require_declared",
+    "metadata": "ChunkedContextMetadata=object MLACommonPrefillMetadata=object",
+    "platform": "DeviceCapability=tuple",
+    "slots": "slots_at=slots_at slots_of=slots_of",
+    "block_size": "MultipleOf",
+    "graph_support": "AttentionCGSupport",
+    "declaration": "Declaration Deviation LseClass Precision Rounding",
 }
-"""What a script has in the place of names of the interface; no declaration decides, and nothing is to be refused."""
+"""What a script has in the place of names of the interface, by module; where nothing is said, what takes every call.
+
+No declaration decides, and nothing is to be refused."""
 # Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone.
 _UNCALLED = ["cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree"]
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
@@ -75,7 +67,7 @@ def stand_ins(files: Iterable[Path]) -> list[str]:
     if not wanted:
         return []
     lines = _BASE.splitlines()
-    for function in (slots.slots_at, slots.slots_of) if wanted.keys() & _STANDS_IN["slots"].keys() else ():
+    for function in (slots.slots_at, slots.slots_of) if wanted.keys() & _stands_in("slots").keys() else ():
         (node,) = ast.parse(inspect.getsource(function)).body  # without description and types
         assert isinstance(node, ast.FunctionDef)
         node.body, node.returns = node.body[1:], None
@@ -90,13 +82,18 @@ def stand_ins(files: Iterable[Path]) -> list[str]:
 def _in_place_of(module: str, name: str) -> tuple[str, dict[str, str]]:
     """A module, and what stands in for the name that is taken from it: for all of them, if a module is taken whole."""
     room = module.removeprefix(_INTERFACE)
-    expression = _STANDS_IN.get(room, {}).get(name, "")
+    expression = _stands_in(room).get(name, "")
     if room in _UNCALLED and (found := vars(import_module(module)).get(name)):
         expression = "Backend" if inspect.isabstract(found) else "MagicMock()"
     if expression:
         return module, {name: expression}
     whole = f"{module}.{name}".rstrip(".")
-    return whole, _STANDS_IN.get(whole.removeprefix(_INTERFACE), {})
+    return whole, _stands_in(whole.removeprefix(_INTERFACE))
+
+
+def _stands_in(room: str) -> dict[str, str]:
+    said = (each.partition("=") for each in _STANDS_IN.get(room, "").split())
+    return {name: expression or "MagicMock()" for name, _, expression in said}
 
 
 @dataclass(frozen=True)
