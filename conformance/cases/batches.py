@@ -43,8 +43,7 @@ QUERIES = Numbers(
 )
 MIXED = "mixed"
 DECODE_QUERIES = ("1", "2", MIXED, "3", "4", "5 to 8", "9 to 16")
-ROW_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
-"""Of rows that do not attend: a few, or many."""
+ROW_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")  # of rows that do not attend: a few, or many
 LONGEST = Numbers(
     {
         "65 to 256": (range(65, 257),),
@@ -59,11 +58,9 @@ TILES = (128, 64, 16)
 MIXED_QUERIES = ((3, 1, 2), (2, 1), (9, 4, 1, 1), (1, 16, 5))
 _SHORTER = (17, 5, 1, 64, 33)
 _MANY = 8
-_RUNS_FROM, _LONG_OTHER = 64, 320
-"""Requests from which drawn lengths may come in runs, and tokens of a drawn one that is not the longest."""
-MOST_TOKENS = 2**19
-"""Tokens of a batch in the covering arrays."""
-
+_RUNS_FROM = 64  # requests whose drawn lengths may come in runs
+_LONG_OTHER = 320  # tokens of a drawn one that is not the longest
+MOST_TOKENS = 2**19  # of a batch in the covering arrays
 
 _RESTS = tuple(
     next((f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0), "between")
@@ -83,12 +80,11 @@ def last_page(length: int, page: int) -> str:
     return {page - 1: "all but one", 1: "one token", 0: "full"}.get(length % page, "between")
 
 
+# Of lengths, each with the tokens of a page.
 LAST_PAGE = Labels(("between", "full", "one token", "all but one"), lambda of: last_page(*of))
-"""Of lengths, each with the tokens of a page."""
 
 
 def query_class(q: Lengths) -> str | None:
-    """As many query tokens of each request, or mixed."""
     return MIXED if len(set(q)) > 1 else QUERIES.class_of(q[0])
 
 
@@ -116,8 +112,8 @@ PRODUCT = Labels(("17 to 63", "up to 16", "multiple of 64", "beyond 64"), _produ
 MEASURED_HEADS = counted("heads", HEADS, lambda case: case.heads)
 NUMBER = counted("requests", REQUESTS, lambda case: len(case.q))
 totals = attrgetter("totals")
+# Of every batch: how long its longest request is, and each other one.
 TOTALS = (by_length("longest", LONGEST, totals), by_length("tile", TILE, totals))
-"""Dimensions of every batch: how long its longest request is, and each other one."""
 
 
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
@@ -132,6 +128,7 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
 
 
 KINDS = ("both", "decodes", "prefills")
+# What the requests of a layer's batch do.
 KIND = measured(
     "requests that",
     KINDS,
@@ -139,7 +136,6 @@ KIND = measured(
 )
 WITH_DECODES = Only(KIND.name, ("both", "decodes"), "nothing decodes")
 WITH_PREFILLS = Only(KIND.name, ("both", "prefills"), "nothing prefills")
-"""What the requests of a layer's batch do."""
 PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((8, 48, 2, 96), range(2, 256))})
 _SCANNED = 1024
 
@@ -193,8 +189,8 @@ def _rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Le
     return tuple(islice(((q, n) for q, n in pairs if _product_class(max(q) * n) == product), SOME))
 
 
+# Tokens of the longest request beyond its new ones that it has at least beside others of a class.
 BEYOND = {"alone": 0, "no context": 1, "equal": 1, "shorter": 2}
-"""Tokens of the longest request beyond its new ones that it has at least beside others of a class."""
 
 
 class Shape(NamedTuple):
@@ -245,7 +241,7 @@ def _ends(longest: str, tile: str, page: str, last: str) -> bool:
 
 FEW_REQUESTS = ("2 to 7", "1", "8 to 63")
 FEW_HEADS = ("16", "1", "odd", "8", "24", "even")
-SMALL_BATCHES = {
+SMALL_BATCHES = {  # classes of batches that are little work
     "heads": FEW_HEADS,
     "queries": ("1", "2", MIXED, "3", "4"),
     "requests": FEW_REQUESTS,
@@ -253,20 +249,16 @@ SMALL_BATCHES = {
     "longest": ("65 to 256", "1 to 16", "17 to 64"),
     "unused": ("few",),
 }
-"""Classes of batches that are little work."""
 UNMIXED = never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)})
 NOT_BOTH = never("one request does not both", {"requests": ("1",), KIND.name: ("both",)})
-LONE_RULES: tuple[Rule, ...] = (
+LONE_RULES: tuple[Rule, ...] = (  # of batches of one request
     never("one request has no others", {"requests": ("1",), "others": OTHERS_BESIDE}),
     never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
     UNMIXED,
     never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
 )
-"""Of batches of one request."""
 
-IN_BOTH = Rule(
-    "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
-)
+IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1)))
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
@@ -294,8 +286,6 @@ END_RULES: tuple[Rule, ...] = (
     Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), _ends),
 )
 PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists))
-
-
 LONE_PADDING = never(
     "rows of padding have one query token each",
     {"queries": tuple(label for label in QUERIES.parts if label != "1"), "padding": ("some",)},

@@ -25,29 +25,21 @@ from mla_conformance.cases.grammar import (
 )
 from mla_conformance.reference.dimensions import MLADimensions
 
-CASE_FORMAT = 1
-"""Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
-
-
-Call = StrEnum(
+CASE_FORMAT = 1  # version of the id's grammar and of the inputs that an id stands for; part of the digest
+Call = StrEnum(  # which entry of the interface a case drives
     "Call",
     "NEW_TOKENS CONTEXT_CHUNK CHUNKED_CONTEXT DECODE LAYER SPARSE_DECODE SPARSE_PREFILL INDEX_LOGITS INDEX_TOPK SELECT "
     "PREPARE_INDEX WRITE_LATENT WRITE_INDEX GATHER_LATENT GATHER_INDEX SLOT_MAPPING GLOBAL_SLOTS SPARSE_LAYER COMPRESS "
     "TREE_DECODE",
 )
-"""Which entry of the interface a case drives."""
 
 
 class Layout(StrEnum):
-    KV_B_PROJ = "kv_b_proj"
-    """v is the second half of a kv_b_proj output, as in a model."""
+    KV_B_PROJ = "kv_b_proj"  # v is the second half of a kv_b_proj output, as in a model
     PACKED = "packed"
-    SLICED = "sliced"
-    """q and k are slices of wider buffers whose other columns hold NaN."""
-    HEADS_FIRST = "heads_first"
-    """q is a transposed view of [N, T, D]."""
-    ODD = "odd"
-    """All three are slices of buffers with an odd row stride, which no vector load is aligned to."""
+    SLICED = "sliced"  # q and k are slices of wider buffers whose other columns hold NaN
+    HEADS_FIRST = "heads_first"  # q is a transposed view of [N, T, D]
+    ODD = "odd"  # all three are slices of buffers with an odd row stride, which no vector load is aligned to
 
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
@@ -60,12 +52,10 @@ def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool =
 
     ``means`` is what docs/case-ids.md says of it.
     """
-    law = {"joined": True} if joined else {}
-    return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
+    return field(default=default, metadata={"allowed": tuple(allowed), "means": means, "joined": joined})
 
 
 def at_least(least: int, default: int, means: str = "") -> Any:
-    """A field that is a number of ``least`` or more."""
     return field(default=default, metadata={"least": least, "means": means})
 
 
@@ -83,10 +73,8 @@ class Sizes(NamedTuple):
     key: int  # of a key and its value
 
 
-CLASSES: dict[str, type["Case"]] = {}
-"""The class of each call's cases."""
-FIELDS: dict[str, Any] = {}
-"""The type of every field of every role."""
+CLASSES: dict[str, type["Case"]] = {}  # the class of each call's cases
+FIELDS: dict[str, Any] = {}  # the type of every field of every role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +187,12 @@ class Case(ABC):
             if all(value != other.defaults()[name] for other in others):
                 *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
-                if told:
-                    raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
-                meant = named or next(of for of in Call if any(of in other.calls for other in others))
-                raise CaseError(
-                    f"field {name}: only {roles} cases have one, and an id without call= is a {cls.role} case; write "
-                    f"such as call={meant}; got {value!r}"
-                )
+                said = f"a {cls.role} case has none, only {roles} cases"
+                if not told:
+                    meant = named or next(of for of in Call if any(of in other.calls for other in others))
+                    said = f"only {roles} cases have one, and an id without call= is a {cls.role} case; write such as "
+                    said += f"call={meant}"
+                raise CaseError(f"field {name}: {said}; got {value!r}")
         try:
             return cls(capability=capability, call=call, **{name: values[name] for name in values if name in own})
         except CaseError as error:
@@ -251,13 +238,7 @@ class Case(ABC):
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
-        usual = {
-            **self.defaults(),
-            "call": _usual_call(self.capability),
-            "capability": self.capability,
-            "q": (),
-            "kv": (),
-        }
+        usual = {**self.defaults(), "call": _usual_call(self.capability), "capability": self.capability}
         told = ((name, getattr(self, name)) for name in usual)
         reported = (f"{name}={format_value(value)}" for name, value in told if value != usual[name])
         return f"{self.capability}:{';'.join(reported)}"
@@ -398,8 +379,9 @@ def _unknown(names: Iterable[str]) -> CaseError:
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
     allowed: Sequence[str] = law.get("allowed", ())
-    if allowed and not set(value.split("+") if "joined" in law else (value,)).issubset(allowed):
-        several = " or several of them joined by +," if "joined" in law else ""
+    joined = law.get("joined", False)
+    if allowed and not set(value.split("+") if joined else (value,)).issubset(allowed):
+        several = " or several of them joined by +," if joined else ""
         raise CaseError(f"field {name}: expected one of {', '.join(allowed)},{several} got {value!r}")
     if isinstance(value, tuple):
         require_requests(name, len(value))

@@ -1,6 +1,5 @@
 """Covering arrays: few rows that together hold every pair, or many triples, of the classes of a space. No torch."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -8,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
@@ -17,32 +16,26 @@ from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
 _T = TypeVar("_T")
-_MOST_REGIMES = 16
-"""Data regimes that requests of a case have in turn, at most."""
+_MOST_REGIMES = 16  # data regimes that requests of a case have in turn
+# Of what part of the longest lengths other requests are, at most; the next one where they are too much work.
 _PARTS = (1, 4, 16, 64)
-"""Of what part of the longest lengths other requests are, at most; the next one where they are too much work."""
-_ENDS = tuple(
-    sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
-)
-_DRAWN, _CANDIDATES = 60, 300
-"""Lengths that are drawn besides, and requests of which the one that adds most is taken."""
-_ANY = 0
-"""In place of a number of new tokens, where a request may have any."""
-_COMPARED = 4
-"""Rows of which the one that holds most of what is missing is taken."""
-Pair = tuple[ClassOf, ClassOf]
-"""Two classes, in the order of their dimensions."""
+_ENDS = sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
+_DRAWN, _CANDIDATES = 60, 300  # lengths that are drawn besides, and requests of which the best one is taken
+_ANY = 0  # in place of a number of new tokens, where a request may have any
+_COMPARED = 4  # rows of which the one that holds most of what is missing is taken
+Pair = tuple[ClassOf, ClassOf]  # in the order of their dimensions
 Triple = tuple[ClassOf, ClassOf, ClassOf]
-Numbered = tuple[list[int], int]
-"""Classes as their numbers, and a mask of what they hold together."""
+Numbered = tuple[list[int], int]  # classes as their numbers, and a mask of what they hold together
 
 
-class Missing(ABC):
+class Missing:
     """Pairs or triples that are to be held; classes are numbered, and sets of them are masks."""
 
+    repeated: ClassVar[int]  # how often each of them is in the masks
+
     def __init__(self, space: Space) -> None:
-        self.space, self.values = space, space.values
-        self._numbers = space.numbers
+        self.space, self.values, self._numbers = space, space.values, space.numbers
+        self.masks = [0] * len(self.values)  # of each class, what it is to be held with
 
     def numbered(self, row: Row) -> Numbered:
         """The classes of a row, as numbers and in a mask; one that the space does not have is in neither."""
@@ -51,76 +44,70 @@ class Missing(ABC):
             mask |= 1 << number
         return numbers, mask
 
-    @abstractmethod
-    def copy(self) -> Self: ...
+    def copy(self) -> Self:
+        found = copy(self)
+        found.masks = list(self.masks)
+        return found
 
-    @abstractmethod
-    def drop(self, row: Row) -> None: ...
+    def drop(self, row: Row) -> None:
+        numbers, mask = self.numbered(row)
+        for number in numbers:
+            self.masks[number] &= ~mask
 
-    @abstractmethod
     def new_in(self, rows: Iterable[Row]) -> int:
         """A number that grows with what rows hold together."""
-
-    @abstractmethod
-    def _gain(self, number: int, mask: int) -> int:
-        """Those of a class with others, whose mask is given."""
+        return sum(map(self.held_by, rows))
 
     def held_by(self, row: Row) -> int:
-        """A number that grows with those that a row holds."""
         return self.held_among(self.numbered(row))
 
     def held_among(self, classes: Numbered) -> int:
+        """A number that grows with those that a row's classes hold."""
         numbers, mask = classes
-        return sum(self._gain(number, mask) for number in numbers)
+        return sum((self.masks[number] & mask).bit_count() for number in numbers)
 
     def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
         """Classes of a dimension behind a row, those with most first; of small batches before all others."""
         (_, others), usual = self.numbered(row), self.space.small.get(name, labels) if small else labels
-        gains = {label: self._gain(self._numbers[name, label], others) for label in labels}
+        gains = {label: (self.masks[self._numbers[name, label]] & others).bit_count() for label in labels}
         return sorted(labels, key=lambda label: (label in usual, gains[label]), reverse=True)
+
+    def __len__(self) -> int:
+        return sum(mask.bit_count() for mask in self.masks) // self.repeated
 
 
 class Pairs(Missing):
-    """A set of pairs of classes: for each class a mask of those that it is paired with; at first those of rows."""
+    """A set of pairs of classes, at first those of rows: each class has a mask of those that it is paired with."""
+
+    repeated = 2
 
     def __init__(self, space: Space, rows: Iterable[Row] = ()) -> None:
         super().__init__(space)
-        self.partners = [0] * len(self.values)
         for row in rows:
             self.add(row)
-
-    def copy(self) -> Self:
-        found = copy(self)
-        found.partners = list(self.partners)
-        return found
 
     @staticmethod
     def every(space: Space) -> "Pairs":
         found = Pairs(space)
         for number, (name, _) in enumerate(found.values):
-            found.partners[number] = sum(1 << n for n, (other, _) in enumerate(found.values) if other != name)
+            found.masks[number] = sum(1 << n for n, (other, _) in enumerate(found.values) if other != name)
         return found
 
     def add(self, row: Row) -> None:
         numbers, mask = self.numbered(row)
         for number in numbers:
-            self.partners[number] |= mask & ~(1 << number)
-
-    def drop(self, row: Row) -> None:
-        numbers, mask = self.numbered(row)
-        for number in numbers:
-            self.partners[number] &= ~mask
+            self.masks[number] |= mask & ~(1 << number)
 
     def leave(self, values: Iterable[ClassOf]) -> None:
         gone = {self._numbers[value] for value in values}
         mask = sum(1 << number for number in gone)
-        self.partners = [0 if number in gone else own & ~mask for number, own in enumerate(self.partners)]
+        self.masks = [0 if number in gone else own & ~mask for number, own in enumerate(self.masks)]
 
     def densest(self, most: int = 1) -> list[Pair]:
         """Of so many classes that are in most pairs, each with that partner which is in most others."""
-        counts, found = [own.bit_count() for own in self.partners], list[Any]()
+        counts, found = [own.bit_count() for own in self.masks], list[Any]()
         for first in sorted(range(len(counts)), key=counts.__getitem__, reverse=True)[:most]:
-            if own := self.partners[first]:
+            if own := self.masks[first]:
                 second = max((number for number in range(len(counts)) if own >> number & 1), key=counts.__getitem__)
                 found.append(tuple(self.values[number] for number in sorted((first, second))))
         return list(dict.fromkeys(found))
@@ -128,19 +115,13 @@ class Pairs(Missing):
     def new_in(self, rows: Iterable[Row]) -> int:
         return len(self) - len(self - Pairs(self.space, rows))
 
-    def _gain(self, number: int, mask: int) -> int:
-        return (self.partners[number] & mask).bit_count()
-
     def __sub__(self, other: "Pairs") -> "Pairs":
         found = Pairs(self.space)
-        found.partners = [own & ~others for own, others in zip(self.partners, other.partners, strict=True)]
+        found.masks = [own & ~others for own, others in zip(self.masks, other.masks, strict=True)]
         return found
 
-    def __len__(self) -> int:
-        return sum(own.bit_count() for own in self.partners) // 2
-
     def __iter__(self) -> Iterator[Pair]:
-        for number, own in enumerate(self.partners):
+        for number, own in enumerate(self.masks):
             later = own >> number + 1
             while later:
                 yield self.values[number], self.values[number + (later & -later).bit_length()]
@@ -172,60 +153,38 @@ class Triples(Missing):
     number: what a row holds of them is one product and one ``and`` for each of its classes.
     """
 
+    repeated = 6
+
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(pairs.space)
-        self._width = len(self.values)
-        self._thirds = [
-            sum(
-                (own & other) << number * self._width
-                for number, other in enumerate(pairs.partners)
-                if own >> number & 1
-            )
-            for own in pairs.partners
-        ]
-        self._most: dict[int, tuple[int, int]] = {}
-
-    def copy(self) -> Self:
-        found = copy(self)
-        found._thirds, found._most = list(self._thirds), dict(self._most)
-        return found
+        self._width = width = len(self.values)
+        for first, own in enumerate(pairs.masks):
+            seconds = ((number, other) for number, other in enumerate(pairs.masks) if own >> number & 1)
+            self.masks[first] = sum((own & other) << number * width for number, other in seconds)
+        # of each class, while it has this mask: triples with the class of which it has most, and that one, negative
+        self._most: dict[int, tuple[int, int, int]] = {}
 
     def numbered(self, row: Row) -> Numbered:
         numbers, mask = super().numbered(row)
         return numbers, mask * sum(1 << number * self._width for number in numbers)
 
-    def drop(self, row: Row) -> None:
-        numbers, masks = self.numbered(row)
-        for number in numbers:
-            self._most.pop(number, None)
-            self._thirds[number] &= ~masks
-
-    def new_in(self, rows: Iterable[Row]) -> int:
-        return sum(map(self.held_by, rows))
-
-    def _gain(self, number: int, mask: int) -> int:
-        return (self._thirds[number] & mask).bit_count()
-
     def _with_each(self, number: int) -> list[int]:
-        every, own = (1 << self._width) - 1, self._thirds[number]
+        every, own = (1 << self._width) - 1, self.masks[number]
         return [own >> other * self._width & every for other in range(self._width)]
 
     def densest(self) -> Triple | None:
         """A triple of the two classes that are in most; None if there is none left."""
-        for first in range(self._width):
-            if first not in self._most:
-                counts = [mask.bit_count() for mask in self._with_each(first)]
-                self._most[first] = max(counts), -counts.index(max(counts))
-        first = max(range(self._width), key=self._most.__getitem__)
-        second = -self._most[first][1]
+        for number, mask in enumerate(self.masks):
+            if number not in self._most or self._most[number][0] is not mask:
+                counts = [thirds.bit_count() for thirds in self._with_each(number)]
+                self._most[number] = mask, max(counts), -counts.index(max(counts))
+        first = max(range(self._width), key=lambda number: self._most[number][1:])
+        second = -self._most[first][2]
         third = self._with_each(first)[second]
         if not third:
             return None
         one, two, three = sorted((first, second, (third & -third).bit_length() - 1))
         return self.values[one], self.values[two], self.values[three]
-
-    def __len__(self) -> int:
-        return sum(thirds.bit_count() for thirds in self._thirds) // 6
 
 
 def cover(

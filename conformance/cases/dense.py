@@ -17,22 +17,19 @@ from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.space import Preference, Space
 from mla_conformance.cases.work import is_light
 
-Classes = Mapping[str, Sequence[str]]
-"""Of each dimension, those that are wanted."""
+Classes = Mapping[str, Sequence[str]]  # of each dimension, those that are wanted
 _BATCHES, _TRIES = 24, 80  # dense batches of a role, and how often one is drawn until a CPU is asked for it
 _FITTED_TRIES = 4
 _REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
 _TREES = (2, 2, 3, 4, 5, 9, 17, 33)
 _EDGES = (0, 0, 1, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 191, 192, 255, 256, 257)
+# Positions, where the context of a request is nothing but one.
 _FAR = (255, 256, 257, 2047, 2048, 2049, 32_767, 32_768, 40_000, 65_535, 65_536, 70_000)
-"""Positions, where the context of a request is nothing but one."""
 _LONG = (513, 1100, 1537, 2049, 4200, 9000, 17_000, 33_000, 70_000)
 _ROWS = (257, 513, 640, 1100, 2049, 4200)
-_BLOCKS = (255, 2049, 32_768, 33_000, 65_536, 66_000)
-"""Blocks that no request holds, among which those of the requests lie."""
+_BLOCKS = (255, 2049, 32_768, 33_000, 65_536, 66_000)  # that no request holds, among which those of the requests lie
 _SLOTS = (2**15 + 100, 2**16 + 100, 2**17 + 100, 2**18, 2**20)
-_SHARED = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 16))
-"""Layers that share a buffer of so many blocks, and tokens of a page."""
+_SHARED = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 16))  # layers that share a buffer of so many blocks; tokens of a page
 _REGIMES = (1, 2, 5, 9, 16)  # how many data regimes requests have in turn
 _POSITIONS, _SMALL = "positions", "small"
 _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)  # roles whose requests have any number of new tokens, or none

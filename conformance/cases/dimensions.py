@@ -1,11 +1,11 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mla_conformance.cases import batches, space
 from mla_conformance.cases.cached import TAILS, CachedCase
-from mla_conformance.cases.case import POISON, Case, Layout
+from mla_conformance.cases.case import POISON, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
@@ -38,11 +38,7 @@ K_SCALES = Numbers(
     sizes=False,
 )
 SCALES = Numbers(
-    {
-        "usual": ((159,), range(100, 200)),
-        "small": ((50,), range(1, 100)),
-        "large": ((237,), range(200, 2**31)),
-    },
+    {"usual": ((159,), range(100, 200)), "small": ((50,), range(1, 100)), "large": ((237,), range(200, 2**31))},
     most=400,
     sizes=False,
 )
@@ -52,10 +48,10 @@ SEVERAL_RANKS = tuple(label for label in RANKS.parts if label != "1")
 DTYPE = space.values("dtype", "dtype", "bf16", "fp16", "fp32")
 SCALE = numbers("scale", "scale", SCALES)
 LAYOUT = space.values("layout", "layout", *(layout.value for layout in Layout))
+# Of whatever attends: every data regime, layout of the operands, and softmax scale.
 INPUTS = (space.values("data", "data", *dict.fromkeys(("needle", "normal", *Data))), LAYOUT, SCALE)
-"""Of whatever attends: every data regime, layout of the operands, and softmax scale."""
+# Of rows that are written, or compressed.
 ROW_LAYOUT = space.values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
-"""Of rows that are written, or compressed."""
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))
 POISONS = space.values("poison", "poison", *POISON)
 LSE = space.plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
@@ -113,8 +109,7 @@ COLUMNS = Numbers(
     }
 )
 _SCANNED = 128
-_MOST_NAMED, _MOST_SCORES = 2**20, 2**25
-"""Entries of lists, and scores, of a batch in the covering arrays."""
+_MOST_NAMED, _MOST_SCORES = 2**20, 2**25  # entries of lists, and scores, of a batch in the covering arrays
 _OF_64 = {"0": "whole tiles", "1": "one more", "-1": "one fewer"}
 
 
@@ -141,8 +136,7 @@ def column_counts(longest: int, columns: str, length: str, whole: str, *, draw: 
 
 
 def _listed(columns: str, length: str, whole: str, *shape: str) -> bool:
-    """Gathered keys lie in no pages, and scores are of no list."""
-    if columns == NOTHING:
+    if columns == NOTHING:  # scores are of no list, and gathered keys lie in no pages
         return True
     found = batches.shapes(*(label for label in shape if label != NOTHING))
     return any(column_counts(each.longest, columns, length, whole) for each in found)
@@ -173,12 +167,11 @@ def _rows(requests: str, queries: str) -> int:
     return batches.REQUESTS.first(requests) * batches.most_queries(queries)
 
 
-SCORES_RULE = Rule(
+SCORES_RULE = Rule(  # of an indexer, whose rows score every token
     f"more than {_MOST_SCORES:,} scores",
     ("requests", "queries", "longest"),
     lambda requests, queries, longest: _rows(requests, queries) * batches.LONGEST.least(longest) <= _MOST_SCORES,
 )
-"""Of an indexer, whose rows score every token."""
 LIST_RULES = (
     Rule(
         f"more than {_MOST_NAMED:,} entries of lists",
@@ -223,10 +216,6 @@ def residues() -> Iterator[Dimension]:
     """
     fourths = Labels(("0", "1", "2", "3"), lambda number: str(number % 4))
 
-    def tiles(size: int) -> Callable[[Case], int]:
-        """Those that the longest request fills or begins."""
-        return lambda case: -(-max(case.totals) // size)
-
     def groups(size: int) -> Labels:
         """Nothing of a group is left, one, all but one, or up to half of it and more."""
         near = {0: "0", 1: "1", size - 1: "-1"}
@@ -240,8 +229,8 @@ def residues() -> Iterator[Dimension]:
     yield counted("magnitude of rows", magnitudes, lambda case: sum(case.q))
     yield counted("magnitude of the longest", magnitudes, lambda case: max(case.totals))
     yield counted("magnitude of slots", magnitudes, lambda case: getattr(case, "spare", 0) * case.page)
-    for size in (64, 128, 512):
-        yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
+    for size in (64, 128, 512):  # those that the longest request fills or begins
+        yield counted(f"tiles of {size} mod 4", fourths, lambda case, size=size: -(-max(case.totals) // size))
     yield counted("requests mod 32", groups(32), lambda case: len(case.q))
     yield counted("rows mod 64", groups(64), lambda case: sum(case.q))
     yield counted("heads mod 4", fourths, lambda case: case.heads)

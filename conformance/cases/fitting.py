@@ -7,8 +7,8 @@ query tokens and the like, and then those that hold most triples.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import compress, cycle, product
+from typing import Any
 
 from mla_conformance.cases.batches import HEADS
 from mla_conformance.cases.case import Case, CaseError
@@ -18,22 +18,16 @@ from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 
-Supports = Callable[[Sequence[Case]], Sequence[bool]]
-"""Which of some cases a kernel declares that it supports, on its device."""
-_DRAWS, _FINE_DRAWS = 2, 8
-"""Draws of members of a row that a kernel is asked whether it supports them, for pairs and behind them."""
-_DENSE_DRAWS = 5
-"""Dense batches that are drawn for each one that is taken."""
-_BASES = 3
-"""Supported rows that are tried as what else a row is like, of each class of a pair."""
-_TRIES = 3
-"""Triples that are tried for each case."""
-SESSIONS = "call_order"
-"""The capability whose cases are sessions of tens of calls."""
-_MOST_SESSIONS, _SESSION_WORK, _MORE = 12, 4e7, 4
-"""Sessions of a role, work of one of their calls, and how many times the first batch's requests another has at most."""
+Supports = Callable[[Sequence[Case]], Sequence[bool]]  # which of some cases a kernel declares, on its device
+_DRAWS, _FINE_DRAWS = 2, 8  # of members of a row that a kernel is asked for, for pairs and behind them
+_DENSE_DRAWS = 5  # dense batches that are drawn for each one that is taken
+_BASES = 3  # supported rows that are tried as what else a row is like, of each class of a pair
+_TRIES = 3  # triples that are tried for each case
+SESSIONS = "call_order"  # the capability whose cases are sessions of tens of calls
+_MOST_SESSIONS, _SESSION_WORK = 12, 4e7  # of a role, and of one of their calls
+_MORE = 4  # how many times the first batch's requests another one of a session has at most
+# Dimensions that make mistakes visible and that no kernel chooses by: beside them a triple is another pair.
 _SURROUNDINGS = ("scale", "tails", "poison", "maxima")
-"""Dimensions that make mistakes visible and that no kernel chooses by: beside them a triple is another pair."""
 _GRID_HEADS = (1, 2, 4, 6, 8, 16, 20, 32, 64, 128)
 _NO_NUMBERS: Fields = {}
 _GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
@@ -82,7 +76,8 @@ def fit(
     them so many are found for the grid and for ``triples``, light ones on any device, since those of a GPU's work would
     take half of its run, and sessions beside listed ones. Members of rows are drawn with the salt.
     """
-    fitting = _Fitting(space, cases, supports, reachable, most, salt)
+    fitting = _Fitting(space, supports, most, salt)
+    fitting.find_pairs(cases, reachable)
     if triples:
         fitting.find_triples(list(filter(is_light, (*cases, *fitting.region.cases))), triples)
         fitting.find_sessions(sessions)
@@ -113,35 +108,28 @@ def _with(case: Case, numbers: Fields) -> Case | None:
     return None
 
 
-def _has(case: Case, numbers: Fields) -> bool:
-    return all(
-        getattr(case, name)[: len(n)] == n if name == "q" else getattr(case, name) == n for name, n in numbers.items()
-    )
-
-
 class _Fitting:
-    def __init__(
-        self,
-        space: Space,
-        cases: Iterable[Case],
-        supports: Supports,
-        reachable: Pairs,
-        most: float,
-        salt: str,
-    ) -> None:
+    def __init__(self, space: Space, supports: Supports, most: float, salt: str) -> None:
         self.region, self._supports, self._most, self._needs = Region(space, []), supports, most, True
-        self._salt = salt
+        self._salt, self._decides = salt, {each.name for each in space.dimensions}
         self._left: Pairs | Triples
         self._fine: FinePairs | None = None
         self._refused: set[tuple[ClassOf, ...]] = set()
         self._with: dict[ClassOf, list[Row]] = {}
+
+    def find_pairs(self, cases: Iterable[Case], reachable: Pairs) -> None:
+        """Cases for pairs of classes that no given case holds, as far as they are reachable."""
+        space = self.region.space
         for case in cases:
             self._add(case)
-        self._decides = {each.name for each in space.dimensions}
         refused = set(space.values)
         while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
             left = self._left = reachable - Pairs(space, self.region.rows)
-            refused = self._find_classes()
+            refused = {
+                value
+                for value in space.values
+                if value not in self._with and not self._try((value,), self.region.rows[:_BASES])
+            }
             left.leave(refused)
             self._decides = {name for name, _ in refused}
             while dense := left.densest():  # of the classes that lack most; what these decide against is left for later
@@ -149,7 +137,14 @@ class _Fitting:
                     left.drop(dict(dense[0]))
             left = self._left = reachable - Pairs(space, self.region.rows)
             left.leave(refused)
-            self._find_pairs(left)
+            while pair := next(iter(left), None):
+                bases = [row for value in pair for row in self._with[value][-_BASES:]]
+                while not self._try(pair, bases):
+                    further = self._deciding(pair, bases)
+                    if not further:
+                        left.drop(dict(pair))
+                        break
+                    self._decides.add(further)
 
     def _add(self, case: Case) -> list[Row]:
         first, *further = rows = list(self.region.space.rows((case,)))
@@ -162,23 +157,6 @@ class _Fitting:
                 self._with.setdefault(value, []).append({**first, **row})
         return rows
 
-    def _find_classes(self) -> set[ClassOf]:
-        return {
-            value
-            for value in self.region.space.values
-            if value not in self._with and not self._try((value,), self.region.rows[:_BASES])
-        }
-
-    def _find_pairs(self, left: Pairs) -> None:
-        while pair := next(iter(left), None):
-            bases = [row for value in pair for row in self._with[value][-_BASES:]]
-            while not self._try(pair, bases):
-                further = self._deciding(pair, bases)
-                if not further:
-                    left.drop(dict(pair))
-                    break
-                self._decides.add(further)
-
     def find_triples(self, light: Sequence[Case], many: int) -> None:
         """Cases for cells of the grid that no light case holds, then for the densest of the triples of its pairs."""
         space, fitted = self.region.space, self.region.cases
@@ -186,16 +164,22 @@ class _Fitting:
         pairs.leave(value for value in space.values if value[0] in _SURROUNDINGS)
         claimed, left = len(Triples(pairs)), self._without_held(pairs)
         before, enough, self._needs = claimed - len(left), len(fitted) + many, False
-        self._most, fine = CPU_WORK, FinePairs(space, light)
-        self._fine = fine
-        self._left, held_by = left, [({*space.row_of(case).items()}, case) for case in light]
+        self._left, self._most, self._fine = left, CPU_WORK, FinePairs(space, light)
+
+        def found_in(case: Case) -> set[tuple[str, Any]]:
+            return {*space.row_of(case).items(), ("heads", case.heads), ("q", case.q[:1])}
+
+        known = [found_in(case) for case in light]
         for cell, numbers in cells_of(space, self.region.classes):
-            if not any(cell.items() <= row and _has(case, numbers) for row, case in held_by):
+            if not any({*cell.items(), *numbers.items()} <= each for each in known):
                 bases = [row for value in cell.items() for row in self._with[value][-1:]]
                 if self._try([*cell.items()], bases, numbers):
-                    held_by.append(({*space.row_of(fitted[-1]).items()}, fitted[-1]))
-        self._find_dense(fine, many * 2 // 5)
-        sizes = cycle([*self._large_classes(), None])
+                    known.append(found_in(fitted[-1]))
+        self._find_dense(self._fine, many * 2 // 5)
+        # In turn a class that is more work than usual: long batches, many heads and so on.
+        small, classes = space.small, self.region.classes
+        larger = [(name, label) for name in small for label in classes.get(name, ()) if label not in small[name]]
+        sizes = cycle([*larger, None])
         for _ in range(_TRIES * many):
             triple = left.densest()
             if triple is None or len(fitted) >= enough:
@@ -235,11 +219,6 @@ class _Fitting:
             best = max(rows, key=lambda case: fine.held_by(rows[case], case))
             self._take(best)
             del rows[best]
-
-    def _large_classes(self) -> list[ClassOf]:
-        """Those that are more work than usual, one of which a row has in turn: long batches, many heads and so on."""
-        small, known = self.region.space.small, self.region.classes
-        return [(name, label) for name in small for label in known.get(name, ()) if label not in small[name]]
 
     def _without_held(self, pairs: Pairs) -> Triples:
         found = Triples(pairs)
@@ -297,17 +276,18 @@ class _Fitting:
 
     def _member(self, row: Row, numbers: Fields) -> Case | None:
         """A supported case of a row: of light ones with drawn members that which adds most, or that with the first."""
-        space, fine = self.region.space, self._fine
-        draws = _FINE_DRAWS if fine else _DRAWS
-        *drawn, plain = (_with(case, numbers) for case in space.drawn(row, self._salt, draws))
+        space, left, fine = self.region.space, self._left, self._fine
+
+        def adds(case: Case) -> int:
+            return fine.held_by(row, case) if fine else left.new_in(space.rows((case,)))
+
+        draws = space.drawn(row, self._salt, _FINE_DRAWS if fine else _DRAWS)
+        *drawn, plain = (_with(case, numbers) for case in draws)
         kept = [case for case in drawn if case and self._is_light(case) and not (numbers and space.outside(case))]
         for tried in (kept, [plain] if plain and (self._needs or self._is_light(plain)) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):
-                return max(supported, key=partial(fine.held_by, row) if fine else self._adds)
+                return max(supported, key=adds)
         return None
-
-    def _adds(self, case: Case) -> int:
-        return self._left.new_in(self.region.space.rows((case,)))
 
     def _is_light(self, case: Case) -> bool:
         return work_of(case) <= self._most

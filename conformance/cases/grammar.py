@@ -14,10 +14,8 @@ Data = StrEnum(
     "INTEGERS OUTLIERS LOW_RANK TINY_VALUES ZERO_KEYS",
 )
 """What the values of a case's inputs are like."""
-MOST_REQUESTS = 2**16
-"""Requests of a case; the longest list of the suite has 16,500."""
-LARGEST = 2**31
-"""Any number of a case, and the tokens of all its requests; the suite's largest batch has 1,049,190."""
+MOST_REQUESTS = 2**16  # of a case; the longest list of the suite has 16,500
+LARGEST = 2**31  # any number of a case, and the tokens of all its requests; the suite's largest batch has 1,049,190
 _LONGEST_ID = 2**20
 _SHORTEST_RUN = 4
 _FEWEST_ROUNDS = 8
@@ -72,9 +70,8 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
         else:
             raise ValueError
     except (ValueError, KeyError):
-        expected = {int: "an integer", bool: "0 or 1"}.get(
-            kind, "a list such as [64,0,17], [1x48,7] or, alone, [(5,9)x24]"
-        )
+        lists = "a list such as [64,0,17], [1x48,7] or, alone, [(5,9)x24]"
+        expected = {int: "an integer", bool: "0 or 1"}.get(kind, lists)
         raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
     require_requests(name, sum(len(lengths) * times for lengths, times in runs))  # before it is written out
     return tuple(chain.from_iterable(lengths * times for lengths, times in runs))
@@ -103,9 +100,8 @@ def dimensions_of(name: str) -> tuple[MLADimensions, int]:
         return PRESETS[name].head, PRESETS[name].kv_lora_rank
     numbers = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})", name)
     if not numbers:
-        raise CaseError(
-            f"unknown dims {name!r}; expected one of {', '.join(PRESETS)}, or P-R-V-L such as 128-64-128-512"
-        )
+        known = ", ".join(PRESETS)
+        raise CaseError(f"unknown dims {name!r}; expected one of {known}, or P-R-V-L such as 128-64-128-512")
     nope, rope, value, latent = map(int, numbers.groups())
     if latent < 1:
         raise CaseError(f"dims {name!r}: expected a positive latent dim L, got {latent}")

@@ -17,18 +17,13 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields
 
-NOTHING = ""
-"""The class of a dimension that has no say in a row."""
-Row = Mapping[str, str]
-"""Classes by dimension; a case outside of a dimension's classes lacks it."""
-ClassOf = tuple[str, str]
-"""A dimension and a class of it."""
+NOTHING = ""  # the class of a dimension that has no say in a row
+Row = Mapping[str, str]  # classes by dimension; a case outside of a dimension's classes lacks it
+ClassOf = tuple[str, str]  # a dimension and a class of it
+# The order in which the classes of a dimension are tried behind a row.
 Preference = Callable[[str, Sequence[str], Row], Iterable[str]]
-"""The order in which the classes of a dimension are tried behind a row."""
-DATA = "data"
-"""The dimension of which requests of one case may have different classes."""
-_DRAWS = 12
-"""How often members are drawn for a row, before those that stand for its classes are taken."""
+DATA = "data"  # the dimension of which requests of one case may have different classes
+_DRAWS = 12  # how often members are drawn for a row, before those that stand for its classes are taken
 
 
 @dataclass(frozen=True)
@@ -94,12 +89,10 @@ def measured(
     only: Only = ALWAYS,
     of_request: Callable[[Any, int], str | None] | None = None,
 ) -> Dimension:
-    """A dimension that the shape of the batch decides."""
     return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
 
 
 def counted(name: str, classes: Numbers | Labels, of: Callable[[Any], Any], only: Only = ALWAYS) -> Dimension:
-    """One whose classes are of what is counted of a batch."""
     return measured(name, classes.parts, lambda case: classes.class_of(of(case)), only)
 
 
@@ -174,10 +167,10 @@ class Space:
 
     def case_of(self, row: Row, draw: Draw = PLAIN, further: Fields | None = None) -> Case:
         """A case of a row that has every dimension; CaseError if none can be this row with the drawn members."""
-        fields = {
-            name: value for each in self.dimensions for name, value in each.fields_of(row[each.name], draw).items()
-        }
-        case = Case.of(**{"capability": self.capability, **fields, **self.shape(row, draw), **(further or {})})
+        fields: Fields = {"capability": self.capability}
+        for each in self.dimensions:
+            fields |= each.fields_of(row[each.name], draw)
+        case = Case.of(**{**fields, **self.shape(row, draw), **(further or {})})
         if draw and self.row_of(case) != row:
             raise CaseError(f"{case.id}: other classes than those that its members were drawn from")
         return case
@@ -214,12 +207,7 @@ class Space:
     def row_of_request(self, row: Row, case: Case, request: int) -> Row:
         """The classes of a case with those of one request in place of its longest one's."""
         own = {name: of(case, request) for name, of in self._of_requests.items() if row.get(name, NOTHING) != NOTHING}
-        return self._with(row, own)
-
-    @staticmethod
-    def _with(row: Row, others: Mapping[str, str | None]) -> Row:
-        """A row with other classes of some dimensions, without those of them that are in no class."""
-        return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
+        return {name: kept for name, label in row.items() if (kept := own.get(name, label)) is not None}
 
     def classes_of(self, case: Case) -> set[ClassOf]:
         return {value for row in self.rows((case,)) for value in held(row)}

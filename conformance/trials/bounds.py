@@ -124,37 +124,32 @@ def call_far(
     prepare: bool,
     device: torch.device,
 ) -> Any:
-    """As :func:`call_once`, over operands whose rows or blocks are far apart; they are made where it is called."""
+    """As :func:`call_once`, over operands whose rows or blocks are far apart, made where it is called."""
     first()
+    images, distant = dict[str, Any](), dict[str, Any]()
     if reach.operand != "cache":
         # Logits are the queries of a top-k, and its keys.
         name = "logits" if "logits" in call.given else reach.operand
         rows: dict[str, Any] = {name: _spread(getattr(call, name), reach)}
-        return _called(call.given_otherwise(**rows) if call.given else replace(call, **rows), backend, out)
-    held = {**call.given, **call.named}
-    there = {
-        name: _spread(held[name], reach) for name in _CACHES if held.get(name) is not None and held[name].dim() > 2
-    }
-    images = {name: x for name, x in call.written.items() if isinstance(x, CacheImage | WrittenEntries)}
-    call.reset()
-    nothing = torch.empty(0, dtype=torch.uint8)
-    distant = {name: replace(x, cache=_spread(x.cache, reach), before=nothing) for name, x in images.items()}
-    value = _called(replace(call.given_otherwise(**there), written={**call.written, **distant}), backend, out)
+        moved: KernelCall = call.given_otherwise(**rows) if call.given else replace(call, **rows)
+    else:
+        held = {name: x for name, x in {**call.given, **call.named}.items() if name in _CACHES and x is not None}
+        there = {name: _spread(x, reach) for name, x in held.items() if x.dim() > 2}
+        images = {name: x for name, x in call.written.items() if isinstance(x, CacheImage | WrittenEntries)}
+        call.reset()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        distant = {name: replace(x, cache=_spread(x.cache, reach), before=nothing) for name, x in images.items()}
+        moved = replace(call.given_otherwise(**there), written={**call.written, **distant})
+    moved.prepare(backend)
+    value = moved.invoke(backend, out)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     for name, image in images.items():
         image.cache.copy_(distant[name].cache)
     return value
 
 
-def _called(call: KernelCall, backend: Any, out: Guarded | None) -> Any:
-    call.prepare(backend)
-    value = call.invoke(backend, out)
-    if call.q.is_cuda:
-        torch.cuda.synchronize(call.q.device)
-    return value
-
-
 def _far_call(backend: Any, case: Case, near: Problem) -> Any:
-    """The judged rows of what the backend returns for the one request of ``near`` behind so many others."""
     behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
     value = prepared_call(backend, behind(near, rows_before(case)))
     return cut(value, slice(-near.calls[0].q.shape[0], None))

@@ -4,10 +4,11 @@ On a device without graphs the replay is a call with the same buffers, so that a
 Calls are made here without the driver's synchronisation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from operator import getitem
 from random import Random
 from typing import Any
 
@@ -86,40 +87,38 @@ def graph(trial: Trial) -> None:
     def capturing(what: str, static: Problem) -> Graph:
         return Graph(trial, what, static, trial.build(captured_batch(static.case)))
 
-    def batch(of: Graph, requests: int, seed: int) -> Problem:
-        return trial.build(replayed_batch(of.static.case, requests, seed))
+    def replay(graph: Graph, requests: int, seed: int, step: str) -> None:
+        graph.judge(trial.build(replayed_batch(graph.static.case, requests, seed)), step)
 
     whole = capturing("captured", trial.problem)
     half = capturing("captured once more", trial.build(replace(case, q=case.q[:smaller], kv=case.kv[:smaller])))
-    whole.judge(batch(whole, size, 2), "a batch of the captured size, replayed")
-    half.judge(batch(half, smaller, 3), "the smaller graph, replayed after the larger")
-    step = "one request more than the smaller graph has, replayed with padding"
-    whole.judge(batch(whole, smaller + 1, 4), step)
-    half.judge(batch(half, 1, 5), "a single request, replayed with padding")
+    replay(whole, size, 2, "a batch of the captured size, replayed")
+    replay(half, smaller, 3, "the smaller graph, replayed after the larger")
+    replay(whole, smaller + 1, 4, "one request more than the smaller graph has, replayed with padding")
+    replay(half, 1, 5, "a single request, replayed with padding")
     larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
     trial.conforms(trial.build(larger), step="one request more than any graph has, called")
-    whole.judge(batch(whole, size, 6), "replayed after a call without a graph")
+    replay(whole, size, 6, "replayed after a call without a graph")
     # They are prepared and never called: values of a regime would take longer to draw than all else.
     others = [trial.build(replace(other, data=Data.NORMAL)) for other in small_batches(case)]
-    trial.query("others are prepared", partial(_prepare, trial.backend, [other.calls[0] for other in others]))
-    whole.judge(batch(whole, size, 9), f"replayed after {len(others)} other batches were prepared")
+    # As an engine does for batches of which it has no graph: one may push out what a graph reads.
+    trial.query("others are prepared", partial(prepare_each, [(trial.backend, other.calls[0]) for other in others]))
+    replay(whole, size, 9, f"replayed after {len(others)} other batches were prepared")
     shortest = trial.build(_filled(case, 1, seed=7))
     short = Graph(trial, "captured with a token a request", trial.build(), shortest)
     short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
 
 
-def _prepare(backend: Any, calls: Sequence[KernelCall]) -> None:
-    """For a batch each, as an engine does for those of which it has no graph: one may push out what a graph reads."""
-    for call in calls:
-        call.prepare(backend)
+def prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
+    for instance, call in pairs:
+        call.prepare(instance)
 
 
 def sparse_layer_graph(trial: Trial) -> None:
     """Batches of every size up to the captured one, with padding behind them, and one beyond it without the graph."""
     case, size = trial.case, len(trial.case.q)
 
-    def batch(requests: int, seed: int) -> Problem:
-        """So many of the requests in an order of their own, some of them shorter, and padding behind them."""
+    def batch(requests: int, seed: int) -> Problem:  # some of them, in another order, some shorter; padding behind
         draw = Random(f"{case.id}|{requests}|{seed}")
         kv = tuple(draw.choice((length, length // 2)) for length in draw.sample(case.kv, requests))
         other: dict[str, Any] = {"q": (1,) * requests, "kv": kv, "decodes": requests, "pad": size - requests}
@@ -155,8 +154,7 @@ def captured_batch(case: Case) -> Case:
     return _with_lengths(case, lengths, padding=0, seed=1)
 
 
-def _filled(case: Case, most: int, seed: int) -> Case:
-    """A batch of as many requests, as long as the buffers have room for, or of ``most`` if that is shorter."""
+def _filled(case: Case, most: int, seed: int) -> Case:  # as long as the buffers have room for, or of ``most``
     return _with_lengths(case, [min(most, length) for length in _lengths(case)], padding=0, seed=seed)
 
 
@@ -179,8 +177,7 @@ def replayed_batch(case: Case, requests: int, seed: int) -> Case:
     return _with_lengths(case, lengths, len(case.q) - requests, seed)
 
 
-def _lengths(case: Case) -> tuple[int, ...]:
-    """What differs between the batches of a graph: new tokens of a prefill, the context of a decode."""
+def _lengths(case: Case) -> tuple[int, ...]:  # what differs between the batches of a graph
     return case.q if case.role is Role.PREFILL else case.kv
 
 
@@ -239,7 +236,7 @@ def streams(trial: Trial) -> None:
     problem, expectation = trial.problem, trial.context.expect(trial.problem)
     trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
     late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
-    value = trial.call("on a side stream: the call", partial(_result, late, 0))
+    value = trial.call("on a side stream: the call", partial(getitem, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
     # Two instances, each with its own problem on its own stream, launched one after the other and never waited for.
     problems, backends = [problem, trial.other_problem()], [trial.backend, trial.create()]
@@ -250,7 +247,7 @@ def streams(trial: Trial) -> None:
     for number in range(_ROUNDS):
         late = trial.query("on two streams at once: the call", partial(_late_calls, backends, problems))
         for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
-            value = trial.call("on two streams at once: the call", partial(_result, late, index))
+            value = trial.call("on two streams at once: the call", partial(getitem, late, index))
             step = f"two instances on two streams, round {number}"
             trial.judged(problem, expectation, observed(problem, value), step)
 
@@ -287,12 +284,7 @@ def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[An
     return returned
 
 
-def _result(values: Sequence[Any], index: int) -> Any:
-    return values[index]
-
-
-def prepared_call(backend: Any, problem: Problem) -> Any:
-    """Make the problem's only call; what the backend returns, possibly still being computed."""
+def prepared_call(backend: Any, problem: Problem) -> Any:  # of a problem's only one; possibly still being computed
     problem.calls[0].prepare(backend)
     return problem.calls[0].invoke(backend, None)
 

@@ -11,7 +11,6 @@ import torch
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import poison, storage_bytes
-from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
@@ -20,8 +19,7 @@ from mla_conformance.trials.trial import Trial
 
 _OTHER_LAYERS = 2
 _OPERANDS = ("query", "kv_c", "k_pe")
-_LONGER, _UNUSED_COLUMNS = 2, 8
-"""Times the longest sequence of a case that a replay may have, and columns of the block tables behind its pages."""
+_LONGER, _UNUSED_COLUMNS = 2, 8  # times a case's longest sequence that a replay may have; columns behind its pages
 
 
 def _call_of(problem: Problem) -> LayerCall:
@@ -31,24 +29,19 @@ def _call_of(problem: Problem) -> LayerCall:
 
 
 def cache_write(trial: Trial) -> None:
-    """A layer's writes; that ``get_kv_cache_shape`` names the entries that the layout has; and copies of blocks."""
+    """A layer's writes; that ``get_kv_cache_shape`` names the entries that the layout has; and copies of blocks.
+
+    ``copy_blocks`` and ``swap_blocks`` leave the bytes that the reference leaves. A source may be copied to several
+    blocks, as a shared one is that two requests are about to write.
+    """
     trial.conforms()
     image = _call_of(trial.problem).image
-    case, (blocks, page, width) = image.case, image.cache.shape
-    head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    question = partial(_cache_shape, trial.backend, (blocks, page, 1, head_size), case.cache)
-    shape = trial.query("get_kv_cache_shape: the call", question, list[int])
-    what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {shape}"
-    trial.require(shape == [blocks, page, width], Check.CACHE, what)
-    _moves_blocks(trial, image)
-
-
-def _moves_blocks(trial: Trial, image: CacheImage) -> None:
-    """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves.
-
-    A source may be copied to several blocks, as a shared one is that two requests are about to write.
-    """
-    cache = image.cache
+    case, cache, shape = image.case, image.cache, [*image.cache.shape]
+    sizes = (*shape[:2], 1, case.kv_lora_rank + case.dimensions.qk_rope_head_dim)
+    question = partial(_cache_shape, trial.backend, sizes, case.cache)
+    told = trial.query("get_kv_cache_shape: the call", question, list[int])
+    what = f"get_kv_cache_shape for the layout {case.cache}: expected {shape}, got {told}"
+    trial.require(told == shape, Check.CACHE, what)
     image.reset()
     # From the first blocks to the last ones, as many as do not meet.
     copies = [(0, len(cache) - 1), (1, len(cache) - 2), (0, len(cache) - 3)]
@@ -108,7 +101,6 @@ def weight_absorption(trial: Trial) -> None:
 
 
 def prefill_decode_agreement(trial: Trial) -> None:
-    """The same tokens by both paths."""
     assert isinstance(trial.case, LayerCase)
     trial.conforms(step="as decodes")
     trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
@@ -136,7 +128,6 @@ class CapturedLayer:
         self._addresses = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
 
     def load(self, call: LayerCall) -> None:
-        """The metadata of a batch, into the buffers that the state has for it."""
         call.prepare(self._layer)
         self.fill_buffers()
         self._layer.impl.prepare(self._metadata)
@@ -154,8 +145,6 @@ class CapturedLayer:
 
 
 class LayerGraph:
-    """A captured call of a layer."""
-
     def __init__(self, trial: Trial, static: Problem) -> None:
         call = _call_of(static)
         self._trial, self._call = trial, replace(call, **{name: getattr(call, name).clone() for name in _OPERANDS})
@@ -204,8 +193,7 @@ def layer_graph(trial: Trial) -> None:
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
 
-    def batch(case: LayerCase, requests: int, seed: int) -> Problem:
-        """So many of the requests in an order of its own, most of them shorter, so that no row keeps its length."""
+    def batch(case: LayerCase, requests: int, seed: int) -> Problem:  # in another order: no row keeps its length
         drawn = Random(case.seed + seed)
         kv = tuple(drawn.choice((length, length // 2, length // 3)) for length in drawn.sample(case.kv, requests))
         return trial.build(replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed))

@@ -30,12 +30,10 @@ _ENDS_AND_A_PAIR = 4  # requests of a batch that has two of them between its fir
 
 
 def conforms(trial: Trial) -> None:
-    """One call."""
     trial.conforms()
 
 
 def determinism(trial: Trial) -> None:
-    """The same call again and again."""
     first = returned_bytes(trial.conforms())
     for number in range(1, REPEATS):
         same = returned_bytes(trial.run(trial.backend, trial.problem)) == first
@@ -56,7 +54,7 @@ def batch_invariance(trial: Trial) -> None:
 
 
 def request_order(trial: Trial) -> None:
-    """The requests in other orders: everything, only what stands between the ends, or all places, but no neighbours."""
+    """Everything in another order, only what stands between the ends, or all places, but no neighbours."""
     trial.conforms(step="as given")
     everyone = list(range(len(trial.case.q)))
     orders = {"the requests were reversed": everyone[::-1]}
@@ -68,14 +66,12 @@ def request_order(trial: Trial) -> None:
 
 
 def causal_prefix(trial: Trial) -> None:
-    """Requests cut to their first tokens."""
     everyone = range(len(trial.case.q))
     for length in (1, 17, max(trial.case.q) - 1, max(trial.case.q)):
         trial.conforms(trial.problem.regrouped(everyone, length), step=f"the first {length} tokens of each request")
 
 
 def split_invariance(trial: Trial) -> None:
-    """The same context in other chunks."""
     for workspace in (64, 128, 2048):
         other = trial.build(replace(trial.case, workspace=workspace))
         trial.conforms(other, step=f"workspace of {workspace} tokens")
@@ -225,8 +221,8 @@ def must_refuse(trial: Trial, declared: str) -> None:
     fail(Check.UNSAFE_REFUSAL, "it ran and returned a wrong result")
 
 
+# What spoiled values are, in turn; codes, which know no infinity, are never numbers.
 _SPOILED = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
-"""What spoiled values are, in turn; codes, which know no infinity, are never numbers."""
 
 
 def neighbours(trial: Trial) -> None:

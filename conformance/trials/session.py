@@ -4,7 +4,7 @@ One that is wrong is made again on a new instance, so that its failure says whet
 Other batches are drawn by the id of the case, so that a line that runs it again has the same.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -20,7 +20,7 @@ from mla_conformance.cases.grammar import Data
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Nonconformance, Status
-from mla_conformance.problems.calls import CallOnRanks, KernelCall, Problem
+from mla_conformance.problems.calls import CallOnRanks, Problem
 from mla_conformance.problems.fences import Buffers
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.compress.case import CompressCase
@@ -31,7 +31,7 @@ from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
-from mla_conformance.trials.graph import MANY_BATCHES, WHOLE_LAYERS, small_batches
+from mla_conformance.trials.graph import MANY_BATCHES, WHOLE_LAYERS, prepare_each, small_batches
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14  # between the first call and the first again: a kernel may remember a dozen
@@ -107,10 +107,8 @@ def session(trial: Trial) -> None:
         _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
         if case.call in (Call.DECODE, Call.SPARSE_DECODE) and not getattr(case, "has_extra", False):
             made.call(_scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
-        made.call(
-            _overwrite(trial.problem, trial.build(replace(trial.case, seed=trial.case.seed + 2))),
-            "same addresses, other contents",
-        )
+        other = trial.build(replace(case, seed=case.seed + 2))
+        made.call(_overwrite(trial.problem, other), "same addresses, other contents")
         trial.problem = trial.build()  # whose tensors hold other contents now
     for later, step in _steps_of_an_engine(case):
         if not trial.unsupported(later):
@@ -138,15 +136,10 @@ def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
     ]
     # In one step, so that metadata that they share are one object wherever it is carried out.
     pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
-    trial.query("prepare_metadata", partial(_prepare_each, pairs))
+    trial.query("prepare_metadata", partial(prepare_each, pairs))
     step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
     for instance, problem, expectation in both:
         trial.judged(problem, expectation, trial.run(instance, problem, prepare=False), step)
-
-
-def _prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
-    for instance, call in pairs:
-        call.prepare(instance)
 
 
 def _batches(case: Case) -> Iterator[Case]:
@@ -178,9 +171,7 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
         order = dict(pair for kind in kinds for pair in zip(kind, reversed(kind), strict=True))
         q, kv = (tuple(lengths[order[n]] for n in range(len(lengths))) for lengths in (before.q, before.kv))
         yield replace(before, q=q, kv=kv), "the same lengths in reverse order"
-    if len(case.q) > 1:
-        number = len(case.q) - 1
-        fewer = replace(case, **case.without(range(number, number + 1)))
+        fewer = replace(case, **case.without(range(len(case.q) - 1, len(case.q))))
         yield _later(fewer, to_page + 2), "the next step, without the last request"
     for number in range(1, _STEPS):
         yield _requeried(case, number), f"other numbers of new tokens, batch {number}"
@@ -202,8 +193,7 @@ def _later(case: Case, tokens: int) -> Case:
     return replace(later, spare=max(least, case.spare - pages[1] + pages[0]))
 
 
-def _decoding(case: Case) -> Collection[int]:
-    """The requests of a layer that decode, which it may know by their places or lengths."""
+def _decoding(case: Case) -> Collection[int]:  # which a layer may know by their places or lengths
     return case.decoding if isinstance(case, LayerCase) else range(getattr(case, "decodes", 0))
 
 
@@ -255,10 +245,7 @@ def _lend(owner: Any, layer: Any, problem: Problem) -> None:
 
 
 def _scale_cache(problem: Problem, factor: float) -> Problem:
-    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly.
-
-    Of one cache, since two may have layouts apart.
-    """
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
     assert isinstance(problem.case, CachedCase)
     meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
     for call in problem.calls:
@@ -269,13 +256,11 @@ def _scale_cache(problem: Problem, factor: float) -> Problem:
     return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
 
 
-def _selected_otherwise(problem: Problem) -> Problem:
-    """The same call with lists that lack what stood in their first column."""
+def _selected_otherwise(problem: Problem) -> Problem:  # lists that lack what stood in their first column
     assert isinstance(problem.case, SparseCase)
     columns, calls = slice(1, problem.case.topk), []
 
-    def moved(lists: torch.Tensor) -> torch.Tensor:
-        """Of the first cache, behind which those of the second stay."""
+    def moved(lists: torch.Tensor) -> torch.Tensor:  # of the first cache, behind which those of the second stay
         none = torch.full_like(lists[:, :1], NO_KEY)
         return torch.cat((lists[:, columns], none, lists[:, columns.stop :]), dim=1)
 
@@ -292,7 +277,6 @@ def _selected_otherwise(problem: Problem) -> Problem:
 
 
 def _overwrite(problem: Problem, other: Problem) -> Problem:
-    """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
     calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
     return replace(problem, key=other.key, calls=calls, whole=other.whole)
 

@@ -41,10 +41,9 @@ from mla_conformance.vocabulary.capabilities import find_capability
 
 Value = TypeVar("Value")
 
-PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Memory that inputs may keep, by type of device; larger ones are built each time."""
-GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""Memory that golden results may keep, by type of device; the last one is kept in any case."""
+# Memory that inputs and golden results may keep, by type of device; larger inputs are built each time, while the last
+# golden result is kept in any case.
+PROBLEM_BYTES, GOLDEN_BYTES = {"cpu": 2**26, "cuda": 2**30}, {"cpu": 2**28, "cuda": 2**30}
 
 
 @dataclass(eq=False)
@@ -122,7 +121,6 @@ class Trial:
         return self.build()
 
     def build(self, case: Case | None = None) -> Problem:
-        """The inputs of a case, by default the trial's own, on the subject's device."""
         return self.context.problem(case or self.case, self.subject.device)
 
     @cached_property
@@ -191,7 +189,6 @@ class Trial:
         return observation
 
     def judged(self, problem: Problem, expectation: Golden, observation: Observation, step: str = "") -> Observation:
-        """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last = Observed(problem, expectation, observation)
         verdict = judge(problem, expectation, observation, self.declaration)
         if step and verdict.status is not Status.PASS:
@@ -200,7 +197,6 @@ class Trial:
         return observation
 
     def other_problem(self) -> Problem:
-        """The same configuration with other lengths and values, for tests of state."""
         return self.build(self.case.varied())
 
     def require(self, holds: bool, check: Check, message: str) -> None:
@@ -246,10 +242,8 @@ def results(observation: Observation) -> list[torch.Tensor]:
 
 
 MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
-
 OnStarted = Callable[[Case], None]  # told of a case when its backend's time begins
-
-
+# By the names that entries of the vocabulary give procedures, the modules of this room that hold them.
 PROCEDURES = {
     procedure: module
     for module, procedures in {
@@ -263,20 +257,14 @@ PROCEDURES = {
     }.items()
     for procedure in procedures.split()
 }
-"""Procedures by the names that entries of the vocabulary give them, and the modules of this room that hold them."""
-
-
-def procedure_of(name: str) -> Callable[[Trial], object]:
-    found: Callable[[Trial], object] = getattr(import_module(f"{__package__}.{PROCEDURES[name]}"), name)
-    return found
 
 
 def load_procedures() -> None:
     """Have every role and procedure in memory, which are otherwise imported when a case first needs them."""
     for role in ROLES:
         _ = DEFINITIONS[role]
-    for name in PROCEDURES:
-        procedure_of(name)
+    for module in PROCEDURES.values():
+        import_module(f"{__package__}.{module}")
 
 
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
@@ -302,7 +290,8 @@ def judged_trial(
         if kind == "cuda":
             _require_memory(trial)
             started(case)
-        procedure_of(find_capability(case.capability).procedure)(trial)
+        procedure = find_capability(case.capability).procedure
+        getattr(import_module(f"{__package__}.{PROCEDURES[procedure]}"), procedure)(trial)
         verdict = trial.verdict
     except Nonconformance as outcome:
         verdict = outcome.verdict

@@ -1,7 +1,4 @@
-"""Which cases hold every pair of classes of a space, as ``ci/arrays.py`` found them. No torch.
-
-The arrays are kept, since finding them takes longer than judging some of them.
-"""
+"""Which cases hold every pair of classes of a space, as ``ci/arrays.py`` found them, which takes long. No torch."""
 
 import hashlib
 import json
@@ -11,6 +8,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.resources import files
 from itertools import chain, combinations, islice
+from math import inf
 
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError
@@ -67,46 +65,28 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
     if stored:
         kept = needed(space, given, stored)
         return kept, Pairs.every(space) - Pairs(space, space.rows((*given, *kept)))
-    members = _Members(space, given)
+    missing, fine = Pairs.every(space) - Pairs(space, space.rows(given)), FinePairs(space, given)
 
     def rows_of(case: Case) -> Iterable[Row]:
         return space.rows((case,))
 
-    missing, found = Pairs.every(space) - Pairs(space, space.rows(given)), list[Case]()
-    for most in (_LIGHT, CPU_WORK, GPU_WORK):
-        cases, missing = cover(space, missing, partial(members.of, most=most), rows_of)
-        found += cases
-    # The first members alone, since what is drawn is hardly less work.
-    largest, impossible = cover(
-        space,
-        missing,
-        lambda row, left: filled(space, first := space.case_of(row), left, partial(_within, work_of(first))),
-        rows_of,
-        small=True,
-    )
-    return needed(space, given, [*found, *largest]), impossible
-
-
-def _within(most: float, case: Case) -> bool:
-    return work_of(case) <= most
-
-
-class _Members:
-    def __init__(self, space: Space, given: Iterable[Case]) -> None:
-        self._space, self._fine = space, FinePairs(space, given)
-
-    def of(self, row: Row, left: Pairs, most: float) -> Case | None:
+    def member(row: Row, left: Pairs, most: float) -> Case | None:
         """The case of a row, of a few with no more than so much work, that adds most of what is left, then residues."""
-        if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
+        first = space.case_of(row)
+        if most == inf:  # the first members alone, since what is drawn is hardly less work
+            return filled(space, first, left, lambda case: work_of(case) <= work_of(first))
+        if work_of(first) > most:
             return None
-        fits = (case for case in self._space.drawn(row) if work_of(case) <= most)
+        fits = (case for case in space.drawn(row) if work_of(case) <= most)
+        best = max(islice(fits, _COMPARED), key=lambda case: (left.new_in(rows_of(case)), fine.held_by(row, case)))
+        fine.drop(row, best)
+        return filled(space, best, left, lambda case: work_of(case) <= most)
 
-        def added(case: Case) -> tuple[int, int]:
-            return left.new_in(self._space.rows((case,))), self._fine.held_by(row, case)
-
-        best = max(islice(fits, _COMPARED), key=added)
-        self._fine.drop(row, best)
-        return filled(self._space, best, left, partial(_within, most))
+    found = list[Case]()
+    for most in (_LIGHT, CPU_WORK, GPU_WORK, inf):
+        cases, missing = cover(space, missing, partial(member, most=most), rows_of, small=most == inf)
+        found += cases
+    return needed(space, given, found), missing
 
 
 def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:
