@@ -258,7 +258,7 @@ LONE_RULES: tuple[Rule, ...] = (  # of batches of one request
     never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
 )
 
-IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1)))
+IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile)))
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,

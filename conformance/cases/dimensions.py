@@ -1,11 +1,11 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mla_conformance.cases import batches, space
 from mla_conformance.cases.cached import TAILS, CachedCase
-from mla_conformance.cases.case import POISON, Layout
+from mla_conformance.cases.case import POISON, Case, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
@@ -216,6 +216,9 @@ def residues() -> Iterator[Dimension]:
     """
     fourths = Labels(("0", "1", "2", "3"), lambda number: str(number % 4))
 
+    def tiles(size: int) -> Callable[[Case], int]:  # those that the longest request fills or begins
+        return lambda case: -(-max(case.totals) // size)
+
     def groups(size: int) -> Labels:
         """Nothing of a group is left, one, all but one, or up to half of it and more."""
         near = {0: "0", 1: "1", size - 1: "-1"}
@@ -229,8 +232,8 @@ def residues() -> Iterator[Dimension]:
     yield counted("magnitude of rows", magnitudes, lambda case: sum(case.q))
     yield counted("magnitude of the longest", magnitudes, lambda case: max(case.totals))
     yield counted("magnitude of slots", magnitudes, lambda case: getattr(case, "spare", 0) * case.page)
-    for size in (64, 128, 512):  # those that the longest request fills or begins
-        yield counted(f"tiles of {size} mod 4", fourths, lambda case, size=size: -(-max(case.totals) // size))
+    for size in (64, 128, 512):
+        yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
     yield counted("requests mod 32", groups(32), lambda case: len(case.q))
     yield counted("rows mod 64", groups(64), lambda case: sum(case.q))
     yield counted("heads mod 4", fourths, lambda case: case.heads)

@@ -76,6 +76,8 @@ def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
     return Position.of(rows, index[::-1])
 
 
+TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
+UNWRITTEN = "the last heads are 0 in every row, as if they were not written"
 _SEVERAL = 2
 _LISTED = 6
 _CLOSE = 1e-3
@@ -100,17 +102,11 @@ def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
     return TRANSPOSED if lse.shape[0] == lse.shape[1] and _is_rather(lse, golden.mT, golden) else ""
 
 
-TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
-
-
 def explain_output(output: torch.Tensor, golden: torch.Tensor) -> str:
     if not bool(output[:, -1].any()) and bool(golden[:, -1].any()):
         return UNWRITTEN if bool(output.any()) else ""
     shifts = [s for s in range(1, golden.shape[1]) if _is_rather(output, golden.roll(s, dims=1), golden)]
     return f"heads are rotated by {shifts[0]}" if len(shifts) == 1 else ""
-
-
-UNWRITTEN = "the last heads are 0 in every row, as if they were not written"
 
 
 def common_factor(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor) -> str:

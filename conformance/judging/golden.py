@@ -26,8 +26,8 @@ from mla_conformance.reference.projections import projected_terms
 from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, shared_roundings
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
 
+# Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200.
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
-"""Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200."""
 FULL_RESULTS = 5e9  # bytes of results in float64, those of each rank among them, up to which every row is judged
 TELLING_ROWS = 128  # rows at ends and edges that are judged at most, before others are drawn
 DRAWN_ROWS = 384
@@ -150,15 +150,14 @@ def operands_of(problem: Problem, call: int | None) -> AttentionOperands:
         return problem.whole
     new, *chunks = problem.attention
     ordered = [*chunks, new]
-    lengths = [
-        sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
-    ]
-    operands = []
-    for name in ("k", "v"):  # of request 0, then of request 1, and so on; context before new tokens
+    lengths = [*map(sum, zip(*(call.key_lens for call in ordered), strict=True))]
+
+    def together(name: str) -> torch.Tensor:  # of request 0, then of request 1, and so on; context before new tokens
         split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in ordered]
-        operands.append(torch.cat([part for request in zip(*split, strict=True) for part in request]))
-    k, v = operands
-    return AttentionOperands(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
+        return torch.cat([part for request in zip(*split, strict=True) for part in request])
+
+    starts = problem.query_start_loc, start_loc(lengths)
+    return AttentionOperands(new.q, together("k"), together("v"), *starts, causal=True)
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
@@ -230,14 +229,11 @@ def needed_bytes(case: Case) -> int:
     return _FAR_ITEM_BYTES * rows_before(case) * (case.sizes.row + case.sizes.output) + _MARGIN_BYTES
 
 
-def rows_before(case: Case) -> int:
-    """Rows whose output, narrower than the queries, reaches as far as the case says."""
+def rows_before(case: Case) -> int:  # whose output, narrower than the queries, reaches as far as the case says
     return -(-Reach.of(case).elements // case.sizes.output)
 
 
-MOST_OPERATIONS = {"cpu": 1e12}
-"""Useful operations of the largest case that is judged on a type of device; beyond, a CPU takes hours."""
-
+MOST_OPERATIONS = {"cpu": 1e12}  # useful ones of the largest case that a device is asked for; a CPU would take hours
 _WORKSPACE = 2**28
 _INPUT_COPIES, _RESULT_COPIES = 6, 16
 _MERGED_COPIES = 6  # of one result, while those of ranks are merged

@@ -34,8 +34,8 @@ class _Part:
     budget: Budget  # how far it may be from the golden state
 
 
+# A result beside its golden one: what was compared, by name, and the largest of what decides, 0 of none.
 Found = tuple[dict[str, torch.Tensor], dict[str, float]]
-"""A result beside its golden one: what was compared, by name, and the largest of what decides, 0 of none."""
 
 
 class AttentionJudge(Steps):
@@ -153,8 +153,7 @@ class AttentionJudge(Steps):
         if largest["written"]:
             place = Position.of(self.rows, found["written"].nonzero()[0].tolist())
             row = part.output[place.row, place.head].double()
-            value = row[row.abs().argmax()].item()
-            detail = f"output is {value:.5g} where no key is visible, expected 0, at {place}"
+            detail = f"output is {row[row.abs().argmax()]:.5g} where no key is visible, expected 0, at {place}"
             return failed(Check.MASK, f"{part.name}: {detail}", place.to_json())
         if part.lse is not None and largest["unmasked"]:
             head, token = found["unmasked"].nonzero()[0].tolist()
@@ -248,7 +247,6 @@ class AttentionJudge(Steps):
 
     def _codes(self, part: _Part) -> Verdict | None:
         assert self.problem.output_scale is not None
-        scale = float(self.problem.output_scale)
         low, _, high = self._allowed_codes(part)
         code = e4m3_ordinal(part.output).double()
         outside = torch.maximum(low - code, code - high).clamp(min=0)
@@ -256,7 +254,7 @@ class AttentionJudge(Steps):
             return None
         place = worst_position(self.rows, outside)
         index = (place.row, place.head, place.column or 0)
-        got = dequantize_e4m3(part.output[index], scale).item()
+        got = dequantize_e4m3(part.output[index], float(self.problem.output_scale)).item()
         return failed(
             Check.OUTPUT,
             f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "

@@ -12,33 +12,29 @@ from msgspec.structs import replace
 
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import CLAUSES, COMPARED, FAILED, Status, Verdict
+from mla_conformance.judging.verdict import COMPARED, FAILED, Status, Verdict
 
 if TYPE_CHECKING:
     from mla_conformance.backends.references import BackendReference
 
+# What an exploration is called where a capability stands in reports; its case ids name the capability they are of.
 EXPLORED: Final = "explored"
-"""What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
-
-RecordKey = tuple[str, str]
-"""What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
+RecordKey = tuple[str, str]  # of what there is one record: a backend's reference; a case id, or the word above
+# A share of the error budget as files hold it: JSON has no NaN and no infinity, so both are text.
 Share = Annotated[float, Meta(ge=0)] | Literal["nan", "inf"]
-"""A share of the error budget as files hold it: JSON has no NaN and no infinity, so both are text."""
 Used = Annotated[dict[str, Share], Meta(description="Share of the error budget by rule; 1 is the limit.")]
 Confirmed = Literal["", "alone", "after", "unrepeated"]
 
-UNLIKE: Final = "unlike every known defect"  # the explanation of a failure that nothing explains
+# Explanations of failures: that nothing explains; for which time ran out; of which nothing is told, since it would be a
+# guess; that were not chosen for it, and look like none that was.
+UNLIKE: Final = "unlike every known defect"
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
-"""The explanation of a failure for which time ran out."""
 INDISTINCT: Final = "compared with every known defect: several fit about as well, so that none is named"
-"""The explanation of a failure of which nothing is told, since it would be a guess."""
 UNASKED: Final = "not compared with every known defect: other failures of this kernel were"
-"""The explanation of a failure that was not chosen for it, and looks like none that was."""
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT, UNASKED)
-ENDED: Final = "explanation ended by "
-"""What the explanation of a failure begins with where the process that looked for one ended; how stands behind it."""
+ENDED: Final = "explanation ended by "  # behind it stands how the process ended that looked for one
+# Of a case that says nothing of the kernel, which it did not come to.
 COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"
-"""Of a case that says nothing of the kernel, which it did not come to."""
 _SHOWN_CASES = 3
 
 
@@ -50,8 +46,7 @@ def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str 
     return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}{salted}{defined}"
 
 
-def written(share: float) -> Share:
-    """A share as files hold it; ``float`` reads it back."""
+def written(share: float) -> Share:  # which ``float`` reads back
     return share if math.isfinite(share) else "nan" if math.isnan(share) else "inf"
 
 
@@ -95,7 +90,6 @@ class Record(Said, frozen=True):
 
     @staticmethod
     def begun(backend: "BackendReference", case: Case, salt: str = "") -> "Record":
-        """What is known of a case while it has no verdict."""
         about = backend.name, backend.reference, case.capability, case.id
         return Record(*about, Status.HARNESS_ERROR, salt=salt, role=case.role.file)
 
@@ -155,7 +149,6 @@ class Record(Said, frozen=True):
 
     @property
     def is_explained(self) -> bool:
-        """Whether it fails as a wrong kernel does that is known."""
         return self.explanation not in _EXPLAIN_NOTHING and not self.explanation.startswith(ENDED)
 
     @property
@@ -172,7 +165,7 @@ class Record(Said, frozen=True):
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         used = {rule: written(share) for rule, share in vars(verdict.used).items()}
-        clause = CLAUSES[verdict.check] if verdict.check else ""
+        clause = verdict.check.clause if verdict.check else ""
         said = {"message": cut(verdict.message), "finding": cut(verdict.finding), "detail": cut(verdict.detail, LINE)}
         content = {**vars(verdict), **said, "check": verdict.check or "", "clause": clause, "used": used}
         return replace(self, **content, seconds=seconds)
@@ -184,8 +177,8 @@ def describe_failure(record: Record) -> str:
     return f"FAIL {where} · {record.message}{remarks}\n     replay: {record.replay}"
 
 
+# Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing, matrix products.
 _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "nvjet", "Memcpy", "Memset")
-"""Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing, matrix products."""
 
 
 class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,7 +187,6 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def distinct(self) -> tuple[str, ...]:
-        """The kernels of all capabilities, without those that torch launches for anybody."""
         found = dict.fromkeys(name for names in self.kernels.values() for name in names)
         return tuple(name for name in found if not any(part in name for part in _OF_TORCH))
 

@@ -46,9 +46,8 @@ class Steps(ABC):
         self.used, self.inconclusive = BudgetUse(), 0
 
     def verdict(self, observation: Observation) -> Verdict:
-        found = next(filter(None, self._steps(observation)), None) or Verdict(
-            Status.PASS, used=self.used, inconclusive=self.inconclusive
-        )
+        found = next(filter(None, self._steps(observation)), None)
+        found = found or Verdict(Status.PASS, used=self.used, inconclusive=self.inconclusive)
         if self.rows.numbers is None:
             return found
         sampled = {"rows": len(self.rows.numbers), "of": self.rows.query_start_loc[-1], "drawn": self.rows.drawn}
@@ -189,17 +188,19 @@ def _wrong_tokens(
     numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores
 ) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
     """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
+
+    def first(values: torch.Tensor, wrong: torch.Tensor, row: int) -> int:
+        return int(values[row][wrong[row]][0])
+
     foreign, bounds = positions == NOTHING, golden.bounds
-    yield lambda row: f"{_first(numbers, foreign, row)} is no token of the request", foreign.any(dim=1)
+    yield lambda row: f"{first(numbers, foreign, row)} is no token of the request", foreign.any(dim=1)
     late = positions >= bounds.unsqueeze(1)
-    yield (
-        lambda row: f"token {_first(positions, late, row)} is selected, expected those below {int(bounds[row])}",
-        late.any(dim=1),
-    )
+    below = "is selected, expected those below"
+    yield lambda row: f"token {first(positions, late, row)} {below} {int(bounds[row])}", late.any(dim=1)
     ordered = positions.sort(dim=1).values
     twice = torch.zeros_like(late)
     twice[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    yield lambda row: f"token {_first(ordered, twice, row)} is selected twice", twice.any(dim=1)
+    yield lambda row: f"token {first(ordered, twice, row)} is selected twice", twice.any(dim=1)
     got, want = (positions >= 0).sum(dim=1), golden.fewest(positions.shape[1])
     yield (
         lambda row: f"{int(got[row])} tokens are selected, expected {int(want[row])} of {int(bounds[row])}",
@@ -223,7 +224,3 @@ def selected(positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor)
         return Measured(got, wanted, torch.zeros_like(got))
     near = (golden.scores - best.values[:, -1:]).abs() <= budget + budget.gather(1, best.indices[:, -1:])
     return Measured(got, wanted, torch.nn.functional.pad(near.double(), (0, 1)))
-
-
-def _first(values: torch.Tensor, wrong: torch.Tensor, row: int) -> int:
-    return int(values[row][wrong[row]][0])

@@ -50,17 +50,13 @@ def read_tolerance(text: str, source: str) -> Tolerance:
 
 @cache
 def tolerance() -> Tolerance:
-    return read_tolerance(
-        (files("mla_conformance.judging") / "tolerance.toml").read_text(encoding="utf-8"), "tolerance.toml"
-    )
+    text = (files("mla_conformance.judging") / "tolerance.toml").read_text(encoding="utf-8")
+    return read_tolerance(text, "tolerance.toml")
 
 
-_FP22_ROUNDOFF = 2.0**-13
-_FLUSHED = 2.0**-126
-_E4M3_ROUNDOFF = 2.0**-4
-_E4M3_FLOOR = 2.0**-10
-SCALED_P = 2.0**8
-"""Factor by which a kernel scales P before rounding it to e4m3, so that P = 1 stays below the largest code."""
+_FP22_ROUNDOFF, _FLUSHED = 2.0**-13, 2.0**-126
+_E4M3_ROUNDOFF, _E4M3_FLOOR = 2.0**-4, 2.0**-10
+SCALED_P = 2.0**8  # by which a kernel scales P before rounding it to e4m3, so that P = 1 stays below the largest code
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

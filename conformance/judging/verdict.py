@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 
 class Status(StrEnum):
@@ -16,58 +17,48 @@ class Status(StrEnum):
     UNEXPECTED_PASS = "unexpected_pass"  # passed against an expectation, which is therefore wrong
 
 
+# The statuses that fail a capability.
 FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
-"""The statuses that fail a capability."""
 
 
 class Check(StrEnum):
-    """What a failed case failed on, in the order in which it is judged."""
+    """What a failed case failed on, in the order in which it is judged, each with the clause of SPEC.md it is about."""
 
-    CALL = "call"
-    SHAPE = "shape"
-    DTYPE = "dtype"
-    DEVICE = "device"
-    MASK = "mask"
-    LSE = "lse"
-    OUTPUT = "output"
-    SELECTION = "selection"
-    SCORE = "score"
-    PREPARED = "prepared"
-    OUT_TENSOR = "out_tensor"
-    CACHE = "cache"
-    WRITTEN = "written"
-    MUTATED_INPUT = "mutated_input"
-    OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
-    OUT_OF_BOUNDS = "out_of_bounds"
-    PROCESS_STATE = "process_state"
-    STALE_RESULT = "stale_result"
-    NONDETERMINISM = "nondeterminism"
-    BATCH_DEPENDENCE = "batch_dependence"
-    NONLINEARITY = "nonlinearity"
-    UNDECLARED_SUPPORT = "undeclared_support"
-    UNSAFE_REFUSAL = "unsafe_refusal"
+    clause: str
+
+    def __new__(cls, name: str, clause: str = "") -> Self:
+        member = str.__new__(cls, name)
+        member._value_, member.clause = name, clause
+        return member
+
+    CALL = "call", "3.8"
+    SHAPE = "shape", "3.1"
+    DTYPE = "dtype", "3.1"
+    DEVICE = "device", "3.1"
+    MASK = "mask", "1.6"
+    LSE = "lse", "4.2"
+    OUTPUT = "output", "4.2"
+    SELECTION = "selection", "8.4"
+    SCORE = "score", "8.5"
+    PREPARED = "prepared", "8.8"
+    OUT_TENSOR = "out_tensor", "3.4"
+    CACHE = "cache", "6.7"
+    WRITTEN = "written", "9.1"
+    MUTATED_INPUT = "mutated_input", "3.6"
+    OUT_OF_BOUNDS_WRITE = "out_of_bounds_write", "3.6"
+    OUT_OF_BOUNDS = "out_of_bounds", "3.10"
+    PROCESS_STATE = "process_state", "3.6"
+    STALE_RESULT = "stale_result", "3.7"
+    NONDETERMINISM = "nondeterminism", "3.7"
+    BATCH_DEPENDENCE = "batch_dependence", "3.7"
+    NONLINEARITY = "nonlinearity", "1.1"
+    UNDECLARED_SUPPORT = "undeclared_support", "3.8"
+    UNSAFE_REFUSAL = "unsafe_refusal", "3.8"
 
 
-CLAUSES: dict[Check, str] = {
-    **dict.fromkeys((Check.CALL, Check.UNDECLARED_SUPPORT, Check.UNSAFE_REFUSAL), "3.8"),
-    **dict.fromkeys((Check.SHAPE, Check.DTYPE, Check.DEVICE), "3.1"),
-    Check.MASK: "1.6",
-    **dict.fromkeys((Check.LSE, Check.OUTPUT), "4.2"),
-    Check.SELECTION: "8.4",
-    Check.SCORE: "8.5",
-    Check.PREPARED: "8.8",
-    Check.OUT_TENSOR: "3.4",
-    Check.CACHE: "6.7",
-    Check.WRITTEN: "9.1",
-    **dict.fromkeys((Check.MUTATED_INPUT, Check.OUT_OF_BOUNDS_WRITE, Check.PROCESS_STATE), "3.6"),
-    Check.OUT_OF_BOUNDS: "3.10",
-    **dict.fromkeys((Check.STALE_RESULT, Check.NONDETERMINISM, Check.BATCH_DEPENDENCE), "3.7"),
-    Check.NONLINEARITY: "1.1",
-}
-"""The clause of SPEC.md that each is about."""
+CLAUSES = {check: check.clause for check in Check}
 ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)  # the checks that a wrong number of attention fails
-COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE, Check.PREPARED)
-"""The checks whose failures are compared with known defects."""
+COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE, Check.PREPARED)  # whose failures are compared with known defects
 ZERO = "the whole output is 0"  # what messages say of such an output, which tells no cause
 
 
@@ -100,12 +91,12 @@ class Verdict:
     too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
 
     def with_more(self, said: str) -> "Verdict":
-        clause = f" (SPEC {CLAUSES[self.check]})" if self.check else ""
+        clause = f" (SPEC {self.check.clause})" if self.check else ""
         return replace(self, message=f"{self.message.removesuffix(clause)}; {said}{clause}")
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:
-    return Verdict(Status.FAIL, f"{message} (SPEC {CLAUSES[check]})", check, where or {}, used or BudgetUse())
+    return Verdict(Status.FAIL, f"{message} (SPEC {check.clause})", check, where or {}, used or BudgetUse())
 
 
 class Nonconformance(AssertionError):
