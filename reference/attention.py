@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mla_conformance.reference.roundings import MergeTerms
 
-WORKSPACE_ELEMENTS = 2**22
-"""Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
+Starts = Sequence[int]  # B + 1 ascending row numbers, from 0: the first row of each request, and the end
+WORKSPACE_ELEMENTS = 2**22  # that one [N, rows, S] temporary may hold (32 MiB of float64); a single row always may
 _ON_GPU = 8  # times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size
 _COMBINATIONS = 4
 
@@ -30,7 +30,7 @@ class ErrorTerms:
     score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
     squares: Tensor  # [T, N, V] Σ p²·v², the variance of independent roundings of p
     peak: Tensor  # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor, which is relative to the largest
-    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    lse_score: Tensor  # [T, N] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
     # of keys rounded once more: [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance where it is independent
     key_spread: Tensor | None = None
     # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
@@ -41,6 +41,9 @@ class ErrorTerms:
 
     def by_name(self) -> dict[str, Tensor]:
         return {name: term for name, term in vars(self).items() if term is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ErrorTerms":
+        return ErrorTerms(**{name: change(term) for name, term in self.by_name().items()})
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,11 @@ class AttentionState:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
-        terms = self.terms and ErrorTerms(
-            **{name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.terms.by_name().items()}
-        )
-        return AttentionState(change(self.output), change(self.lse.mT).mT, terms)
+        return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
-        terms = self.terms.by_name() if self.terms else {}
-        yield from (self.output, self.lse.mT, *(x.mT if name == "lse_score" else x for name, x in terms.items()))
+        yield from (self.output, self.lse.mT, *(self.terms.by_name().values() if self.terms else ()))
 
 
 def attention(
@@ -94,8 +93,8 @@ def attention(
     k: Tensor,  # [S, N, D], or [S, 1, D] shared by all heads
     v: Tensor,  # [S, N, V] or [S, 1, V]. Any float dtype, float8 included
     *,
-    query_start_loc: Sequence[int],  # B + 1 ascending row numbers, from 0: first query of each request, and the end
-    key_start_loc: Sequence[int],
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     scale: float,  # factor of the logits
     causal: bool,  # aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len
     with_terms: bool = False,
@@ -143,7 +142,7 @@ def _attend(
         score=(weighted @ absolute).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
         peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
-        lse_score=weighted.sum(dim=-1),
+        lse_score=weighted.sum(dim=-1).mT,
     )
     if with_key_terms:
         terms = replace(terms, **key_terms(q, k, v, p, output, scores.masked_fill_(hidden, 0.0), scale))
@@ -166,11 +165,8 @@ def key_terms(
     # Transposed once, or the product would be of columns for each head anew.
     moments = torch.einsum("nds,ntsr->ntdr", k.mT.contiguous().expand(len(q), -1, -1), deviations)
     shared = (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
-    return {
-        "key_spread": spread.clamp(min=0.0).transpose(0, 1),
-        "key_shared": shared.mT,
-        "key_shift": shift.transpose(0, 1),
-    }
+    spread = spread.clamp(min=0.0).transpose(0, 1)
+    return {"key_spread": spread, "key_shared": shared.mT, "key_shift": shift.transpose(0, 1)}
 
 
 def weighted_scores(q: Tensor, k: Tensor, p: Tensor, scale: float) -> Tensor:
@@ -185,8 +181,7 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
     terms = [block.terms.by_name() for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
-    dims = {name: int((name == "lse_score") != heads) for name in terms[0]}
-    joined = {name: torch.cat([each[name] for each in terms], dim=dim) for name, dim in dims.items()}
+    joined = {name: torch.cat([each[name] for each in terms], dim=int(heads)) for name in terms[0]}
     return AttentionState(output, lse, ErrorTerms(**joined))
 
 
@@ -208,14 +203,11 @@ def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> t
     return weighed(output_a, lse_a) + weighed(output_b, lse_b), lse
 
 
-def segments(start_loc: Sequence[int]) -> list[slice]:
-    """The rows of each request, from its B + 1 start locations."""
+def segments(start_loc: Starts) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(start_loc)]
 
 
-def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Sequence[int], key_start_loc: Sequence[int]
-) -> None:
+def check_operands(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Starts, key_start_loc: Starts) -> None:
     """Raise ValueError unless the arguments of :func:`attention` fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:

@@ -5,8 +5,8 @@ A row sees the first so many keys of its request, so causal, unmasked and sample
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_conformance.reference import row_sums, tiles
 from mla_conformance.reference.attention import (
     AttentionState,
+    Starts,
     attention,
     check_operands,
     concatenate,
@@ -23,10 +24,10 @@ from mla_conformance.reference.attention import (
     workspace_elements,
 )
 
-_KEYS = 2048  # keys whose magnitudes are counted at a time
+_KEYS = 2048  # whose magnitudes are counted at a time
 
 
-@dataclass(frozen=True)
+@dataclass
 class Panel:
     """Consecutive rows of a request and some heads, whose sums over all their keys are taken together.
 
@@ -47,11 +48,25 @@ class Panel:
     blocks: tiles.Blocks  # sizes of the pieces
     scale: float  # factor of the logits
     low: torch.dtype  # precision of the error terms' products
+    at: slice = field(init=False)  # where its rows stand among those of all requests
+    length: int = field(init=False)  # how many there are
+    padded: int = field(init=False)  # and up to a multiple of the blocks' queries, where they are stepped
+    seen_by_all: int = field(init=False)  # keys that each row sees
+    # whether each row sees one key more than the row before, for rows enough to make batches of
+    stepped: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        request, rows, size = self.request, self.rows, self.blocks.queries
+        self.at = slice(request.rows.start + rows.start, request.rows.start + rows.stop)
+        self.length, self.seen_by_all = rows.stop - rows.start, request.visible(rows.start)
+        grows = request.visible(rows.stop - 1) - self.seen_by_all == self.length - 1
+        self.stepped = grows and self.seen_by_all > 0 and self.length > self.blocks.step
+        self.padded = -(-self.length // size) * size if self.stepped else self.length
 
     def summed(self, shift: Tensor) -> Generator[None, None, row_sums.RowSums]:
         """The sums over all visible keys relative to e^shift, [h, r, 1]; one tile a step."""
-        every = row_sums.RowSums.zeros(tiles.padded(self._padded_length)(shift).contiguous(), self.request.v.shape[2])
-        sums = every.map(tiles.cut(slice(self._length)))
+        every = row_sums.RowSums.zeros(tiles.padded(self.padded)(shift).contiguous(), self.request.v.shape[2])
+        sums = every.map(tiles.cut(slice(self.length)))
         sums.absolute.copy_(self._absolute())
         for rows, tile in self._pieces():
             every.map(rows).add(tile)
@@ -60,70 +75,52 @@ class Panel:
 
     def extremes(self, sums: row_sums.RowSums) -> Tensor:
         none = bisect_left(range(self.rows.start, self.rows.stop), 1, key=self.request.visible)
-        if none == self._length:
+        if none == self.length:
             return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
-        return sums.map(tiles.cut(slice(none, self._length))).extremes()
+        return sums.map(tiles.cut(slice(none, self.length))).extremes()
 
     def maxima(self) -> Tensor:
         """[h, r, 1] float64, the largest visible score of each row; 0 where there is none."""
-        shape = (self.heads.stop - self.heads.start, self._padded_length, 1)
+        shape = (self.heads.stop - self.heads.start, self.padded, 1)
         largest = torch.full(shape, -torch.inf, dtype=torch.float64, device=self.request.k.device)
         for rows, tile in self._pieces():
             part = rows(largest)
             torch.maximum(part, tile.scores().amax(dim=-1, keepdim=True), out=part)
-        return largest.masked_fill_(largest == -torch.inf, 0.0)[:, : self._length]
-
-    @property
-    def at(self) -> slice:
-        start = self.request.rows.start
-        return slice(start + self.rows.start, start + self.rows.stop)
-
-    @property
-    def _length(self) -> int:
-        return self.rows.stop - self.rows.start
-
-    @property
-    def _seen_by_all(self) -> int:
-        return self.request.visible(self.rows.start)
-
-    @property
-    def _stepped(self) -> bool:
-        """Whether each row sees one key more than the row before, for rows enough to make batches of."""
-        grows = self.request.visible(self.rows.stop - 1) - self._seen_by_all == self._length - 1
-        return grows and self._seen_by_all > 0 and self._length > self.blocks.step
-
-    @property
-    def _padded_length(self) -> int:
-        return -(-self._length // self.blocks.queries) * self.blocks.queries if self._stepped else self._length
-
-    def _keys(self, keys: slice) -> tiles.TileKeys:
-        return tiles.TileKeys.widened(self.request, self.heads, keys, self.low)
+        return largest.masked_fill_(largest == -torch.inf, 0.0)[:, : self.length]
 
     def _absolute(self) -> Tensor:
         """[h, r, V] float32, Σ |v| of the visible keys."""
-        shared, request, low = self._seen_by_all, self.request, self.low
-        if not self._stepped:
+        shared, request, low = self.seen_by_all, self.request, self.low
+
+        def of_all(keys: int) -> Tensor:  # of the first ones, [h, 1, V]
+            return row_sums.norms(request.v[:keys, self.heads], order=1, dim=0).unsqueeze(1).float()
+
+        if not self.stepped:
             v = request.v[:, self.heads].transpose(0, 1)
             sums = torch.zeros(v.shape[0], len(self.counts), v.shape[2], device=v.device)
             for part in tiles.cuts(request.visible(self.rows.stop - 1), _KEYS, start=shared):
                 seen = torch.arange(part.start, part.stop, device=v.device) < self.counts[:, None]
                 sums.add_(seen.to(low) @ tiles.magnitudes(v[:, part].contiguous(), low))
-            return sums.add_(_of_all(request, self.heads, shared))
+            return sums.add_(of_all(shared))
         # Row i sees the first i + 1 keys from ``start`` on, which are summed in steps.
         start, step = shared - 1, self.blocks.step
-        v = tiles.magnitudes(tiles.heads_first(request.v[start : start + self._length, self.heads]), low)
-        v = tiles.padded(self._padded_length)(v)
+        v = tiles.magnitudes(tiles.heads_first(request.v[start : start + self.length, self.heads]), low)
+        v = tiles.padded(self.padded)(v)
         steps = tiles.folded(step)(v)
         lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
         within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
         whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
-        found = within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self._length]
-        return found.add_(_of_all(request, self.heads, start))
+        found = within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self.length]
+        return found.add_(of_all(start))
 
     def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""
         queries = tiles.Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
-        queries, size = queries.map(tiles.padded(self._padded_length)), self.blocks.queries
+        queries, size = queries.map(tiles.padded(self.padded)), self.blocks.queries
+        first = self.seen_by_all - self.stepped  # of the keys that are not multiplied in rectangles
+
+        def widened(keys: slice) -> tiles.TileKeys:
+            return tiles.TileKeys.widened(self.request, self.heads, keys, self.low)
 
         def pieces(
             rows: tiles.View, parts: Sequence[tiles.TileKeys], seen: Tensor | None = None
@@ -131,23 +128,22 @@ class Panel:
             own = queries.map(rows)
             return ((rows, tiles.Tile(own, keys, seen)) for keys in parts)
 
-        for span in tiles.cuts(self._seen_by_all - self._stepped, self.blocks.span):
-            parts = self._keys(span).parts(self.blocks.keys)
-            for block in tiles.cuts(self._length, size):
+        for span in tiles.cuts(first, self.blocks.span):
+            parts = widened(span).parts(self.blocks.keys)
+            for block in tiles.cuts(self.length, size):
                 yield from pieces(tiles.cut(block), parts)
-        if not self._stepped:
-            for block in tiles.cuts(self._length, size):
+        if not self.stepped:
+            for block in tiles.cuts(self.length, size):
                 positions = range(self.rows.start + block.start, self.rows.start + block.stop)
-                for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
-                    first = bisect_left(positions, part.start + 1, key=self.request.visible)
-                    rows = slice(block.start + first, block.stop)
-                    yield from pieces(tiles.cut(rows), [self._keys(part)], self.counts[rows] - part.start)
+                for part in tiles.cuts(self.request.visible(positions[-1]), self.blocks.keys, start=first):
+                    seeing = bisect_left(positions, part.start + 1, key=self.request.visible)
+                    rows = slice(block.start + seeing, block.stop)
+                    yield from pieces(tiles.cut(rows), [widened(part)], self.counts[rows] - part.start)
             return
         # The last key that all rows see is the first one's own; with it the rows and their keys are a triangle, of
         # which a row sees its own key and those before. The largest pieces come first, to keep a GPU busy.
-        start = self._seen_by_all - 1
-        keys = self._keys(slice(start, start + self._length)).map(tiles.padded(self._padded_length))
-        for rows in reversed([*tiles.cuts(self._length, size, start=size)]):
+        keys = widened(slice(first, first + self.length)).map(tiles.padded(self.padded))
+        for rows in reversed([*tiles.cuts(self.length, size, start=size)]):
             yield from pieces(tiles.cut(rows), keys.map(tiles.cut(slice(rows.start))).parts(self.blocks.keys))
         while size > self.blocks.step:
             size //= 2
@@ -157,22 +153,13 @@ class Panel:
         yield from pieces(tiles.folded(size), [keys.map(tiles.folded(size))], last)
 
 
-def _of_all(request: tiles.RequestRows, heads: slice, keys: int) -> Tensor:
-    """[h, 1, V] float32 over the first ``keys`` keys."""
-    v = request.v[:keys, heads]
-    v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    return torch.linalg.vector_norm(v, ord=1, dim=0, dtype=dtype).unsqueeze(1).float()
-
-
+# Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below.
 _LOW_PRECISION_PAIRS = 2**28
-"""Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
+# Pairs of a request from which blocks pay; smaller requests are one block of the definition. On a GPU, which waits for
+# its next small operation, those are that fit the definition's workspace.
 _BLOCK_PAIRS = 2**16
-"""Pairs of a request from which blocks pay; smaller requests are one block of the definition. On a GPU, which waits for
-its next small operation, those are that fit the definition's workspace."""
 _COPIED = 2**15  # elements of the keys of a request from which a CPU would rather not have them for each of its heads
-_SHARED_ROWS = 32
-"""Rows of a request up to which keys that its heads share stay with the definition; blocks copy them for each head."""
+_SHARED_ROWS = 32  # of a request, up to which keys that heads share stay with the definition; blocks copy them for each
 
 
 def blockwise_attention(
@@ -180,8 +167,8 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     scale: float,
     causal: bool,
     with_key_terms: bool = False,
@@ -274,12 +261,7 @@ def low_precision(pairs: int, device: torch.device) -> torch.dtype:
 
 
 def by_shape(
-    attend: Callable[..., AttentionState],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
+    attend: partial[AttentionState], q: Tensor, k: Tensor, v: Tensor, query_start_loc: Starts, key_start_loc: Starts
 ) -> AttentionState:
     """What ``attend``, an `attention`, returns: requests of one shape are one of as many times the heads."""
     q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8

@@ -8,8 +8,7 @@ from torch import Tensor
 from mla_conformance.reference import attention, roundings
 
 FLOAT32_ROUNDOFF = 2.0**-24
-_LARGEST_SHIFT = 40.0
-"""Scores that are off by more leave nothing of a weight that could be judged; its budget stays finite."""
+_LARGEST_SHIFT = 40.0  # scores that are off by more leave nothing of a weight to be judged; its budget stays finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +34,8 @@ class Roundoffs:
     merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
 
 
+# What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1].
 Parts = tuple[attention.ErrorTerms, Tensor, Tensor, Tensor, Tensor]
-"""What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1]."""
 
 
 def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts:
@@ -47,7 +46,7 @@ def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts
     floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
     if state.value_weights is not None:
         floors = floors + roundoffs.values_floor * state.value_weights
-    lse_score = terms.lse_score.mT.unsqueeze(-1)
+    lse_score = terms.lse_score.unsqueeze(-1)
     by_lse = lse_score * state.output.abs()
     # What accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v, or the sum
     # that it is divided by where the largest weight is of a value near 0.
@@ -131,7 +130,7 @@ def rms_limit(samples: float, deviations: float) -> float:
 def lse_budget(state: attention.AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
     assert state.terms is not None
-    score = state.terms.lse_score
+    score = state.terms.lse_score.mT
     float32 = score + state.lse.abs() + 1.0
     budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
     budget = budget + (roundoffs.keys + roundoffs.scores) * score

@@ -1,4 +1,4 @@
-"""`row_sums.weigh` as one kernel, for a GPU with Triton; the lines there say what it does."""
+"""The weights of `row_sums` as one kernel, for a GPU with Triton; the lines there say what it does."""
 
 import torch
 import triton

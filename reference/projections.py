@@ -4,14 +4,12 @@ A faithful layer multiplies latents out to keys and values, or absorbs W_UK into
 attended; either way each product is accumulated in float32 and rounded once to the model's dtype.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import ProjectedTerms, key_terms, weighted_scores
+from mla_conformance.reference.attention import ProjectedTerms, Starts, key_terms, segments, weighted_scores
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,17 @@ def projected_terms(
     v: Tensor,
     projection: Projection,
     *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     scale: float,
 ) -> ProjectedTerms:
     """The terms of causal attention, operands as for ``attention``; all pairs of a request are held in memory."""
     nope = projection.w_kv_b.shape[-1] - v.shape[-1]
     w_uk, w_uv = (part.transpose(0, 1) for part in split_kv_b_proj(projection.w_kv_b, nope))
     found = []
-    for (first, last), (start, stop) in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
-        own = q[first:last], k[start:stop], v[start:stop]
-        queries, keys, values = (x.transpose(0, 1).double() for x in own)
-        found.append(_request_terms(queries, keys, values, projection.kv_c[start:stop], w_uk, w_uv, scale))
+    for rows, seen in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
+        queries, keys, values = (x.transpose(0, 1).double() for x in (q[rows], k[seen], v[seen]))
+        found.append(_request_terms(queries, keys, values, projection.kv_c[seen], w_uk, w_uv, scale))
     return ProjectedTerms(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
 
 

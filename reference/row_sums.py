@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mla_conformance.reference import attention, tiles
 
+# Bound of a score less the shift: squares of weights, summed over a million keys, stay within float32's range.
 LARGEST_EXPONENT = 32.0
-"""Bound of a score less the shift: squares of weights, summed over a million keys, stay within float32's range."""
 LEAST_SUM = math.exp(-30.0)  # sums below it may have lost low-precision products to underflow
 _NO_KEY = 1e-18  # stands for the Σ p of a row without keys; its square's inverse is within float32
 Kernel = Callable[[tiles.Tile, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -41,13 +41,34 @@ class RowSums:
 
     def add(self, tile: tiles.Tile) -> None:
         """Add a tile's keys, but for Σ |v|, which takes no weights."""
-        weights, tripled = weigh(tile, self.shift, self.totals, self.largest)
+        weights, tripled = self._weighed(tile)
         products, low_v = tripled.flatten(0, 1), tile.keys.low_v
         if products.is_cuda:  # without rounding what is added to the operands' dtype
             torch.baddbmm(self.products, products, low_v, out_dtype=self.products.dtype, out=self.products)
         else:
             self.products.add_(products @ low_v)
         self.output.baddbmm_(weights, tile.keys.v)
+
+    def _weighed(self, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
+        """[h, r, c] float64, the weights p; and products [3, h, r, c] in low precision: p, p·magnitude and p².
+
+        Adds to totals and largest. On a GPU one kernel moves 16 bytes an element, these lines 88; it serves bfloat16
+        only, which large problems are given, since it takes seconds to compile.
+        """
+        products, queries, k = tile.products(), tile.queries, tile.keys.k
+        if k.is_cuda and products.dtype == torch.bfloat16:
+            kernel = _kernel(k.shape[2], queries.wide.dtype, k.dtype)
+            if kernel is not None:
+                return kernel(tile, self.shift, self.totals, self.largest, products), products
+        low, weighted, squared = products
+        weights = tile.scores().sub_(self.shift).exp_()
+        self.totals[..., 0].add_(weights.sum(-1))
+        low.copy_(weights)
+        weighted.mul_(low)
+        torch.square(low, out=squared)
+        self.totals[..., 1].add_(weighted.sum(-1, dtype=torch.float64))
+        torch.maximum(self.largest, low.amax(-1, keepdim=True), out=self.largest)
+        return weights, products
 
     def extremes(self) -> Tensor:
         """[2] float64: the least Σ p of a row, and the largest sum of the error terms, not finite beyond its range."""
@@ -56,10 +77,10 @@ class RowSums:
 
 def empty_state(rows: int, heads: int, width: int, device: torch.device) -> attention.AttentionState:
     """A state of T rows, N heads and V = ``width`` columns to store sums in; its error terms are float32."""
-    shapes = [(rows, heads, width)] * 4 + [(heads, rows)]
+    shapes = [(rows, heads, width)] * 4 + [(rows, heads)]
     terms = attention.ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
     output = torch.empty(shapes[0], dtype=torch.float64, device=device)
-    return attention.AttentionState(output, output.new_empty(shapes[-1]), terms)
+    return attention.AttentionState(output, output.new_empty(heads, rows), terms)
 
 
 def store(sums: RowSums, low: torch.dtype, state: attention.AttentionState) -> None:
@@ -80,29 +101,7 @@ def store(sums: RowSums, low: torch.dtype, state: attention.AttentionState) -> N
         (sums.absolute, sums.largest * factor, state.terms.peak),
     ):
         torch.mul(term, factor_of_row, out=target.transpose(0, 1))
-    state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
-
-
-def weigh(tile: tiles.Tile, shift: Tensor, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """[h, r, c] float64, the weights p of a tile; and products [3, h, r, c] in low precision: p, p·magnitude and p².
-
-    Adds to the sums of `RowSums` that are named so. On a GPU one kernel moves 16 bytes an element, these lines 88; it
-    serves bfloat16 only, which large problems are given, since it takes seconds to compile.
-    """
-    products, queries, k = tile.products(), tile.queries, tile.keys.k
-    if k.is_cuda and products.dtype == torch.bfloat16:
-        kernel = _kernel(k.shape[2], queries.wide.dtype, k.dtype)
-        if kernel is not None:
-            return kernel(tile, shift, totals, largest, products), products
-    low, weighted, squared = products
-    weights = tile.scores().sub_(shift).exp_()
-    totals[..., 0].add_(weights.sum(-1))
-    low.copy_(weights)
-    weighted.mul_(low)
-    torch.square(low, out=squared)
-    totals[..., 1].add_(weighted.sum(-1, dtype=torch.float64))
-    torch.maximum(largest, low.amax(-1, keepdim=True), out=largest)
-    return weights, products
+    state.terms.lse_score.mT.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
 
 
 @cache
@@ -127,8 +126,8 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
     return weigh_on_gpu
 
 
-def norms(x: Tensor) -> Tensor:
-    """[tokens, N] float32 lengths of rows of any float dtype; float64 of float64."""
+def norms(x: Tensor, order: int = 2, dim: int = -1) -> Tensor:
+    """Lengths of rows of any float dtype in float32, of float64 in float64: [tokens, N] of [tokens, N, columns]."""
     if x.dtype.itemsize == 1:
         x = x.to(torch.bfloat16)  # exact, and the norm knows no float8
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.linalg.vector_norm(x, ord=order, dim=dim, dtype=torch.promote_types(x.dtype, torch.float32))

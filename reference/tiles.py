@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.reference.attention import segments
+from mla_conformance.reference.attention import Starts, segments
 
 View = Callable[[Tensor], Tensor]  # picks rows of a [h, rows, columns] tensor, without a copy
 
@@ -49,13 +49,7 @@ class RequestRows:
 
 
 def requests_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
-    causal: bool,
-    rows: Sequence[int] | None,
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Starts, key_start_loc: Starts, causal: bool, rows: Starts | None
 ) -> Iterator[RequestRows]:
     """The requests that own a row of ``rows``; arguments as of `blockwise_attention`."""
     k, v = (x.expand(-1, q.shape[1], -1) for x in (k, v))
@@ -90,7 +84,6 @@ class Queries:
 
     @staticmethod
     def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype) -> "Queries":
-        """Rows of a request; the precision ``low`` is what error terms need."""
         q = heads_first(request.q[rows, heads])
         wide = q.to(score_dtype(q, low))
         scaled = wide * scale
@@ -112,7 +105,6 @@ class TileKeys:
 
     @staticmethod
     def widened(request: RequestRows, heads: slice, keys: slice, low: torch.dtype) -> "TileKeys":
-        """Some keys of a request; the precision ``low`` is what error terms need."""
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
         absolute = magnitudes(v, low)
         low_v = torch.cat((absolute, absolute, absolute.square()))
