@@ -30,7 +30,7 @@ class ErrorTerms:
     score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
     squares: Tensor  # [T, N, V] Σ p²·v², the variance of independent roundings of p
     peak: Tensor  # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor, which is relative to the largest
-    lse_score: Tensor  # [T, N] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
     # of keys rounded once more: [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance where it is independent
     key_spread: Tensor | None = None
     # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
@@ -43,7 +43,9 @@ class ErrorTerms:
         return {name: term for name, term in vars(self).items() if term is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ErrorTerms":
-        return ErrorTerms(**{name: change(term) for name, term in self.by_name().items()})
+        """Terms changed; ``change`` is given tensors with the tokens first."""
+        changed = {name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.by_name().items()}
+        return ErrorTerms(**changed)
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ class AttentionState:
     value_weights: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
-        """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
+        """The same of output, LSE and terms."""
         return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
-        yield from (self.output, self.lse.mT, *(self.terms.by_name().values() if self.terms else ()))
+        terms = self.terms.by_name() if self.terms else {}
+        yield from (self.output, self.lse.mT, *(x.mT if name == "lse_score" else x for name, x in terms.items()))
 
 
 def attention(
@@ -142,7 +145,7 @@ def _attend(
         score=(weighted @ absolute).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
         peak=(largest * (visible.to(torch.float64) @ absolute)).transpose(0, 1),
-        lse_score=weighted.sum(dim=-1).mT,
+        lse_score=weighted.sum(dim=-1),
     )
     if with_key_terms:
         terms = replace(terms, **key_terms(q, k, v, p, output, scores.masked_fill_(hidden, 0.0), scale))
@@ -181,7 +184,8 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
     terms = [block.terms.by_name() for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
-    joined = {name: torch.cat([each[name] for each in terms], dim=int(heads)) for name in terms[0]}
+    dims = {name: int((name == "lse_score") != heads) for name in terms[0]}
+    joined = {name: torch.cat([each[name] for each in terms], dim=dim) for name, dim in dims.items()}
     return AttentionState(output, lse, ErrorTerms(**joined))
 
 

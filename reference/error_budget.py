@@ -46,7 +46,7 @@ def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts
     floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
     if state.value_weights is not None:
         floors = floors + roundoffs.values_floor * state.value_weights
-    lse_score = terms.lse_score.unsqueeze(-1)
+    lse_score = terms.lse_score.mT.unsqueeze(-1)
     by_lse = lse_score * state.output.abs()
     # What accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v, or the sum
     # that it is divided by where the largest weight is of a value near 0.
@@ -130,7 +130,7 @@ def rms_limit(samples: float, deviations: float) -> float:
 def lse_budget(state: attention.AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
     assert state.terms is not None
-    score = state.terms.lse_score.mT
+    score = state.terms.lse_score
     float32 = score + state.lse.abs() + 1.0
     budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
     budget = budget + (roundoffs.keys + roundoffs.scores) * score

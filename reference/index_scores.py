@@ -23,15 +23,14 @@ class IndexScores:
     scores: Tensor  # [n, W] float64 by position, -inf from a row's bound on
     magnitude: Tensor  # [n, W], Σ_h |w| · Σ_d |q| · |k|, magnitudes of everything that is added; 0 from there on
     bounds: Tensor  # [n] int64, tokens that a row may see
-    unordered: Tensor  # [n] bool, rows of logits that hold a NaN, of which no order is known
 
     @property
     def visible(self) -> Tensor:
         return torch.arange(self.scores.shape[1], device=self.bounds.device) < self.bounds.unsqueeze(1)
 
     def fewest(self, columns: int) -> Tensor:
-        """[n] int64, tokens that a selection of so many columns names at least; without an order it may omit any."""
-        return self.bounds.clamp(max=columns).masked_fill(self.unordered, 0)
+        """[n] int64, tokens that a selection of so many columns names at least."""
+        return self.bounds.clamp(max=columns)
 
     def budget(self, roundoffs: Roundoffs) -> Tensor:
         """[n, W] largest error of a faithful kernel: products are exact in float32, sums are not."""
@@ -64,8 +63,7 @@ def index_scores(
     ]
     bounds = torch.tensor(counts, dtype=torch.long)[chosen].to(q.device)
     scores = torch.full((len(chosen), int(bounds.max()) if len(bounds) else 0), -torch.inf, dtype=torch.float64)
-    magnitude = torch.zeros_like(scores, device=q.device)
-    found = IndexScores(scores.to(q.device), magnitude, bounds, torch.zeros_like(bounds, dtype=torch.bool))
+    found = IndexScores(scores.to(q.device), torch.zeros_like(scores, device=q.device), bounds)
     for queries, keys in batch:
         own = ((chosen >= queries.start) & (chosen < queries.stop)).nonzero()[:, 0].to(q.device)
         key = k[keys].to(torch.float64)
@@ -86,11 +84,19 @@ _FLUSHED = 2.0**-126  # below it processors flush subnormals to 0
 _BEYOND = 1e300  # stands for infinity: larger than any logit, and finite, so that differences are numbers
 
 
-def window_scores(logits: Tensor, lengths: Tensor, row_starts: Tensor | None = None) -> IndexScores:
-    """The logits [n, C] of each row's window as scores, by lengths [n] and first columns [n], None for 0.
+@dataclass(frozen=True)
+class WindowScores(IndexScores):
+    """Logits of n rows by position in their windows; exact, so that the magnitude of what is added is 0."""
 
-    They are exact, so that the magnitude of what is added is 0.
-    """
+    unordered: Tensor  # [n] bool, rows that hold a NaN, of which no order is known
+
+    def fewest(self, columns: int) -> Tensor:
+        """[n] int64, columns that a selection names at least; of a row without an order it may leave out any."""
+        return super().fewest(columns).masked_fill(self.unordered, 0)
+
+
+def window_scores(logits: Tensor, lengths: Tensor, row_starts: Tensor | None = None) -> WindowScores:
+    """The logits [n, C] of each row's window as scores, by lengths [n] and first columns [n], None for 0."""
     bounds, rows, columns = lengths.long(), *logits.shape
     starts = torch.zeros_like(bounds) if row_starts is None else row_starts.long()
     position = torch.arange(int(bounds.max()) if rows else 0, device=logits.device)
@@ -100,4 +106,4 @@ def window_scores(logits: Tensor, lengths: Tensor, row_starts: Tensor | None = N
     unordered = (values.isnan() & visible).any(dim=1)
     scores = values.masked_fill(values.abs() < _FLUSHED, 0.0).nan_to_num(0.0, _BEYOND, -_BEYOND)
     scores = scores.masked_fill(unordered.unsqueeze(1), 0.0).masked_fill(~visible, -torch.inf)
-    return IndexScores(scores, torch.zeros_like(scores), bounds, unordered)
+    return WindowScores(scores, torch.zeros_like(scores), bounds, unordered)

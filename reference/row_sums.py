@@ -77,10 +77,10 @@ class RowSums:
 
 def empty_state(rows: int, heads: int, width: int, device: torch.device) -> attention.AttentionState:
     """A state of T rows, N heads and V = ``width`` columns to store sums in; its error terms are float32."""
-    shapes = [(rows, heads, width)] * 4 + [(rows, heads)]
+    shapes = [(rows, heads, width)] * 4 + [(heads, rows)]
     terms = attention.ErrorTerms(*(torch.empty(shape, device=device) for shape in shapes))
     output = torch.empty(shapes[0], dtype=torch.float64, device=device)
-    return attention.AttentionState(output, output.new_empty(heads, rows), terms)
+    return attention.AttentionState(output, output.new_empty(shapes[-1]), terms)
 
 
 def store(sums: RowSums, low: torch.dtype, state: attention.AttentionState) -> None:
@@ -101,7 +101,7 @@ def store(sums: RowSums, low: torch.dtype, state: attention.AttentionState) -> N
         (sums.absolute, sums.largest * factor, state.terms.peak),
     ):
         torch.mul(term, factor_of_row, out=target.transpose(0, 1))
-    state.terms.lse_score.mT.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
+    state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
 
 
 @cache

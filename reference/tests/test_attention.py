@@ -78,7 +78,7 @@ def test_every_row_is_the_definition_in_arbitrary_precision(
     state = attention(q, k, v, **starts, scale=scale, causal=causal, with_terms=True)
     assert state.terms is not None
     tnv = {"output": state.output} | {name: getattr(state.terms, name) for name in TERMS}
-    nt = {"lse": state.lse, "lse_score": state.terms.lse_score.mT}
+    nt = {"lse": state.lse, "lse_score": state.terms.lse_score}
     for request in range(len(lens)):
         for t in range(queries[request], queries[request + 1]):
             end = keys[request + 1]

@@ -173,7 +173,7 @@ def test_weights_that_select_leave_the_terms_of_the_kernels() -> None:
     terms, state = layer.terms(), layer.golden()
     assert state.terms is not None
     assert torch.allclose(terms.magnitude, state.terms.magnitude)
-    moved = state.terms.score + state.terms.lse_score.unsqueeze(-1) * state.output.abs()
+    moved = state.terms.score + state.terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
     assert torch.allclose(terms.latent_rounding, moved + terms.magnitude, rtol=1e-9)
     assert torch.allclose(terms.rounding, moved + terms.magnitude, rtol=1e-9)
     projection, starts = Projection(layer.kv_c[:2], layer.weight), {"query_start_loc": (0, 4), "key_start_loc": (0, 2)}

@@ -74,7 +74,7 @@ def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[T
     state = selected(qkv, lists(9), with_terms=True)
     assert state.terms is not None
     sink, unit = torch.zeros(N, dtype=torch.float64), 1e-6
-    shifted = AttentionState(state.output, state.lse + unit * (state.terms.lse_score.mT + state.lse.abs() + 1))
+    shifted = AttentionState(state.output, state.lse + unit * (state.terms.lse_score + state.lse.abs() + 1))
     sunk = with_sink(state, sink)
     assert sunk.terms is not None
     moved = (with_sink(shifted, sink).output - sunk.output).abs()

@@ -13,7 +13,7 @@ from mla_conformance.judging import steps, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.reference.index_scores import IndexScores, window_scores
+from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.topk.case import TIED, TopKCase
@@ -104,7 +104,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class GoldenWindows(Golden):
-    scores: IndexScores  # their logits
+    scores: WindowScores  # their logits
     starts: torch.Tensor  # [n] int64, the first column of each
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
