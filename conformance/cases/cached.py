@@ -42,7 +42,6 @@ class CachedCase(Case):
 
     @property
     def holds_codes(self) -> bool:
-        """Whether the cache stores codes, not values of the model's dtype."""
         return self.cache != "auto"
 
     @property
@@ -56,7 +55,6 @@ class CachedCase(Case):
 
     @property
     def decode_queries(self) -> tuple[int, ...]:
-        """New tokens of each request that decodes, rows of padding among them."""
         return self.q + (1,) * self.pad
 
     @property

@@ -277,7 +277,6 @@ class Case(ABC):
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Tokens of each request, new ones and context."""
         return tuple(map(add, self.q, self.kv)) if self.kv else self.q
 
     def data_of(self, request: int) -> str:

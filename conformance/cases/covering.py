@@ -231,7 +231,6 @@ def filled(space: Space, case: Case, left: Missing, fits: Callable[[Case], bool]
 
 
 def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int) -> Case:
-    """The case with requests of at most that part of its longest lengths; with their own lengths if it is 0."""
     q, kv, missing = list(case.q), list(case.kv), left.copy()
     missing.drop(row)
     slots = min(len(q), _MOST_REGIMES)
@@ -296,7 +295,6 @@ def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Map
 
 
 def _lengths(most: int, draw: Draw) -> list[int]:
-    """Lengths up to the most: those where tiles and magnitudes end, and drawn ones."""
     drawn = (draw.near(1, max(1, most), "length", number) for number in range(_DRAWN))
     return [length for length in dict.fromkeys((*_ENDS, *drawn)) if length <= most] or [1]
 

@@ -123,7 +123,6 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
 
 
 def _wide(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
-    """A few requests in blocks, of whatever size, whose numbers or slots are wide."""
     if not hasattr(case, "spare"):
         raise CaseError(f"{case.id}: expected a cache")
     spare = draw.pick(_BLOCKS, "blocks") if draw.below(2, "of blocks") else -(-draw.pick(_SLOTS, "slots") // case.page)

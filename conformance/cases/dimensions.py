@@ -93,7 +93,6 @@ WITH_LSE = space.never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS,
 
 
 def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
-    """The blocks that no request holds; others are drawn from all."""
     few = draw.near(1, _FEW_SLOTS, "unused") if draw else 3 * page
     most = 2**16 << draw.below(_DOUBLINGS, "slots")
     slots = {NOTHING: 3 * page, "few": few, "2^15 slots": 2**15, "2^16 slots": most}[row["unused"]]
@@ -114,7 +113,6 @@ _OF_64 = {"0": "whole tiles", "1": "one more", "-1": "one fewer"}
 
 
 def against(longest: int, columns: int) -> str:
-    """Whether the longest request has more keys than a list has columns."""
     return "more keys" if longest > columns else "as many" if longest == columns else "fewer keys"
 
 
@@ -158,7 +156,6 @@ def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, i
 
 
 def paged_batch(call: str, row: Row, draw: Draw) -> Fields:
-    """The fields of a row whose shape follows from its lengths and pages alone."""
     shape = first(batches.shapes_of(row, draw))
     return {"call": call, **batches.batch_fields(row, shape, draw), **spare_blocks(row, shape.page, draw)}
 
@@ -220,7 +217,6 @@ def residues() -> Iterator[Dimension]:
         return lambda case: -(-max(case.totals) // size)
 
     def groups(size: int) -> Labels:
-        """Nothing of a group is left, one, all but one, or up to half of it and more."""
         near = {0: "0", 1: "1", size - 1: "-1"}
         return Labels(
             (*near.values(), "few", "more"),

@@ -100,7 +100,6 @@ def cells_of(space: Space, classes: Mapping[str, Sequence[str]]) -> Iterator[tup
 
 
 def _with(case: Case, numbers: Fields) -> Case | None:
-    """The case with these numbers of heads and of query tokens; None if there is none."""
     if not numbers:
         return case
     with suppress(CaseError):
@@ -210,7 +209,6 @@ class _Fitting:
         self.region.rows = rows  # a session is no verdict on a pair that nothing else holds
 
     def _find_dense(self, fine: FinePairs, many: int) -> None:
-        """Of dense batches and long requests that are drawn those that hold most pairs with residues and magnitudes."""
         space, classes = self.region.space, self.region.classes
         drawn = (drawn_case(space, f"{self._salt}|{number}", classes) for number in range(_DENSE_DRAWS * many))
         found = [*dict.fromkeys(filter(None, drawn))]

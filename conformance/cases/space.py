@@ -28,8 +28,6 @@ _DRAWS = 12  # how often members are drawn for a row, before those that stand fo
 
 @dataclass(frozen=True)
 class Only:
-    """Where a dimension has a say."""
-
     name: str = ""  # another dimension, which stands before it; empty where it always has one
     classes: tuple[str, ...] = ()  # those of its classes beside which it has one
     why: str = ""  # why it has none beside the others
@@ -53,7 +51,6 @@ class Dimension:
         return not self.only.name or row.get(self.only.name) in self.only.classes
 
     def fields_of(self, label: str, draw: Draw) -> Fields:
-        """What a class stands for by itself; nothing where it has no say."""
         if self.drawn and label in self.classes:
             field_name, numbers = self.drawn
             return {field_name: draw.of(numbers, label, self.name)}

@@ -135,7 +135,6 @@ class AttentionJudge(Steps):
         return found | decisive, dict(zip(decisive, numbers, strict=True))
 
     def _mask(self, part: _Part, compared: Found) -> Verdict | None:
-        """Not a number nowhere, -inf and 0 exactly where no key is visible."""
         found, largest = compared
         if largest["infinite"]:
             output = part.whole.double()

@@ -134,7 +134,6 @@ class Record(Said, frozen=True):
 
     @property
     def confirmed(self) -> str:
-        """What confirming a failure found, in words; empty where it fails again alone, or was not tried again."""
         if self.confirmation == "unrepeated":
             return "did not fail again, neither alone nor after the same cases"
         if self.confirmation != "after":
@@ -153,7 +152,6 @@ class Record(Said, frozen=True):
 
     @property
     def looks_like(self) -> str:
-        """What is wrong, in one sentence: what explains it or, without that, what its numbers give away."""
         return self.explanation if self.is_explained else self.finding or self.explanation
 
     @property

@@ -89,7 +89,6 @@ class Steps(ABC):
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _form(self, returned: Returned) -> Verdict | None:
-        """That a call raised nothing; then number of tensors, shapes, dtypes and device of what it returned."""
         name = returned.call.name
         if returned.error and returned.out_of_memory:
             return Verdict(Status.UNAVAILABLE, f"{name}: out of memory: {returned.error}")
@@ -152,7 +151,6 @@ class SelectionSteps(Steps):
         return replace(verdict, used=BudgetUse())
 
     def _margin(self, name: str, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
-        """No token that was left out may be better than a selected one, unless the two could have changed places."""
         if not golden.scores.numel():
             return None
         chosen = torch.zeros_like(golden.visible)

@@ -47,8 +47,6 @@ class Answer(StrEnum):
 
 
 class BitwiseAnswer(Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to a question, of the kernels of one role."""
-
     question: Question
     role: str
     answer: Answer

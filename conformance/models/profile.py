@@ -52,7 +52,6 @@ class ModelProfile:
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks that the heads can be shared by."""
         return tuple(ranks for ranks in range(1, self.heads + 1) if self.heads % ranks == 0)
 
     @property
@@ -98,7 +97,6 @@ _OF_LISTS = re.compile(r";kv=\[([^;]*topk[^;]*)\]")
 
 
 def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:
-    """The cases of a deployed model, each once, part by part."""
     try:
         cases = [Case.of(**fields) for fields in _listed(profile, deployment)]
     except CaseError as error:
@@ -138,7 +136,6 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
 
 
 def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:
-    """Lists over a cache, and over a second one if there is one; those of packed codes also with heads filled up."""
     layout, is_packed = cached["cache"], cached["cache"] == "fp8_ds_mla"
     fixed = {**cached, "topk": selection.topk, **({"scales": "pow2"} if is_packed else {})}
     seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]

@@ -85,8 +85,6 @@ def bases(role: Role) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to call for rows of a case, in words."""
-
     what: str
     problem: calls.Problem
     # numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None
@@ -144,7 +142,6 @@ def _orders(question: Question, everyone: Sequence[int], decoding: Container[int
 
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
-    """All questions to all roles of a backend that can run here, with outputs of floating point."""
     roles = [ROLES[role] for role in subject.declarations if role in _ASKED]
     return tuple(_answer(subject, context, role, question) for role in roles for question in Question)
 
@@ -173,7 +170,6 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
 
 
 def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
-    """How many variants of a case were compared, up to one that differs, and how that differs."""
     trial, count = begun(subject, context, case), 0
     first = _values(trial, Variant("", trial.problem))
     for variant in variants(trial, question):
@@ -185,7 +181,6 @@ def _compared(subject: Subject, context: Context, case: Case, question: Question
 
 
 def _values(trial: Trial, variant: Variant) -> list[torch.Tensor]:
-    """Copies of output, rows first, and of the LSE if there is one."""
     case, problem = variant.problem.case, variant.problem
     backend = trial.backend if case == trial.case else trial.create(case)
     if case.capability == "cuda_graph":
@@ -221,7 +216,6 @@ def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
 
 
 def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any], data: str) -> ErrorSpread | None:
-    """Of all elements of the cases of one role, dtype and regime together; None where none is supported."""
     parts = []
     for fields in _MEASURED[role]:
         try:

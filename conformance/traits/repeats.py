@@ -97,7 +97,6 @@ def _surroundings(number: int) -> int:
 
 
 def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Tensor]) -> Repeated:
-    """Where the first result that differs does, and whether it is right."""
     first, other = kept[: len(kept) // 2], kept[len(kept) // 2 :]
     places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
     rows = int(places[0].flatten(1).any(dim=1).sum())

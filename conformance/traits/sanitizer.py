@@ -118,7 +118,6 @@ class Tool:
 
     @staticmethod
     def found() -> "Tool":
-        """The one of the search path, or of CUDA's usual folder."""
         path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
@@ -145,8 +144,6 @@ class CallsBegin(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Sanitized:
-    """What became of one case, or why what the tool reports says nothing of it."""
-
     case: str
     errors: tuple[SanitizerError, ...] = ()
     unavailable: str = ""
@@ -168,8 +165,6 @@ class Watched:
 
 @dataclass(frozen=True)
 class Watch:
-    """How a backend is called under one of the tool's checks, for so many seconds a process."""
-
     tool: Tool
     check: str
     reference: str
@@ -190,7 +185,6 @@ class Watch:
         return Watched(first.begin, tuple(found), first.begin.unavailable)
 
     def _attempt(self, cases: Sequence[str], most: int) -> tuple[Watched, tuple[SanitizerError, ...]]:
-        """What became of the calls in one process, and the errors in it, which count however it ended."""
         with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
             output, lines = Path(folder, "output.xml"), Path(folder, "called")
             command = [self.tool.path, "--tool", self.check, "--xml", "--save", str(output)]

@@ -67,7 +67,6 @@ def call_moved(
 
 
 def memory_bounds(trial: Trial) -> None:
-    """The ends of all operands at once, then their beginnings."""
     expectation = trial.context.expect(trial.problem)
     for side in Side:
         seen = trial.run(trial.backend, trial.problem, perform=partial(call_moved, Fence(side)))
@@ -188,7 +187,6 @@ def _behind_others(near: Problem, rows: int) -> Problem:
 
 
 def _lists_behind_others(near: Problem, rows: int) -> Problem:
-    """The request of ``near``, over gathered keys, behind one of so many rows, each of which names its own key."""
     call = near.calls[0]
     assert isinstance(call, SparseCall) and call.metadata.workspace_starts is not None
     assert call.case.space == IndexSpace.SLOT and call.topk_length is None
@@ -213,7 +211,6 @@ def _lists_behind_others(near: Problem, rows: int) -> Problem:
 
 
 def _behind_ones(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows + T, ...]: ``x`` [T, ...] behind so many rows of ones."""
     wide = torch.ones(rows + len(x), *x.shape[1:], dtype=x.dtype, device=x.device)
     wide[rows:] = x
     return wide

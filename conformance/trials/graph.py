@@ -42,7 +42,6 @@ class Graph:
         self._captured = trial.query(f"{what}: the call", partial(capture, trial.backend, self._load(batch)))
 
     def judge(self, problem: Problem, step: str) -> None:
-        """Fill the buffers with a batch, replay, and judge what stands in the captured outputs and in the caches."""
         trial, (call,) = self._trial, problem.calls
         expectation, loaded = trial.context.expect(problem), self._load(problem)
         reached = [image.cache for image in loaded.written.values()]
@@ -73,7 +72,6 @@ class Graph:
 
 
 def _told(buffers: Any, batch: Any) -> Any:
-    """Metadata with what a batch says on the host."""
     said = {name: value for name, value in vars(batch).items() if name.endswith("_cpu") or name == "num_decodes"}
     parts = {name: _told(getattr(buffers, name), vars(batch)[name]) for name in _PARTS if name in vars(batch)}
     return replace(buffers, **said, **parts)
@@ -135,7 +133,6 @@ def sparse_layer_graph(trial: Trial) -> None:
 
 
 def small_batches(case: Case) -> Iterator[Case]:
-    """Batches that differ in their longest request, each a token longer than the one before."""
     for longest, requests in enumerate(islice(cycle(_REQUESTS), MANY_BATCHES), 1):
         draw, seed = Random(f"{case.id}|{longest}"), case.seed + 1000 + longest
         size = len(case.q) if case.role in WHOLE_LAYERS else requests
@@ -149,7 +146,6 @@ def small_batches(case: Case) -> Iterator[Case]:
 
 
 def captured_batch(case: Case) -> Case:
-    """The batch that is captured over the buffers of ``case``: its requests the other way round, half as long."""
     lengths = [-(-length // 2) for length in reversed(_lengths(case))]
     return _with_lengths(case, lengths, padding=0, seed=1)
 

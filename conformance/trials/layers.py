@@ -177,7 +177,6 @@ class LayerGraph:
         trial.require(not bool(written.any()), Check.MASK, what)
 
     def refuses(self, problem: Problem, step: str) -> None:
-        """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
         trial, executor = self._trial, self._trial.subject.executor
         trial.query(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
         done = executor.query(partial(CapturedLayer.fill_buffers, self._captured))

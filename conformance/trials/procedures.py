@@ -41,7 +41,6 @@ def determinism(trial: Trial) -> None:
 
 
 def batch_invariance(trial: Trial) -> None:
-    """Each request alone beside the whole batch, then two without those around them."""
     whole = results(trial.conforms())
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
         alone = results(trial.conforms(trial.problem.regrouped([request]), step=f"request {request} alone"))
@@ -54,7 +53,6 @@ def batch_invariance(trial: Trial) -> None:
 
 
 def request_order(trial: Trial) -> None:
-    """Everything in another order, only what stands between the ends, or all places, but no neighbours."""
     trial.conforms(step="as given")
     everyone = list(range(len(trial.case.q)))
     orders = {"the requests were reversed": everyone[::-1]}
@@ -78,7 +76,6 @@ def split_invariance(trial: Trial) -> None:
 
 
 def merge_states(trial: Trial) -> None:
-    """The backend's merge of the states that its calls return, then with NaN behind every LSE of -inf."""
     problem, expectation = trial.problem, trial.context.expect(trial.problem)
     seen = trial.conforms(step="as the calls return them")
     if not (trial.case.is_merged and trial.case.own_merge):
@@ -92,7 +89,6 @@ def merge_states(trial: Trial) -> None:
 
 
 def v_linearity(trial: Trial) -> None:
-    """Values times powers of two, which is exact."""
     problem = trial.problem
     output, *lse = results(trial.conforms())
     for factor in (-2.0, 0.25):
@@ -105,7 +101,6 @@ def v_linearity(trial: Trial) -> None:
 
 
 def no_side_effects(trial: Trial) -> None:
-    """What was returned stays as it was, whatever is called later."""
     first = trial.conforms()
     before = returned_bytes(first)
     trial.conforms(trial.other_problem())
@@ -115,7 +110,6 @@ def no_side_effects(trial: Trial) -> None:
 
 
 def selection_order(trial: Trial) -> None:
-    """The lists as given and the other way round, then each half of every list."""
     trial.conforms(step="as given")
     calls = []
     for call in trial.problem.calls:  # every list reversed up to its length: what it means stays the same
@@ -131,7 +125,6 @@ def selection_order(trial: Trial) -> None:
 
 
 def selection_padding(trial: Trial) -> None:
-    """The lists as given, and with as many columns of -1 behind them, if the backend takes lists so wide."""
     case = trial.case
     assert isinstance(case, SparseCase)
     trial.conforms(step="as given")
@@ -145,7 +138,6 @@ def selection_padding(trial: Trial) -> None:
 
 
 def selection_rows(trial: Trial) -> None:
-    """Each row while all others name nothing."""
     trial.conforms(step="as given")
     for row in range(trial.problem.query_start_loc[-1]):
         lonely = _blanked(trial.problem, "row", row)
@@ -170,7 +162,6 @@ def _blanked(problem: Problem, name: str, number: int) -> Problem:
 
 
 def refuses_or_conforms(trial: Trial) -> None:
-    """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
     reasons = trial.unsupported()
     if not reasons:
         trial.conforms()

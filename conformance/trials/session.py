@@ -39,8 +39,6 @@ _STEPS = 3
 
 
 class Session:
-    """The calls of a trial's instance, in order."""
-
     def __init__(self, trial: Trial) -> None:
         self.trial, self._count, self._before = trial, 0, ""
         self._buffers: Any = None
@@ -77,7 +75,6 @@ class Session:
         return partial(call_moved, self._buffers)
 
     def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
-        """Whether the same call is right on a new instance; nothing where that cannot be told."""
         trial, executor = self.trial, self.trial.subject.executor
         if seen.mutated or seen.device_lost or executor.lost(problem.device):
             return ""
@@ -89,7 +86,6 @@ class Session:
 
 
 def session(trial: Trial) -> None:
-    """Calls before and between must not matter."""
     made, case = Session(trial), trial.case
     made.call(trial.problem, "first call")
     if case.role in (Role.CACHE, Role.COMPRESS):
@@ -117,7 +113,6 @@ def session(trial: Trial) -> None:
 
 
 def many_batches(trial: Trial) -> None:
-    """The first call again, behind more batches than any table of plans has room for."""
     made, batches = Session(trial), list(small_batches(trial.case))
     made.call(trial.problem, "first call", in_place=True)
     for number, batch in enumerate(batches, 1):
@@ -129,7 +124,6 @@ def many_batches(trial: Trial) -> None:
 
 
 def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
-    """Two instances: prepare both, then run both; ``difference`` is how the second differs, for the message."""
     both = [
         (instance, problem, trial.context.expect(problem))
         for instance, problem in ((trial.backend, trial.problem), (trial.create(other.case), other))
@@ -143,7 +137,6 @@ def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
 
 
 def _batches(case: Case) -> Iterator[Case]:
-    """Batches of other lengths and values, of a kernel larger and smaller ones in turn, each shorter by chance."""
     known = range(len(case.q))
     sizes = cycle((2 * len(known) + 1, len(known) + 1, 1, len(known) + 2, len(known)))
     for number, size in enumerate(islice(sizes, _BATCHES), 1):
@@ -160,7 +153,6 @@ def _batches(case: Case) -> Iterator[Case]:
 
 
 def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
-    """The batch as it goes on: token by token, within pages and beyond them, and requests that come and go."""
     last = (case.kv or case.q)[-1] + (case.q[-1] if case.kv else 0)
     to_page = case.page - last % case.page
     for number in (*range(_STEPS), to_page, to_page + 1):
@@ -181,7 +173,6 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
 
 
 def _later(case: Case, tokens: int) -> Case:
-    """The same requests so many tokens on: in the same pages, as far as these hold them."""
     if not case.kv:
         return replace(case, q=tuple(length + tokens for length in case.q))
     later = replace(case, kv=tuple(length + tokens for length in case.kv))
@@ -198,7 +189,6 @@ def _decoding(case: Case) -> Collection[int]:  # which a layer may know by their
 
 
 def _requeried(case: Case, number: int) -> Case:
-    """Other numbers of new tokens; those that decode keep theirs, by which a layer knows them."""
     fixed = _decoding(case)
     lone = int(getattr(case, "order", "") == "decodes_first")  # a prefill has more, also where nothing decodes
     draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=lone)
@@ -282,8 +272,6 @@ def _overwrite(problem: Problem, other: Problem) -> Problem:
 
 
 def _over_metadata(problem: Problem, owner: Problem) -> Problem:
-    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks."""
-
     def over(call: Any, theirs: Any) -> Any:
         if isinstance(call, CallOnRanks):  # each has metadata of its own
             return call.of(tuple(map(over, call.parts, theirs.parts)))

@@ -73,7 +73,6 @@ class Subject:
         return self._classes[role]
 
     def declared(self, role: Role) -> Declaration:
-        """What the backend declares in a role that can run here."""
         if role not in self._declared:
             self._declared[role] = declaration_of(self.class_of(role))
         return self._declared[role]
@@ -98,7 +97,6 @@ class Subject:
         return self._missing[role]
 
     def unsupported(self, case: Case) -> list[str]:
-        """Why no call of ``case`` can be made, or what of it the backend declares unsupported."""
         if missing := self.missing_role(case.role):
             return missing
         dtype = TORCH_DTYPES[case.dtype]

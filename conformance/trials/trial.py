@@ -132,7 +132,6 @@ class Trial:
 
     @cached_property
     def backend(self) -> Any:
-        """The instance that all calls of the trial go to: a kernel, or a layer."""
         return self.create()
 
     def create(self, case: Case | None = None) -> Any:
@@ -157,7 +156,6 @@ class Trial:
         return done.value
 
     def require_support(self) -> None:
-        """Unsupported if the backend has no class here that the case could call, or does not declare what it needs."""
         if find_capability(self.case.capability).probes_refusals:  # whose procedure asks what it declares
             reasons = self.query("asked what it is, it", partial(self.subject.missing_role, self.case.role), list[str])
         else:
@@ -316,7 +314,6 @@ def judged_trial(
 
 
 def _require_memory(trial: Trial) -> None:
-    """Unavailable where a case does not fit a GPU, after a wait if others hold its memory."""
     device = trial.subject.device
     need, whole = memory_need(trial.case, device.type), whole_memory(device)
     lacking = f"out of memory: may need {need / 2**20:.0f} MiB,"

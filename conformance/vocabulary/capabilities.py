@@ -110,7 +110,6 @@ class Capability:
 
     @property
     def first_cases(self) -> tuple[Case, ...]:
-        """Those with which it began, for which its digests stand."""
         return tuple(case for case in self.cases if case not in self.added)
 
     @cached_property
@@ -153,7 +152,6 @@ def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version]]]:
 
 
 def _parsed(line: str) -> tuple[grammar.Fields, Version]:
-    """A case's fields, and the version that added it, empty where none is said."""
     case, added, version = line.partition(" +")
     if added and not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise CaseError(f"expected +YEAR.N.PATCH, the version that adds the case, got {added.strip()}{version}")
@@ -220,7 +218,6 @@ def long_contexts() -> tuple[Case, ...]:
 
 @cache
 def first_cases() -> tuple[Case, ...]:
-    """The list with which this version of the suite began."""
     return tuple(chain.from_iterable(entry.first_cases for entry in CAPABILITIES.values()))
 
 
