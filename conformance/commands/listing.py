@@ -177,10 +177,9 @@ def _selection(profile: ModelProfile) -> list[str]:
     selection = profile.selection
     if selection is None:
         return []
-    indexer = selection.indexer
     return [
         f"top {selection.topk}" if not selection.second else f"window {selection.topk}",
-        f"indexer {indexer.heads} × {indexer.head_dim}, top {indexer.topk}",
+        f"indexer {selection.index_heads} × {selection.index_dim}, top {selection.index_topk}",
         *([f"second cache, lists of {' or '.join(map(str, selection.second))}"] if selection.second else []),
         *(["sinks"] if selection.sinks else []),
     ]

@@ -4,40 +4,35 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from msgspec import Meta, Struct
 
 
 class Question(StrEnum):
-    """What is asked of the bits of a row's result: are they the same ..."""
+    """What is asked of the bits of a row's result: are they the same, as the words behind each say."""
 
-    REPEATS = "repeats"
-    ALONE = "alone"
-    PLACE = "place"
-    BATCH_SIZE = "batch_size"
-    SPLITS = "splits"
-    CHUNKING = "chunking"
-    PAGES = "pages"
-    PADDING = "padding"
-    GRAPH = "graph"
-    PHASE = "phase"
-    RANKS = "ranks"
+    said: str
+
+    def __new__(cls, name: str, said: str = "") -> Self:
+        member = str.__new__(cls, name)
+        member._value_, member.said = name, said
+        return member
+
+    REPEATS = "repeats", "from run to run"
+    ALONE = "alone", "alone and in a batch"
+    PLACE = "place", "at any place of the batch"
+    BATCH_SIZE = "batch_size", "for any batch size"
+    SPLITS = "splits", "for any maxima, by which kernels choose their splits"
+    CHUNKING = "chunking", "for any chunking of the context"
+    PAGES = "pages", "on any pages"
+    PADDING = "padding", "with and without padding"
+    GRAPH = "graph", "in a graph and without"
+    PHASE = "phase", "in prefill and in decode"
+    RANKS = "ranks", "on two ranks and on one"
 
 
-ASKED = {
-    Question.REPEATS: "from run to run",
-    Question.ALONE: "alone and in a batch",
-    Question.PLACE: "at any place of the batch",
-    Question.BATCH_SIZE: "for any batch size",
-    Question.SPLITS: "for any maxima, by which kernels choose their splits",
-    Question.CHUNKING: "for any chunking of the context",
-    Question.PAGES: "on any pages",
-    Question.PADDING: "with and without padding",
-    Question.GRAPH: "in a graph and without",
-    Question.PHASE: "in prefill and in decode",
-    Question.RANKS: "on two ranks and on one",
-}
+ASKED = {question: question.said for question in Question}
 
 
 class Answer(StrEnum):

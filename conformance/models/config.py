@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from mla_conformance.backends.references import unknown
 from mla_conformance.files.whole import InputError, convert, decode, read_text
-from mla_conformance.models.profile import Indexer, ModelProfile, Selection
+from mla_conformance.models.profile import ModelProfile, Selection
 from mla_conformance.reference.dimensions import Yarn
 
 _STORED = files("mla_conformance.fixtures") / "models"
@@ -32,7 +32,6 @@ class Family:
 
 
 _GATED = ("output gate",)
-
 FAMILIES: Mapping[str, Family] = {
     "axk1": Family(),
     "axk2": Family(attends="selected", outside=_GATED),
@@ -51,7 +50,6 @@ FAMILIES: Mapping[str, Family] = {
     "mistral4": Family(outside=("queries scaled by position",)),
     "youtu": Family(),
 }
-
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
 _Width = Annotated[int, Meta(ge=1, le=2**13)]
@@ -186,16 +184,13 @@ class _Reader:
     def _selection(self, kinds: Sequence[str]) -> Selection | None:
         if self.family.attends == "all":
             return None
-        indexer = Indexer(
-            heads=self._need("index_n_heads"),
-            head_dim=self._need("index_head_dim"),
-            topk=self._need("index_topk") // self.config.index_kpool,
-        )
-        if self.family.attends == "selected":
-            return Selection(topk=self._need("index_topk"), indexer=indexer, sinks=self.family.sinks)
-        columns = {_COMPRESSION[4]: indexer.topk, _COMPRESSION[128]: _WHOLE_COMPRESSED}
-        second = tuple(columns[kind] for kind in columns if kind in kinds)
-        return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)
+        heads, dim, topk = map(self._need, ("index_n_heads", "index_head_dim", "index_topk"))
+        pools, second = topk // self.config.index_kpool, tuple[int, ...]()
+        if self.family.attends == "compressed":
+            columns = {_COMPRESSION[4]: pools, _COMPRESSION[128]: _WHOLE_COMPRESSED}
+            topk, second = self._need("sliding_window"), tuple(columns[kind] for kind in columns if kind in kinds)
+        indexer = {"index_heads": heads, "index_dim": dim, "index_topk": pools}
+        return Selection(topk=topk, sinks=self.family.sinks, second=second, **indexer)
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,21 +17,15 @@ from mla_conformance.reference import dimensions, entry_formats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Indexer:
-    """The narrow heads that score cached tokens, the same on each rank; they select tokens, or pools of them."""
-
-    heads: int
-    head_dim: int
-    topk: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Selection:
     topk: int  # columns of the lists that name keys of the cache: those of the indexer, or those of a window
-    indexer: Indexer  # what selects
-    sinks: bool = False  # whether a logit of each head takes its share of the weights
+    sinks: bool  # whether a logit of each head takes its share of the weights
     # columns of the lists that name compressed keys of a second cache, for each kind of layer with one
-    second: tuple[int, ...] = ()
+    second: tuple[int, ...]
+    # the indexer's narrow heads, the same on each rank, and the tokens, or pools of them, that they select
+    index_heads: int
+    index_dim: int
+    index_topk: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +124,8 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
         yield from _part("gathered", gathered)
         if deployment.heads < _FEWEST_KERNEL_HEADS:
             yield from _part("gathered", {**gathered, "heads": _FEWEST_KERNEL_HEADS})
-        indexer = selection.indexer
-        dims = f"{indexer.head_dim}-0-{indexer.head_dim}-{indexer.head_dim}"
-        yield from _part("indexed", {"dims": dims, "heads": indexer.heads, "topk": indexer.topk})
+        dims = f"{selection.index_dim}-0-{selection.index_dim}-{selection.index_dim}"
+        yield from _part("indexed", {"dims": dims, "heads": selection.index_heads, "topk": selection.index_topk})
 
 
 def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:

@@ -233,7 +233,7 @@ def models() -> list[dict[str, Any]]:
         about = {"name": name, "heads": profile.heads, "dims": dims_of(profile)}
         about["roles"] = [role for role in ROLES if role in roles]
         about["tp"] = [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0]  # GPUs of whole nodes
-        indexer = profile.selection.indexer.heads if profile.selection else 0
+        indexer = profile.selection.index_heads if profile.selection else 0
         found.append({**about, "caches": profile.cache_layouts, "indexer": indexer})
     return found
 

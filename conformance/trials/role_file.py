@@ -58,18 +58,14 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
 def _add(path: Path, file: str, array: Sequence[str]) -> None:
     known, name = set(ROLES), path.stem
     module = import_file(path)
-    if (
-        name not in sys.modules
-        and name.isidentifier()
-        and getattr(find_spec(name), "origin", None) in (None, str(path))
-    ):
+    importable = name.isidentifier() and name not in sys.modules
+    if importable and getattr(find_spec(name), "origin", None) in (None, str(path)):
         sys.modules[name] = module  # where a kernel's file imports the classes of its role from
     defined = [each for each in vars(module).values() if isinstance(each, RoleDefinition)]
     added = [each for each in defined if each.role not in known]
     if len(added) != 1:
-        raise InputError(
-            f"expected one role, a RoleDefinition as docs/add-a-role.md has it, got {len(added) or 'none'}"
-        )
+        count = len(added) or "none"
+        raise InputError(f"expected one role, a RoleDefinition as docs/add-a-role.md has it, got {count}")
     (definition,) = added
     role, space = definition.role, definition.space
     if space is None or space.role is not role:

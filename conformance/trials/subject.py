@@ -128,13 +128,11 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     # What others hold of a device at the moment is no reason: a trial waits for it.
-    if (
-        case.far != "none"
-        and device.type == "cuda"
-        and (needed := needed_bytes(case)) > (whole := whole_memory(device))
-    ):
-        return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]
-    return []
+    if case.far == "none" or device.type != "cuda":
+        return []
+    needed, whole = needed_bytes(case), whole_memory(device)
+    lacking = f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"
+    return [lacking] if needed > whole else []
 
 
 def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
