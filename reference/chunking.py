@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-MAX_WORKSPACE_TOKENS = 128 * 1024
-"""That context is gathered into, however long the sequences; its up-projection is many times larger."""
+MAX_WORKSPACE_TOKENS = 128 * 1024  # of context that is gathered at once; its up-projection is many times larger
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ def pack_context_chunks(
     return tuple(chunks)
 
 
-PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = MappingProxyType(
+PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = MappingProxyType(  # by name in a case
     {"equal": plan_context_chunks, "greedy": pack_context_chunks}
 )
-"""Both planners, by the name that a case gives them."""

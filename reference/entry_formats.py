@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-SCALES = {"float32": 4, "ue8m0": 1, "e4m3": 1}
-"""Bytes of a tile's scale: a float32 number, a power of two as its biased exponent, or a code."""
+SCALES = {"float32": 4, "ue8m0": 1, "e4m3": 1}  # bytes: float32, a power of two as its biased exponent, a code
 TILE_SCALES = ("float32", "pow2")
 """What the scales of an ``fp8_ds_mla`` entry may be: any positive float32 numbers, as SGLang writes them, or powers of
 two, as vLLM and FlashMLA do since 2026."""

@@ -17,14 +17,11 @@ _FINER = (2.0**-14, 2.0**-17, 2.0**-20)
 _CELLS = 4  # cells of logits to a period of 2u
 _COMBINATIONS = 16  # random combinations of columns that stand for all; fewer columns stand for themselves
 _SAMPLED = 2  # rows, and heads of each, that show whether logits are that close: those that see most keys
-_NOTEWORTHY = 0.5
-"""Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
-_ELEMENTS = 2**22
-"""Elements that the sums of some heads may take (32 MiB of float64); those of a single head always may."""
+_NOTEWORTHY = 0.5  # share of the variance of independent roundings from which that of shared ones is computed
+_ELEMENTS = 2**22  # that the sums of some heads may take (32 MiB of float64); those of a single head always may
 THREADS = 4  # that add the weights of a row in FlashAttention 2 and 3, each a pair of every eight, one after another
 _SUM_ROUNDOFF = 2.0**-24
-_MOST_PAIRS = 2**25
-"""Pairs of a query and a key, over all heads, that are looked at; of more every n-th row stands for those behind it."""
+_MOST_PAIRS = 2**25  # of a query and a key, over all heads, that are looked at; of more some rows stand for others
 
 Visible = Sequence[slice | Tensor]  # the keys of each row
 

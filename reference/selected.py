@@ -20,8 +20,7 @@ from mla_conformance.reference.tiles import Queries, Tile, TileKeys, in_lanes, m
 
 NO_KEY = -1
 _LEAST_SHARE = 2.0**-102  # the least number that float32 holds in full, 2^-126, in units of its roundoff
-_KEY_ELEMENTS = 2**24
-"""Elements of keys that may be gathered at once (128 MiB of float64); those of a single row always may."""
+_KEY_ELEMENTS = 2**24  # of keys that may be gathered at once (128 MiB of float64); those of a single row always may
 
 
 def selected_attention(
@@ -164,8 +163,7 @@ class RowLists:
 
 
 _LOW = torch.bfloat16
-_KEYS_OF_A_LANE = 2**17
-"""Keys that are gathered at a time for all rows, 1.7 GB of latents: 64 rows of 2,048, whose 128 heads fill a GPU."""
+_KEYS_OF_A_LANE = 2**17  # gathered at a time for all rows, 1.7 GB of latents: 64 rows of 2,048, 128 heads fill a GPU
 
 
 def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> definition.AttentionState | None:

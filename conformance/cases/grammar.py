@@ -8,12 +8,11 @@ from typing import Any
 
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
-Data = StrEnum(
+Data = StrEnum(  # what the values of a case's inputs are like
     "Data",
     "NORMAL NEEDLE HOT_TAIL HOT_ONES LARGE_LOGITS HUGE_LOGITS EXTREME_LOGITS NEGATIVE SHIFTED RISING RISING_ONES ONES "
     "INTEGERS OUTLIERS LOW_RANK TINY_VALUES ZERO_KEYS",
 )
-"""What the values of a case's inputs are like."""
 MOST_REQUESTS = 2**16  # of a case; the longest list of the suite has 16,500
 LARGEST = 2**31  # any number of a case, and the tokens of all its requests; the suite's largest batch has 1,049,190
 _LONGEST_ID = 2**20

@@ -12,10 +12,8 @@ from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.space import DATA, Row, Space
 
 _MOST_SEEDS, _MOST_KEYS = 100, 2**16
-_MOST_REGIMES = 7
-"""Data regimes that requests have beside the first one."""
-_DRAWS = 8
-"""How often members of a row's classes are drawn; the key 0 stands for the plainest, to which failures shrink."""
+_MOST_REGIMES = 7  # that requests have beside the first one
+_DRAWS = 8  # of members of a row's classes; the key 0 stands for the plainest, to which failures shrink
 
 
 def profile(draws: int) -> settings:

@@ -4,12 +4,10 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case
 
-CPU_WORK = 2e8
-"""Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
+CPU_WORK = 2e8  # of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU
 LARGE_CPU_WORK = 3e9
 """Work of the largest case that a CPU is asked for where cases are about size, and that is fitted to a GPU's kernel."""
-GPU_WORK = 1e11
-"""Work of a case beyond which its batch is small in all but the pair that it is for."""
+GPU_WORK = 1e11  # of a case beyond which its batch is small in all but the pair that it is for
 _OF_AN_OPERATION = 0.7
 _OF_A_TOKEN, _OF_AN_ELEMENT, _OF_A_SPARE_ELEMENT, _OF_A_WEIGHT = 6e3, 60, 5, 250
 _OF_A_CALL, _OF_A_REQUEST = 8e6, 1e6

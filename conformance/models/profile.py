@@ -86,8 +86,7 @@ _PRESETS = {
 }
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""
-_OF_LISTS = re.compile(r";kv=\[([^;]*topk[^;]*)\]")
-"""Lengths that the columns of lists decide."""
+_OF_LISTS = re.compile(r";kv=\[([^;]*topk[^;]*)\]")  # lengths that the columns of lists decide
 
 
 def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:

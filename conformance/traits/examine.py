@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.roles import ROLES, Role
-from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question
 from mla_conformance.judging.verdict import Nonconformance
@@ -23,29 +23,23 @@ from mla_conformance.trials.trial import Context, Trial, results
 
 _REPEATS = 8
 _TRIES = 24  # simpler cases that are tried of one that differs
-_LAYER = {"call": Call.LAYER, "dims": "32-16-32-64", "heads": 2}
-_SPARSE = {"call": Call.SPARSE_DECODE, "heads": 16, "page": 64}
-_ASKED: Mapping[Role, tuple[dict[str, Any], ...]] = {
-    Role.PREFILL: ({"q": (5, 9), "heads": 2}, {"q": (130, 1, 40), "heads": 2}, {"q": (300, 17, 64, 5)}),
+_ASKED: Mapping[Role, tuple[str, ...]] = {  # fields of cases whose bits are compared, small ones first
+    Role.PREFILL: ("heads=2;q=[5,9]", "heads=2;q=[130,1,40]", "q=[300,17,64,5]"),
     Role.DECODE: (
-        {"call": Call.DECODE, "q": (1, 1), "kv": (5, 40), "heads": 2, "page": 64},
-        {"call": Call.DECODE, "q": (1, 1, 1), "kv": (300, 5, 129), "page": 64},
-        {"call": Call.DECODE, "q": (1,) * 4, "kv": (2000, 64, 700, 17), "heads": 16, "page": 64},
+        "call=decode;heads=2;q=[1,1];kv=[5,40];page=64",
+        "call=decode;q=[1,1,1];kv=[300,5,129];page=64",
+        "call=decode;heads=16;q=[1x4];kv=[2000,64,700,17];page=64",
     ),
     Role.LAYER: (
-        {**_LAYER, "q": (5, 1), "kv": (20, 40), "decodes": 1},
-        {**_LAYER, "q": (20, 9, 1, 1), "kv": (130, 300, 200, 17), "decodes": 2, "workspace": 2048},
+        "call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[20,40];decodes=1",
+        "call=layer;dims=32-16-32-64;heads=2;q=[20,9,1,1];kv=[130,300,200,17];decodes=2;workspace=2048",
     ),
     Role.SPARSE: (
-        {**_SPARSE, "q": (1, 1), "kv": (40, 64), "topk": 64},
-        {**_SPARSE, "q": (1, 1, 1), "kv": (300, 5, 1000), "topk": 512},
+        "call=sparse_decode;heads=16;q=[1,1];kv=[40,64];page=64;topk=64",
+        "call=sparse_decode;heads=16;q=[1,1,1];kv=[300,5,1000];page=64;topk=512",
     ),
-    Role.INDEXER: (
-        {"call": Call.INDEX_LOGITS, "heads": 4, "q": (1, 1), "kv": (63, 5)},
-        {"call": Call.INDEX_LOGITS, "q": (2, 1, 1), "kv": (100, 3, 700)},
-    ),
+    Role.INDEXER: ("call=index_logits;heads=4;q=[1,1];kv=[63,5]", "call=index_logits;q=[2,1,1];kv=[100,3,700]"),
 }
-"""Cases of each role whose bits are compared, from small to large."""
 _CHANGES: Mapping[Question, tuple[str, str, tuple[Any, ...]]] = {
     Question.SPLITS: ("maxima {} times as large", "inflate", (2, 16, 100)),
     Question.CHUNKING: ("a workspace of {} tokens", "workspace", (64, 128, 1024)),
@@ -59,14 +53,13 @@ _CHANGES: Mapping[Question, tuple[str, str, tuple[Any, ...]]] = {
 _OF_LAYERS = (Question.CHUNKING, Question.PHASE, Question.RANKS)
 DATA = ("normal", "needle", "hot_tail", "outliers", "large_logits", "tiny_values")
 _FORMS: tuple[dict[str, Any], ...] = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"cache": "fp8"})
-_MEASURED: Mapping[Role, tuple[dict[str, Any], ...]] = {
-    Role.PREFILL: ({"q": (65, 9), "heads": 4}, {"call": Call.CONTEXT_CHUNK, "q": (5, 9), "kv": (300, 64), "heads": 4}),
-    Role.DECODE: ({"call": Call.DECODE, "q": (1, 1, 1), "kv": (1000, 64, 5), "page": 64},),
-    Role.LAYER: ({"call": Call.LAYER, "q": (9, 1), "kv": (40, 130), "decodes": 1},),
-    Role.SPARSE: ({**_SPARSE, "q": (1, 1), "kv": (700, 64), "topk": 512},),
-    Role.INDEXER: ({"call": Call.INDEX_LOGITS, "q": (1, 1), "kv": (200, 700)},),
+_MEASURED: Mapping[Role, tuple[str, ...]] = {  # fields of cases whose errors are measured, for every form and data
+    Role.PREFILL: ("q=[65,9];heads=4", "call=context_chunk;heads=4;q=[5,9];kv=[300,64]"),
+    Role.DECODE: ("call=decode;q=[1,1,1];kv=[1000,64,5];page=64",),
+    Role.LAYER: ("call=layer;q=[9,1];kv=[40,130];decodes=1",),
+    Role.SPARSE: ("call=sparse_decode;heads=16;q=[1,1];kv=[700,64];page=64;topk=512",),
+    Role.INDEXER: ("call=index_logits;q=[1,1];kv=[200,700]",),
 }
-"""Cases of each role whose errors are measured, for every form and data."""
 _QUANTILES = (0.5, 0.99, 1.0)
 _MOST = 1e9  # larger errors, and what is no number, are told as this
 
@@ -80,7 +73,7 @@ def begun(subject: Subject, context: Context, case: Case) -> Trial:
 
 
 def bases(role: Role) -> tuple[Case, ...]:
-    return tuple(Case.of(capability="batch_invariance", **fields) for fields in _ASKED[role])
+    return tuple(Case.parse(f"batch_invariance:{fields}") for fields in _ASKED[role])
 
 
 @dataclass(frozen=True)
@@ -219,7 +212,7 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
     parts = []
     for fields in _MEASURED[role]:
         try:
-            case = Case.of(capability="weights", data=data, **fields, **form)
+            case = replace(Case.parse(f"weights:{fields};data={data}"), **form)
         except (CaseError, TypeError):  # a role without a cache, or one that has no such layout
             break
         with suppress(Nonconformance):

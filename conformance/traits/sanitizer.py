@@ -28,13 +28,11 @@ _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 LONGEST = 400  # characters of a name or a message that are kept
 _ROOT = "ComputeSanitizerOutput"
 _HOST = "host"
-_LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")
-"""Packages whose frames are not where somebody decided to launch a kernel."""
+_LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")  # frames that decide on no launch
 _TORCHS = re.compile(r"\bat::|\bat_cuda_detail::|\bc10::")
 """Torch's own kernels, which make inputs and copies, too: reports on them are no backend's but in memcheck."""
 _MEMCHECK = ("Precise", "Imprecise", "Api")
-_REFUSALS = re.compile(r"call to cuGetProcAddress|\(error 2\) due to")
-"""The driver refused a function lookup or memory; the library that asked handles it."""
+_REFUSALS = re.compile(r"call to cuGetProcAddress|\(error 2\) due to")  # of lookups and memory, which libraries handle
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\(\d+,\s*\d+,\s*\d+\)")
 _MOST_BYTES = 2**26
 

@@ -21,11 +21,10 @@ _OURS: list[Space] = [
     getattr(import_module(f"mla_conformance.roles.{role}.case"), role.upper()) for role in ROLES.values()
 ]
 SPACES = {space.capability: space for space in _OURS}  # by the capability whose cases their arrays are
-KEPT: dict[str, list[str]] = {
+KEPT: dict[str, list[str]] = {  # the ids of each array; of that of a role from outside once it is asked for
     capability: [f"{capability}:{fields}" for fields in array]
     for capability, array in json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text()).items()
 }
-"""The ids of each array, as they are kept; of that of a role from outside once it is asked for."""
 _LIGHT = 2e7  # work of a case of an array that is taken where there is one
 _COMPARED = 6  # draws of members of a row that fit a device, of which the best is taken
 
