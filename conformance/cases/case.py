@@ -176,8 +176,7 @@ class Case(ABC):
         call = call or _usual_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
-        if not values.keys() <= FIELDS.keys():
-            raise _unknown(values)
+        _require_known(values)
         cls = CLASSES[call]
         own = cls.defaults()
         for name, value in values.items():
@@ -215,8 +214,7 @@ class Case(ABC):
         values = dict(data)
         if values.pop("format", None) != CASE_FORMAT:
             raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
-        if not values.keys() <= FIELDS.keys():
-            raise _unknown(values)
+        _require_known(values)
         if "capability" not in values:
             raise CaseError("expected a field 'capability' in the case")
         return Case.of(**{name: from_plain(name, FIELDS[name], value) for name, value in values.items()})
@@ -364,16 +362,15 @@ def parse_fields(text: str) -> dict[str, Any]:
     if not all(name for name, _, _ in pairs):
         raise CaseError(f"malformed case fields {text!r}: expected 'field=value' between semicolons")
     values = {name.strip(): value.strip() for name, _, value in pairs}
-    if not values.keys() <= FIELDS.keys():
-        raise _unknown(values)
+    _require_known(values)
     if "capability" in values or len(values) < len(pairs):
         raise CaseError(f"malformed case fields {text!r}: expected each field once, the capability before the colon")
     return {name: parse_value(name, FIELDS[name], value) for name, value in values.items()}
 
 
-def _unknown(names: Iterable[str]) -> CaseError:
-    unknown = sorted(set(names) - FIELDS.keys())
-    return CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(FIELDS)}")
+def _require_known(names: Iterable[str]) -> None:
+    if unknown := sorted(set(names) - FIELDS.keys()):
+        raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(FIELDS)}")
 
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:

@@ -48,14 +48,10 @@ def dense_cases(space: Space) -> list[Case]:
 
 def drawn_case(space: Space, name: str, classes: Classes) -> Case | None:
     """A dense batch or a long request of some classes, with any heads, which are drawn by this name."""
-    kinds = (_dense, _dense, _wide, _wide, *(partial(_of_length, length=length) for length in _LONG))
+    kinds = (_dense, _dense, _wide, _wide, *(partial(_long, length=length, any_heads=True) for length in _LONG))
     kind = Draw(name).pick(kinds, "kind")
     what = _SMALL if kind is _wide else "rows" if Draw(name).below(2, "rows") else "keys"
     return next(_drawn(space, f"{what} {name}", kind, classes=classes, tries=_FITTED_TRIES), None)
-
-
-def _of_length(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
-    return {**_long(space, case, draw, rows, length), "heads": case.heads}
 
 
 def _drawn(
@@ -129,12 +125,13 @@ def _wide(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
     return {"spare": spare}
 
 
-def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
+def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int, any_heads: bool = False) -> dict[str, Any]:
     number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4, 5, 8), "queries")
     q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
     place = draw.below(number, "longest")
     (q if rows or case.call == Call.NEW_TOKENS or case.role is Role.CACHE else kv)[place] = length
-    heads = {"heads": draw.pick((1, 1, 2, 3), "heads")} if case.heads > 1 and case.role is not Role.COMPRESS else {}
+    few_heads = case.heads > 1 and case.role is not Role.COMPRESS and not any_heads
+    heads = {"heads": draw.pick((1, 1, 2, 3), "heads")} if few_heads else {}
     return {**_shaped(case, q, kv, draw), **heads}
 
 

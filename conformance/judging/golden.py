@@ -241,12 +241,9 @@ _RANK_COPIES = 10  # copies of the results that are kept of each rank, where the
 _ITEM_BYTES = {"fp32": 4, "fp64": 8}
 
 
-def _merged_ranks(case: Case) -> int:
-    return case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
-
-
 def _result_bytes(case: Case) -> int:
-    return 8 * max(1, _merged_ranks(case)) * sum(case.q) * case.sizes.output
+    ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 1
+    return 8 * ranks * sum(case.q) * case.sizes.output
 
 
 def memory_need(case: Case, device_type: str) -> int:
@@ -258,7 +255,7 @@ def memory_need(case: Case, device_type: str) -> int:
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
     whole = case.operations() <= FULL_OPERATIONS[device_type] and _result_bytes(case) <= FULL_RESULTS
     judged = rows if whole else min(rows, TELLING_ROWS + DRAWN_ROWS)
-    ranks = _merged_ranks(case)
+    ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
     results = (_RESULT_COPIES + _RANK_COPIES * ranks) * 8 * judged * case.sizes.output
     if ranks and not whole:  # all rows are merged before some are judged
         results += (8 * _MERGED_COPIES + 2 * ranks) * rows * case.sizes.output

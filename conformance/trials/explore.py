@@ -64,12 +64,9 @@ def explore(
 ) -> Record:
     """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
-    Args:
-        draws: how many cases of each role to draw; 0 where time decides.
-        seconds: how long to draw, over all roles; 0 where their number decides.
-        capabilities: of which spaces, by the capabilities that their arrays are of.
-        started: told of every case before anything of it is launched.
-        so_far: told now and then, ever more rarely, what the record would be if the last case had been the last.
+    ``draws`` cases of each role are drawn, or for so many ``seconds`` over all roles, where the other is 0, of the
+    spaces of these ``capabilities``. ``started`` is told of every case before anything of it is launched, ``so_far``
+    now and then, ever more rarely, what the record would be if the last case had been the last.
     """
     regions = [region_of(subject, SPACES[name]) for name in capabilities]
     declared = [region for region in regions if region.rows]

@@ -25,12 +25,8 @@ _DIGEST = "@sha256:"
 def take_up(named: str, array: Sequence[str] = ()) -> None:
     """Take up the role of a file, once; whatever becomes of it, no half of a role stays.
 
-    Args:
-        named: the file's path, or PATH@sha256:DIGEST where it must have these bytes.
-        array: ids of the cases of its covering array, where it was found before.
-
-    Raises:
-        InputError: a sentence about why there is no role in it, or none that could be judged.
+    ``named`` is its path, or PATH@sha256:DIGEST where it must have these bytes; ``array`` are ids of the cases of its
+    covering array, where it was found before. InputError says why there is no role in it, or none to be judged.
     """
     location, _, digest = named.partition(_DIGEST)
     path = Path(location).resolve()
