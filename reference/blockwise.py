@@ -181,9 +181,8 @@ def blockwise_attention(
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     heads = q.shape[1]
-    owned = [last - first for first, last in pairwise(query_start_loc)]
-    if rows is not None:
-        owned = [bisect_left(rows, last) - bisect_left(rows, first) for first, last in pairwise(query_start_loc)]
+    numbers = range(query_start_loc[-1]) if rows is None else rows
+    owned = [bisect_left(numbers, last) - bisect_left(numbers, first) for first, last in pairwise(query_start_loc)]
     # Pairs of a row and a key, over all heads, the invisible ones included.
     pairs = heads * sum(own * (last - first) for own, (first, last) in zip(owned, pairwise(key_start_loc), strict=True))
     requests = sum(map(bool, owned))

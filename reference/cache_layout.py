@@ -90,15 +90,14 @@ def decode_rows(
 
 def copy_blocks(caches: list[Tensor], src_to_dst: Tensor) -> None:
     """Copy whole blocks, [n, 2] numbers, within each cache [blocks, page, width]; all are read first."""
-    for cache in caches:  # as bytes: not every dtype can be indexed on every device
-        data, pairs = cache.view(torch.uint8), src_to_dst.long().to(cache.device)
-        data[pairs[:, 1]] = data[pairs[:, 0]]
+    for cache in caches:
+        swap_blocks(cache, cache, src_to_dst)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     """Copy blocks of ``src`` into ``dst``, both [blocks, page, width] of one dtype, on any devices."""
     pairs = src_to_dst.long().cpu()
-    source, target = src.view(torch.uint8), dst.view(torch.uint8)
+    source, target = src.view(torch.uint8), dst.view(torch.uint8)  # not every dtype can be indexed on every device
     target[pairs[:, 1].to(dst.device)] = source[pairs[:, 0].to(src.device)].to(dst.device)
 
 
@@ -113,11 +112,8 @@ def _tiles_of(keys: Tensor, form: entry_formats.TiledFormat, tile_scales: str) -
     else:
         low, high = quantization.quantize_e2m1(quotients).unflatten(-1, (-1, 2)).unbind(-1)
         codes = low | high << 4
-    parts = {
-        "codes": codes,
-        "scales": pad(stored, (0, form.padding)),
-        "plain": quantization.quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
-    }
+    plain = quantization.quantize_e4m3(plain, 1.0) if form.plain_codes else plain
+    parts = {"codes": codes, "scales": pad(stored, (0, form.padding)), "plain": plain}
     return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
 
 

@@ -6,7 +6,6 @@ Torch-free.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 
 MAX_WORKSPACE_TOKENS = 128 * 1024  # of context that is gathered at once; its up-projection is many times larger
 
@@ -86,6 +85,7 @@ def pack_context_chunks(
     return tuple(chunks)
 
 
-PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = MappingProxyType(  # by name in a case
-    {"equal": plan_context_chunks, "greedy": pack_context_chunks}
-)
+PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = {  # by name in a case
+    "equal": plan_context_chunks,
+    "greedy": pack_context_chunks,
+}

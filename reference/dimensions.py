@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +50,8 @@ _V3 = ModelDimensions(hidden_size=7168, num_heads=128, q_lora_rank=1536, kv_lora
 _GLM = ModelDimensions(hidden_size=6144, num_heads=64, q_lora_rank=2048, kv_lora_rank=512, head=_GLM_HEAD)
 _SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_rank=32, head=_SMALL_HEAD)
 
-PRESETS: Mapping[str, ModelDimensions] = MappingProxyType(
-    {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
-)
-"""Layers by short name, before any split over ranks: of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests."""
-
-
+# Layers by short name, before any split over ranks: of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests.
+PRESETS: Mapping[str, ModelDimensions] = {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
 _NARROWEST_RAMP = 1e-3  # width of a ramp whose two ends are one number
 
 

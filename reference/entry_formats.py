@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 SCALES = {"float32": 4, "ue8m0": 1, "e4m3": 1}  # bytes: float32, a power of two as its biased exponent, a code
@@ -10,7 +9,6 @@ TILE_SCALES = ("float32", "pow2")
 """What the scales of an ``fp8_ds_mla`` entry may be: any positive float32 numbers, as SGLang writes them, or powers of
 two, as vLLM and FlashMLA do since 2026."""
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
-_SIXTEEN_BITS = 2
 _LEAST_KEY = 1e-4  # magnitude below which an indexer's key takes the scale of this one
 SHUFFLE = 16  # tokens, and columns, of a tile of shuffled codes
 
@@ -50,7 +48,7 @@ class TiledFormat:
 
     @property
     def plain_bytes(self) -> int:
-        return self.plain * (1 if self.plain_codes else _SIXTEEN_BITS)
+        return self.plain * (1 if self.plain_codes else 2)  # of 16 bits otherwise
 
     @property
     def order(self) -> tuple[str, str, str]:
@@ -102,5 +100,5 @@ _FORMATS = (
     replace(_INDEX, name="fp8_index_flat", scales_behind_page=False),
     replace(_INDEX, name="fp8_index_shuffled", shuffled=True),
 )
-TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
-"""The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132."""
+# The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132.
+TILED_FORMATS: Mapping[str, TiledFormat] = {form.name: form for form in _FORMATS}

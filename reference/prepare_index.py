@@ -56,13 +56,10 @@ def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prep
     turn = cos_sin.to(torch.float64).reshape(len(cos_sin), *[1] * (x.values.dim() - 2), width)
     cos, sin = turn.tensor_split(2, dim=-1)
 
-    def turned(part: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        a, b = rope.split_pairs(part, interleaved)
-        return rope.join_pairs(a * cos + sign * b * sin, b * cos + a * sin, interleaved)
-
-    def within(whole: Tensor, sign: int) -> Tensor:
-        part = whole[..., first : first + width]
-        return turned(part, cos, sin, sign) if sign < 0 else turned(part, cos.abs(), sin.abs(), sign)
+    def within(whole: Tensor, sign: int) -> Tensor:  # by magnitudes where the sign is positive
+        own_cos, own_sin = (cos, sin) if sign < 0 else (cos.abs(), sin.abs())
+        a, b = rope.split_pairs(whole[..., first : first + width], interleaved)
+        return rope.join_pairs(a * own_cos + sign * b * own_sin, b * own_cos + a * own_sin, interleaved)
 
     def joined(whole: Tensor, part: Tensor) -> Tensor:
         return torch.cat((whole[..., :first], part, whole[..., first + width :]), dim=-1)

@@ -138,11 +138,8 @@ def small_batches(case: Case) -> Iterator[Case]:
         size = len(case.q) if case.role in WHOLE_LAYERS else requests
         lengths = [longest, *(draw.randint(1, min(longest, 4)) for _ in range(size - 1))]
         draw.shuffle(lengths)
-        if not case.kv:
-            yield replace(case, q=tuple(lengths), seed=seed)
-        else:
-            q = case.q if case.role in WHOLE_LAYERS else tuple(islice(cycle(case.q), size))
-            yield replace(case, q=q, kv=tuple(lengths), seed=seed)
+        new = {"q": tuple(islice(cycle(case.q), size)), "kv": tuple(lengths)} if case.kv else {"q": tuple(lengths)}
+        yield replace(case, **new, seed=seed)
 
 
 def captured_batch(case: Case) -> Case:

@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.functional import pad
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
@@ -129,10 +130,8 @@ def selection_padding(trial: Trial) -> None:
     assert isinstance(case, SparseCase)
     trial.conforms(step="as given")
     if not trial.unsupported(replace(case, topk=2 * case.topk)):
-        calls = []
-        for call in trial.problem.calls:
-            behind = call.topk_indices.new_full((len(call.topk_indices), case.topk), NO_KEY)
-            calls.append(call.given_otherwise(topk_indices=torch.cat((call.topk_indices, behind), dim=1)))
+        lists = [pad(call.topk_indices, (0, case.topk), value=NO_KEY) for call in trial.problem.calls]
+        calls = [call.given_otherwise(topk_indices=x) for call, x in zip(trial.problem.calls, lists, strict=True)]
         wider = replace(trial.problem, calls=tuple(calls))
         trial.conforms(wider, step="as many columns of -1 behind every list")
 
