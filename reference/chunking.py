@@ -1,7 +1,4 @@
-"""Splitting the cached context of a batch of prefills into chunks that fit one workspace, by vLLM's two plans.
-
-Torch-free.
-"""
+"""Splitting the cached context of a batch of prefills into chunks of one workspace, by vLLM's two plans. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -48,10 +48,7 @@ FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k
 
 
 def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool = False) -> Any:
-    """A field with one of the ``allowed`` values, or with several ``joined`` by +, which requests have in turn.
-
-    ``means`` is what docs/case-ids.md says of it.
-    """
+    """A field with one of the ``allowed`` values, or several ``joined`` by +; ``means`` is for docs/case-ids.md."""
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, "joined": joined})
 
 
@@ -311,10 +308,7 @@ class Case(ABC):
         return self.call
 
     def operations(self, new: Sequence[int] | None = None, beside: Sequence[int] | None = None) -> float:
-        """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
-
-        Of so many new tokens of each request, which see so many keys beside each other.
-        """
+        """Of q·k and p·v over visible pairs, of all calls and a merge: so many new tokens, and keys beside these."""
         new, beside = self.q if new is None else new, self.visible_lens if beside is None else beside
         causal = self.causal and self.call != Call.CONTEXT_CHUNK
         pairs = sum(length * (length + 1) / 2 for length in new) if causal else 0.0

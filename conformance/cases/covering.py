@@ -267,10 +267,7 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
 
 
 def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Mapping[Lengths, Row]]:
-    """What other requests of a batch may be, by their new tokens, or all under ``_ANY`` where these may be any.
-
-    Each is its new tokens and its context, if there is any, with its classes beside those of the case.
-    """
+    """What other requests may be, tokens and context, by their new tokens, or under ``_ANY`` if these are free."""
     free = not any(each.name == "queries" for each in space.dimensions) and row.get("others") != "equal"
     fixed = not case.kv or row.get("contexts", row.get("others")) == "equal"
     if fixed and not free:

@@ -72,10 +72,7 @@ def _drawn(
 
 
 def _preferred(space: Space, draw: Draw, classes: Classes | None, small: bool) -> Preference:
-    """Any classes, of these where some are given, but mostly those of small batches first where these are named.
-
-    Of sizes of heads the smallest ones first if they are to be small.
-    """
+    """Those of small batches mostly first, where these are named; of sizes of heads the smallest ones if ``small``."""
 
     @cache
     def drawn(name: str, labels: Sequence[str]) -> list[str]:

@@ -59,10 +59,7 @@ MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,)
 
 
 def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
-    """What stands behind a block table's rows, layers that share a buffer, and slots that no request holds.
-
-    Of these ``most`` are told apart, in powers of two.
-    """
+    """What stands behind a block table's rows, layers that share a buffer, and spare slots to 2^``most``."""
     powers = range(most, 14, -1)
 
     def unused(case: CachedCase) -> str:

@@ -1,7 +1,4 @@
-"""Which cases of all a run takes: a shard of the list, and how much is explored beside it. No torch.
-
-Shards are the parts into which several machines divide one list, each case in exactly one.
-"""
+"""Which cases of all a run takes: a shard, a part of the list, and how much is explored beside it. No torch."""
 
 import re
 import statistics

@@ -45,10 +45,7 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
 
 
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
-    """Make a problem's calls so often: the numbers of those that differ from the first, and the seconds of all.
-
-    Behind these stand the tensors of the first call, and those of the first that differs.
-    """
+    """Numbers of the calls that differ from the first, the seconds of all; tensors of the first and the first other."""
 
     def another() -> None:  # as of an engine's step
         if other is not None:

@@ -23,10 +23,7 @@ _Cause = tuple[str, str]  # the call and the check that fails
 
 
 def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
-    """The part of a space that a backend declares, and cases fitted to it, so many for ``triples`` of classes as well.
-
-    Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
-    """
+    """What a backend declares of a space, with cases fitted to it; nothing of a role that cannot run here."""
     cases, most = listed(space), work.CPU_WORK if subject.device.type == "cpu" else work.LARGE_CPU_WORK
     supported = list(compress(cases, _supported(subject, cases)))
     if not supported:

@@ -32,10 +32,7 @@ _stream: Any = torch.cuda.Stream
 
 
 class Graph:
-    """A captured call with its buffers, the tensors of ``static``; no batch has more requests, or a longer one.
-
-    The buffers hold ``batch`` when the call is captured.
-    """
+    """A captured call with its buffers, the tensors of ``static``, where ``batch`` stood then; no batch is larger."""
 
     def __init__(self, trial: Trial, what: str, static: Problem, batch: Problem) -> None:
         self.static, self._trial = static, trial

@@ -161,9 +161,8 @@ def describe(subject: Subject) -> BackendFacts:
     """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
     try:
         reference, reasons = subject.backend.reference, tuple(subject.unavailable)
-        declared = [] if reasons else list(subject.declarations.values())
-        versions = {}
-        for name in dict.fromkeys(chain.from_iterable(each.distributions for each in declared)):
+        declared, versions = {} if reasons else subject.declarations, dict[str, str]()
+        for name in dict.fromkeys(chain.from_iterable(each.distributions for each in declared.values())):
             try:
                 versions[name] = version(name)
             except PackageNotFoundError:
@@ -176,21 +175,20 @@ def describe(subject: Subject) -> BackendFacts:
             fingerprint = "hub " + hub.digest(reference)[:12]
         elif reasons:
             fingerprint = "unavailable"
-        if reasons:
-            return BackendFacts(subject.backend.name, reference, reasons, fingerprint=fingerprint)
-        kernels = {role: each for role, each in subject.declarations.items() if role != Role.LAYER}
+        kernels = {role: each for role, each in declared.items() if role != Role.LAYER}
         rounding: dict[str, str] = {}  # classes by name; those of a role beside prefill say so
-        for role, each in (kernels or subject.declarations).items():
+        for role, each in (kernels or declared).items():
             prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
             for operands, classes in (("", each.rounding), ("e4m3 operands: ", each.e4m3_rounding)):
                 named = {} if classes is None else vars(classes)
                 rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
-        deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared))
+        deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared.values()))
         return BackendFacts(
             subject.backend.name,
             reference,
+            reasons,
             versions=versions,
-            emulated=any(each.emulated for each in declared),
+            emulated=any(each.emulated for each in declared.values()),
             deviations=tuple((each.library, each.adapter) for each in deviations),
             rounding=rounding,
             fingerprint=fingerprint,
