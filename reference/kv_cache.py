@@ -5,7 +5,6 @@ stores its own in order, without gaps.
 Source: ``cp_kv_cache_interleave_size`` of vLLM.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,16 +86,14 @@ def _shuffled(cache: Tensor, slots: Tensor, form: TiledFormat) -> tuple[Tensor, 
     return slots // page, torch.cat((codes, page * form.code_bytes + token * form.scale_bytes + behind), dim=1)
 
 
-def page_parts(cache: Tensor, layout: str) -> Iterator[Tensor]:
+def page_parts(cache: Tensor, layout: str) -> list[Tensor]:
     """Views [blocks, page, width of a part] of a cache; side by side they are its entries."""
-    form = TILED_FORMATS.get(layout)
+    form, page = TILED_FORMATS.get(layout), cache.shape[1]
     if form is None or len(form.parts) == 1:
-        yield cache
-        return
-    page, start, blocks = cache.shape[1], 0, cache.flatten(1)
-    for width in form.parts:
-        yield blocks[:, start : start + page * width].unflatten(1, (page, width))
-        start += page * width
+        return [cache]
+    sizes = [page * width for width in form.parts]
+    parts = cache.flatten(1)[:, : sum(sizes)].split(sizes, dim=1)
+    return [part.unflatten(1, (page, width)) for part, width in zip(parts, form.parts, strict=True)]
 
 
 def gather_latents(
