@@ -42,11 +42,6 @@ class ErrorTerms:
     def by_name(self) -> dict[str, Tensor]:
         return {name: term for name, term in vars(self).items() if term is not None}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "ErrorTerms":
-        """Terms changed; ``change`` is given tensors with the tokens first."""
-        changed = {name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.by_name().items()}
-        return ErrorTerms(**changed)
-
 
 @dataclass(frozen=True)
 class ProjectedTerms:
@@ -82,8 +77,10 @@ class AttentionState:
     value_weights: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
-        """The same of output, LSE and terms."""
-        return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
+        """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
+        terms = self.terms.by_name() if self.terms else {}
+        made = {name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in terms.items()}
+        return AttentionState(change(self.output), change(self.lse.mT).mT, ErrorTerms(**made) if made else None)
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
@@ -138,7 +135,7 @@ def _attend(
     output = p @ v
     if not (with_terms or with_key_terms):
         return AttentionState(output.transpose(0, 1), lse)
-    weighted, absolute = weighted_scores(q, k, p, abs(scale)), v.abs()
+    weighted, absolute = (q.abs() @ k.abs().mT).mul_(abs(scale)).mul_(p), v.abs()
     largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
     terms = ErrorTerms(
         magnitude=(p @ absolute).transpose(0, 1),
@@ -170,11 +167,6 @@ def key_terms(
     shared = (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
     spread = spread.clamp(min=0.0).transpose(0, 1)
     return {"key_spread": spread, "key_shared": shared.mT, "key_shift": shift.transpose(0, 1)}
-
-
-def weighted_scores(q: Tensor, k: Tensor, p: Tensor, scale: float) -> Tensor:
-    """[N, T, S] p·(Σ_d scale·|q_d|·|k_d|)."""
-    return (q.abs() @ k.abs().mT).mul_(scale).mul_(p)
 
 
 def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> AttentionState:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import ProjectedTerms, Starts, key_terms, segments, weighted_scores
+from mla_conformance.reference.attention import ProjectedTerms, Starts, key_terms, segments
 
 
 @dataclass(frozen=True)
@@ -73,22 +73,15 @@ class Projection:
 
 
 def projected_terms(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    projection: Projection,
-    *,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, source: Projection, *, query_start_loc: Starts, key_start_loc: Starts, scale: float
 ) -> ProjectedTerms:
     """The terms of causal attention, operands as for ``attention``; all pairs of a request are held in memory."""
-    nope = projection.w_kv_b.shape[-1] - v.shape[-1]
-    w_uk, w_uv = (part.transpose(0, 1) for part in split_kv_b_proj(projection.w_kv_b, nope))
+    nope = source.w_kv_b.shape[-1] - v.shape[-1]
+    w_uk, w_uv = (part.transpose(0, 1) for part in split_kv_b_proj(source.w_kv_b, nope))
     found = []
     for rows, seen in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
         queries, keys, values = (x.transpose(0, 1).double() for x in (q[rows], k[seen], v[seen]))
-        found.append(_request_terms(queries, keys, values, projection.kv_c[seen], w_uk, w_uv, scale))
+        found.append(_request_terms(queries, keys, values, source.kv_c[seen], w_uk, w_uv, scale))
     return ProjectedTerms(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
 
 
@@ -110,7 +103,7 @@ def _request_terms(
 
     def moved(q: Tensor, k: Tensor) -> Tensor:
         """[N, T, V] what scores do that are off by the sums of magnitudes of these operands."""
-        weighted = weighted_scores(q, k, p, abs(scale))
+        weighted = (q.abs() @ k.abs().mT).mul_(abs(scale)).mul_(p)
         return weighted @ absolute + weighted.sum(dim=-1, keepdim=True) * output.abs()
 
     def variances(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

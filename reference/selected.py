@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mla_conformance.reference import attention as definition
 from mla_conformance.reference import row_sums
+from mla_conformance.reference.attention import Starts
 from mla_conformance.reference.blockwise import low_precision
 from mla_conformance.reference.tiles import Queries, Tile, TileKeys, in_lanes, magnitudes
 
@@ -127,18 +128,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
 @dataclass(frozen=True)
 class RowLists:
     numbers: Tensor  # [T, K] int64, tokens of the row's request, counted from the first of its context, or NO_KEY
-    query_start_loc: Sequence[int]  # first row of each request, and the end
+    query_start_loc: Starts
 
     @staticmethod
     def of(
-        selected: Tensor | None,
-        window: int | None,
-        query_start_loc: Sequence[int],
-        context_lens: Sequence[int],
-        device: torch.device,
+        selected: Tensor | None, window: int | None, starts: Starts, context_lens: Sequence[int], device: torch.device
     ) -> "RowLists | None":
         """What a window shows of a selection [T, K], or of all; None where neither is given."""
-        batch = zip(definition.segments(query_start_loc), context_lens, strict=True)
+        batch = zip(definition.segments(starts), context_lens, strict=True)
         places = [torch.arange(rows.stop - rows.start) + context for rows, context in batch]
         own = torch.cat(places).unsqueeze(1).to(device)  # [T, 1], the token that each row is
         if selected is not None:
@@ -149,7 +146,7 @@ class RowLists:
             return None
         if window is not None:
             numbers = numbers.masked_fill(numbers <= own - window, NO_KEY)
-        return RowLists(numbers, query_start_loc)
+        return RowLists(numbers, starts)
 
     def keys(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """[T, K] rows among the keys that hold the lengths[b] tokens from starts[b] on of each request b."""

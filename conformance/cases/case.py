@@ -275,11 +275,8 @@ class Case(ABC):
         return tuple(map(add, self.q, self.kv)) if self.kv else self.q
 
     def data_of(self, request: int) -> str:
-        return self._in_turn[request % len(self._in_turn)]
-
-    @cached_property
-    def _in_turn(self) -> list[str]:
-        return self.data.split("+")
+        regimes = self.data.split("+")
+        return regimes[request % len(regimes)]
 
     @cached_property
     def regimes(self) -> tuple[str, ...]:
