@@ -13,16 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mla_conformance.reference import attention as definition
 from mla_conformance.reference import row_sums, tiles
-from mla_conformance.reference.attention import (
-    AttentionState,
-    Starts,
-    attention,
-    check_operands,
-    concatenate,
-    segments,
-    workspace_elements,
-)
+from mla_conformance.reference.attention import AttentionState, Starts, attention, workspace_elements
 
 _KEYS = 2048  # whose magnitudes are counted at a time
 
@@ -179,7 +172,7 @@ def blockwise_attention(
     Output and LSE agree with it to float64 rounding. Error terms are float32; of large problems on a GPU they are
     made in bfloat16 and up to 5 % larger. Key terms, and operands that are not finite, are left to the definition.
     """
-    check_operands(q, k, v, query_start_loc, key_start_loc)
+    definition.check_operands(q, k, v, query_start_loc, key_start_loc)
     heads = q.shape[1]
     numbers = range(query_start_loc[-1]) if rows is None else rows
     owned = [bisect_left(numbers, last) - bisect_left(numbers, first) for first, last in pairwise(query_start_loc)]
@@ -267,7 +260,7 @@ def by_shape(
     heads, workspace = q.shape[1], workspace_elements(q.device)
     states, order = list[AttentionState](), list[slice]()  # and the rows that they are of
     alike: dict[tuple[int, ...], list[tuple[slice, slice]]] = {}
-    for request in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
+    for request in zip(definition.segments(query_start_loc), definition.segments(key_start_loc), strict=True):
         alike.setdefault(tuple(rows.stop - rows.start for rows in request), []).append(request)
     for (q_len, kv_len), requests in alike.items():
         most = max(1, workspace // max(1, heads * (q_len * kv_len + (q_len + kv_len) * q.shape[2])))
@@ -290,7 +283,7 @@ def by_shape(
             if len(part) > 1:
                 state = state.map(lambda x: x.unflatten(1, (-1, heads)).transpose(0, 1).flatten(0, 1))
             states.append(state)
-    state = concatenate(states)
+    state = definition.concatenate(states)
     if order == sorted(order, key=lambda rows: rows.start):
         return state
     place = torch.cat([torch.arange(rows.start, rows.stop) for rows in order]).argsort().to(q.device)

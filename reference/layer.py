@@ -11,18 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import chunking, dimensions
+from mla_conformance.reference import chunking, dimensions, projections
 from mla_conformance.reference.attention import AttentionState, Starts, attention, merge, segments
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
 from mla_conformance.reference.prepare_index import Prepared, layer_norm, rotated
-from mla_conformance.reference.projections import (
-    MLAWeights,
-    expand_key,
-    kv_b_proj,
-    rms_norm,
-    split_kv_b_proj,
-    up_project,
-)
+from mla_conformance.reference.projections import MLAWeights, rms_norm
 from mla_conformance.reference.rope import Rotation, rope
 from mla_conformance.reference.selected import RowLists, selected_attention, with_sink
 
@@ -83,7 +76,8 @@ def mla_layer(
     q_c, new, lens = query_latent(h, w, spec), latents(h, positions, w, spec), context.context_lens
     route: Any = data_movement_friendly if path == "data_movement_friendly" else compute_friendly
     batch: dict[str, Any] = {"query_start_loc": query_start_loc, "scale": spec.scale}
-    attend = partial(route, *queries(q_c, positions, w, spec), weight_kv_b=kv_b_proj(w.W_UK, w.W_UV), **batch)
+    batch |= {"weight_kv_b": projections.kv_b_proj(w.W_UK, w.W_UV)}
+    attend = partial(route, *queries(q_c, positions, w, spec), **batch)
     named = lists and lists.keys(lens, [rows.stop - rows.start for rows in segments(query_start_loc)])
     state = attend(*new, key_start_loc=query_start_loc, causal=True, selected=named)
     chunks = [chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)]
@@ -110,8 +104,8 @@ def compute_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
-    k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), expand_key(k_nope, k_pe.double())
+    k_nope, v = projections.up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
+    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), projections.expand_key(k_nope, k_pe.double())
     return _attended(query, key, v, **batch)
 
 
@@ -119,7 +113,7 @@ def data_movement_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
-    w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
+    w_uk, w_uv = projections.split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     # q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
     absorbed = torch.einsum("tnp,lnp->tnl", q_nope.double(), w_uk.double())
     query = torch.cat((absorbed, q_pe.double()), dim=-1)

@@ -13,16 +13,8 @@ from operator import add
 from typing import Any, ClassVar, NamedTuple, Self, get_origin
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.grammar import (
-    LARGEST,
-    CaseError,
-    Data,
-    dimensions_of,
-    format_value,
-    from_plain,
-    parse_value,
-    require_requests,
-)
+from mla_conformance.cases import grammar
+from mla_conformance.cases.grammar import CaseError, Data, dimensions_of
 from mla_conformance.reference.dimensions import MLADimensions
 
 CASE_FORMAT = 1  # version of the id's grammar and of the inputs that an id stands for; part of the digest
@@ -152,9 +144,9 @@ class Case(ABC):
         if self.call != Call.NEW_TOKENS and len(self.kv) != len(self.q):
             lengths = f"q={list(self.q)} kv={list(self.kv)}"
             raise CaseError(f"{self.call} expects one context length per request, got {lengths}")
-        if sum(self.q) + sum(self.kv) > LARGEST:
+        if sum(self.q) + sum(self.kv) > grammar.LARGEST:
             found = f"{sum(self.q):,} new ones and {sum(self.kv):,}"
-            raise CaseError(f"expected at most {LARGEST:,} tokens, got {found}")
+            raise CaseError(f"expected at most {grammar.LARGEST:,} tokens, got {found}")
         for reason in self.contradictions():
             raise CaseError(reason)
 
@@ -214,7 +206,7 @@ class Case(ABC):
         _require_known(values)
         if "capability" not in values:
             raise CaseError("expected a field 'capability' in the case")
-        return Case.of(**{name: from_plain(name, FIELDS[name], value) for name, value in values.items()})
+        return Case.of(**{name: grammar.from_plain(name, FIELDS[name], value) for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.defaults()}
@@ -235,7 +227,7 @@ class Case(ABC):
         """Capability and every field that differs from its default; the same text for the same case."""
         usual = {**self.defaults(), "call": _usual_call(self.capability), "capability": self.capability}
         told = ((name, getattr(self, name)) for name in usual)
-        reported = (f"{name}={format_value(value)}" for name, value in told if value != usual[name])
+        reported = (f"{name}={grammar.format_value(value)}" for name, value in told if value != usual[name])
         return f"{self.capability}:{';'.join(reported)}"
 
     @property
@@ -356,7 +348,7 @@ def parse_fields(text: str) -> dict[str, Any]:
     _require_known(values)
     if "capability" in values or len(values) < len(pairs):
         raise CaseError(f"malformed case fields {text!r}: expected each field once, the capability before the colon")
-    return {name: parse_value(name, FIELDS[name], value) for name, value in values.items()}
+    return {name: grammar.parse_value(name, FIELDS[name], value) for name, value in values.items()}
 
 
 def _require_known(names: Iterable[str]) -> None:
@@ -371,9 +363,9 @@ def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
         several = " or several of them joined by +," if joined else ""
         raise CaseError(f"field {name}: expected one of {', '.join(allowed)},{several} got {value!r}")
     if isinstance(value, tuple):
-        require_requests(name, len(value))
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise CaseError(f"field {name}: expected at most {LARGEST:,}, got {value}")
+        grammar.require_requests(name, len(value))
+    if isinstance(value, int) and abs(value) > grammar.LARGEST:
+        raise CaseError(f"field {name}: expected at most {grammar.LARGEST:,}, got {value}")
     if "least" in law and value < law["least"]:
         expected = {0: "a non-negative number", 1: "a positive number"}.get(law["least"], f"at least {law['least']}")
         raise CaseError(f"field {name}: expected {expected}, got {value}")

@@ -89,10 +89,8 @@ def cells_of(space: Space, classes: Mapping[str, Sequence[str]]) -> Iterator[tup
     heads = [{"heads": number} for number in _GRID_HEADS if "heads" in classes]
     for names in space.grids:
         for number, labels in product(heads or [{}], product(*map(classes.__getitem__, names))):
-            cell = {
-                **dict(zip(names, labels, strict=True)),
-                **{name: str(HEADS.class_of(n)) for name, n in number.items()},
-            }
+            cell = dict(zip(names, labels, strict=True))
+            cell |= {name: str(HEADS.class_of(n)) for name, n in number.items()}
             if cell.get("queries", "1") in _GRID_QUERIES and cell.get("heads", "") in classes.get("heads", [""]):
                 queries = {"q": (_GRID_QUERIES[cell["queries"]],)} if "queries" in cell else {}
                 ordered = {each.name: cell[each.name] for each in space.dimensions if each.name in cell}

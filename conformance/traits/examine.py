@@ -99,9 +99,8 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
                 yield Variant(what, problem, operands.rows_of(trial.problem.query_start_loc, requests))
         return
     words, name, values = _CHANGES[question]
-    is_asked = (
-        is_layer if question in _OF_LAYERS else question is not Question.GRAPH or trial.subject.device.type == "cuda"
-    )
+    on_gpu = trial.subject.device.type == "cuda"
+    is_asked = is_layer if question in _OF_LAYERS else on_gpu or question is not Question.GRAPH
     for value in values if is_asked else ():
         try:
             case = replace(trial.case, **{name: value})

@@ -135,8 +135,8 @@ def small_batches(case: Case) -> Iterator[Case]:
         size = len(case.q) if case.role in WHOLE_LAYERS else requests
         lengths = [longest, *(draw.randint(1, min(longest, 4)) for _ in range(size - 1))]
         draw.shuffle(lengths)
-        new = {"q": tuple(islice(cycle(case.q), size)), "kv": tuple(lengths)} if case.kv else {"q": tuple(lengths)}
-        yield replace(case, **new, seed=seed)
+        q = tuple(islice(cycle(case.q), size)) if case.kv else tuple(lengths)
+        yield replace(case, q=q, kv=case.kv and tuple(lengths), seed=seed)
 
 
 def captured_batch(case: Case) -> Case:

@@ -25,15 +25,8 @@ from mla_conformance.driving.driver import Observation, parts_of, run_calls, why
 from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+from mla_conformance.problems import memory
 from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import (
-    Original,
-    free_memory,
-    out_of_memory,
-    storage_bytes,
-    wait_for_memory,
-    whole_memory,
-)
 from mla_conformance.problems.operands import ProblemError
 from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
@@ -59,7 +52,7 @@ class BoundedCache(Generic[Value]):
         place = (key, str(device))
         if place not in self.entries:
             value, limit = make(), self.limits[device.type]
-            packed = value if isinstance(value, Original) else Original(value)
+            packed = value if isinstance(value, memory.Original) else memory.Original(value)
             storages = map(torch.Tensor.untyped_storage, packed.tensors)
             size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             if size > limit and not self.keeps_large:
@@ -74,15 +67,17 @@ class BoundedCache(Generic[Value]):
 @dataclass(eq=False)
 class Context:
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
-    _problems: BoundedCache[Original[Problem]] = field(default_factory=partial(BoundedCache, PROBLEM_BYTES, False))
+    _problems: BoundedCache[memory.Original[Problem]] = field(
+        default_factory=partial(BoundedCache, PROBLEM_BYTES, False)
+    )
     _golden: BoundedCache[Golden] = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
 
     def problem(self, case: Case, device: torch.device) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to: no backend gets what is kept."""
 
-        def make() -> Original[Problem]:
+        def make() -> memory.Original[Problem]:
             built = build_problem(case, device, self.salt)
-            return Original(built, [built.case])
+            return memory.Original(built, [built.case])
 
         made = self._problems.get(case.id, device, make)
         return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
@@ -231,7 +226,7 @@ def returned_bytes(observation: Observation) -> list[bytes]:
             found.append(instead.encode())
         else:
             own = part.clone(memory_format=torch.contiguous_format)
-            found.append(bytes(storage_bytes(own).cpu().numpy().tobytes()))
+            found.append(bytes(memory.storage_bytes(own).cpu().numpy().tobytes()))
     return found
 
 
@@ -296,14 +291,14 @@ def judged_trial(
     except (ProblemError, CaseError) as error:  # of inputs that the model's dtype cannot hold, or of a derived batch
         verdict = Verdict(Status.UNAVAILABLE, one_line(error))
     except Exception as error:
-        if out_of_memory(error):
+        if memory.out_of_memory(error):
             verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
         else:
             verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
     if verdict.status is Status.UNAVAILABLE:
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
         too_long = case.operations() > MOST_OPERATIONS.get(kind, inf)
-        too_large = too_long or memory_need(case, kind) > whole_memory(subject.device)
+        too_large = too_long or memory_need(case, kind) > memory.whole_memory(subject.device)
         verdict = replace(verdict, too_large=too_large)
     seconds, evidence = round(time.perf_counter() - began, 4), dict[str, str]()
     if "backend" in vars(trial):
@@ -315,14 +310,14 @@ def judged_trial(
 
 def _require_memory(trial: Trial) -> None:
     device = trial.subject.device
-    need, whole = memory_need(trial.case, device.type), whole_memory(device)
+    need, whole = memory_need(trial.case, device.type), memory.whole_memory(device)
     lacking = f"out of memory: may need {need / 2**20:.0f} MiB,"
     if need > whole:
         trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} this device has {whole / 2**20:.0f} MiB"))
-    if free_memory(device) < need:
+    if memory.free_memory(device) < need:
         trial.context.forget()
         trial.subject.executor.make_room()
-    if (free := wait_for_memory(device, need, MEMORY_PATIENCE)) < need:
+    if (free := memory.wait_for_memory(device, need, MEMORY_PATIENCE)) < need:
         found = f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
         trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} {found}"))
 

@@ -42,10 +42,8 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
     else:
         known = {case.role for case in cases if case.id in killing()}
         alone = find_capability(capability).procedure == _LONG
-        taken = {
-            *cases[:1],
-            *({case.role: case for case in reversed(cases) if case.role not in known and not alone}).values(),
-        }
+        first = {case.role: case for case in reversed(cases) if case.role not in known and not alone}
+        taken = {*cases[:1], *first.values()}
     return tuple(case for case in cases if case in taken or case.id in killing())
 
 
