@@ -24,11 +24,8 @@ from mla_conformance.problems.calls import CallOnRanks, Problem
 from mla_conformance.problems.fences import Buffers
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.sparse.case import SparseCase
-from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
 from mla_conformance.trials.graph import MANY_BATCHES, WHOLE_LAYERS, prepare_each, small_batches
@@ -203,7 +200,7 @@ def _layers_of_a_step(made: Session) -> None:
     others = Data.NORMAL if trial.case.role is Role.SPARSE_LAYER else Data.OUTLIERS
     data = others if trial.case.data == Data.INTEGERS else Data.INTEGERS
     fields: dict[str, Any] = dict.fromkeys(("data", "latents") if is_layer else ("data",), data)
-    contents = replace(trial.case, **fields)
+    contents: Any = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)
     if not is_layer:
         other = _over_metadata(other, first)
@@ -218,7 +215,6 @@ def _layers_of_a_step(made: Session) -> None:
         _interleaved(trial, _over_metadata(other, trial.problem), "over the same metadata")
     elif isinstance(trial.problem.calls[0], LayerCall):
         # A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none.
-        assert isinstance(contents, LayerCase)
         problem = trial.build(replace(contents, model=contents.model + 1))
         layer, expectation = trial.create(problem.case), trial.context.expect(problem)
         made.call(trial.problem, "the first of two layers")
@@ -236,10 +232,9 @@ def _lend(owner: Any, layer: Any, problem: Problem) -> None:
 
 def _scale_cache(problem: Problem, factor: float) -> Problem:
     """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
-    assert isinstance(problem.case, CachedCase)
-    meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
-    for call in problem.calls:
-        assert isinstance(call, DecodeCall | SparseCall)
+    case: Any = problem.case
+    meant, calls = factor if case.cache == "fp8" else 1.0, []
+    for call in problem.attention:
         rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
         calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
     whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
@@ -247,15 +242,15 @@ def _scale_cache(problem: Problem, factor: float) -> Problem:
 
 
 def _selected_otherwise(problem: Problem) -> Problem:  # lists that lack what stood in their first column
-    assert isinstance(problem.case, SparseCase)
-    columns, calls = slice(1, problem.case.topk), []
+    case: Any = problem.case
+    columns, calls = slice(1, case.topk), []
 
     def moved(lists: torch.Tensor) -> torch.Tensor:  # of the first cache, behind which those of the second stay
         none = torch.full_like(lists[:, :1], NO_KEY)
         return torch.cat((lists[:, columns], none, lists[:, columns.stop :]), dim=1)
 
-    for call in problem.calls:
-        assert isinstance(call, SparseCall) and call.selected is not None
+    for call in problem.attention:
+        assert call.selected is not None
         length = call.named["topk_length"]
         length = None if length is None else (length - 1).clamp(min=0)
         other = call.given_otherwise(topk_indices=moved(call.named["topk_indices"]), topk_length=length)
