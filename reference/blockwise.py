@@ -103,8 +103,7 @@ class Panel:
         lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
         within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
         whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
-        found = within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self.length]
-        return found.add_(of_all(start))
+        return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)[:, : self.length].add_(of_all(start))
 
     def _pieces(self) -> Iterator[tuple[tiles.View, tiles.Tile]]:
         """Tiles that have every visible pair once, and what picks their rows."""

@@ -60,8 +60,7 @@ def pack_context_chunks(
     taken: dict[int, tuple[int, int]] = {}  # start and length of each request's row in the chunk that is filled
 
     def end() -> None:
-        rows = [taken.get(request, (0, 0)) for request in range(len(context_lens))]
-        starts, lengths = zip(*rows, strict=True)
+        starts, lengths = zip(*[taken.get(request, (0, 0)) for request in range(len(context_lens))], strict=True)
         chunks.append(ContextChunk(starts=starts, seq_lens=lengths))
         taken.clear()
 

@@ -71,8 +71,7 @@ def read_entries(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
     if form is not None and form.shuffled:
         at, offsets = _shuffled(cache, slots, form)
         return data.flatten(1)[at.unsqueeze(1), offsets]
-    parts = [part[slots // page, slots % page] for part in page_parts(data, layout)]
-    return torch.cat(parts, dim=-1).view(cache.dtype)
+    return torch.cat([part[slots // page, slots % page] for part in page_parts(data, layout)], dim=-1).view(cache.dtype)
 
 
 def _shuffled(cache: Tensor, slots: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:

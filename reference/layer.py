@@ -196,8 +196,7 @@ def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeigh
 
 def index_weights(hidden: Tensor, weights: IndexerWeights) -> Tensor:
     """[T, H] float64 weights of the heads with all that scales a score."""
-    scale = weights.wq_b[0].numel() ** -0.5
-    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * scale
+    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * (weights.wq_b[0].numel() ** -0.5)
 
 
 def _turned(x: Prepared, positions: Tensor, spec: IndexerSpec) -> Prepared:

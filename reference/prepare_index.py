@@ -65,8 +65,7 @@ def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prep
         return torch.cat((whole[..., :first], part, whole[..., first + width :]), dim=-1)
 
     values = joined(x.values, within(x.values, -1))
-    products = within(x.values.abs(), 1)
-    accumulated = joined(x.accumulated, within(x.accumulated, 1) + products)
+    accumulated = joined(x.accumulated, within(x.accumulated, 1) + within(x.values.abs(), 1))
     stored = joined(x.stored, within(x.stored, 1) + x.rounded(values[..., first : first + width]))
     return Prepared(values, accumulated, stored, x.least)
 
@@ -115,8 +114,7 @@ def windows(x: Tensor, ratio: int, overlap: bool, missing: float) -> Tensor:
     if not overlap:
         return groups
     before, own = groups.chunk(2, dim=-1)
-    nobody = torch.full_like(before[:1], missing)
-    return torch.cat((torch.cat((nobody, before[:-1])), own), dim=1)
+    return torch.cat((torch.cat((torch.full_like(before[:1], missing), before[:-1])), own), dim=1)
 
 
 def pooled(k: Tensor, score: Tensor, ape: Tensor, least: float) -> Prepared:

@@ -54,8 +54,7 @@ def up_project(kv_c: Tensor, w_kv_b: Tensor) -> Tensor:
 
 def expand_key(k_nope: Tensor, k_pe: Tensor) -> Tensor:
     """Give every head the shared rotary part: k_nope [S, N, P] and k_pe [S, R] give k [S, N, P+R], dtype kept."""
-    shared = k_pe.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
-    return torch.cat((k_nope, shared), dim=-1)
+    return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, k_nope.shape[1], -1)), dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -119,8 +119,7 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
         queries = tiles.Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), q)
         tile = tiles.Tile(queries, tiles.TileKeys(k, k, k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
         shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
-        products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
-        weigh_on_gpu(tile, shift, totals, shift.float(), products)
+        weigh_on_gpu(tile, shift, totals, shift.float(), torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda"))
     except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
         return None
     return weigh_on_gpu

@@ -78,16 +78,14 @@ def with_sink(state: definition.AttentionState, sink: Tensor) -> definition.Atte
     terms = state.terms
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
-        sizes = (state.lse, sink.to(state.lse).unsqueeze(1))
-        size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
+        size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in (state.lse, sink.to(state.lse).unsqueeze(1)))
         shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
         # Variances go with the square of the share.
         powers = {"lse_score": torch.ones_like(share[..., 0]).mT, "key_shared": share[..., 0].square()}
         powers |= dict.fromkeys(("squares", "key_spread"), share.square())
         scaled = {name: term * powers.get(name, share) for name, term in terms.by_name().items()}
         if terms.key_spread is not None:
-            moved = shift * terms.lse_score.mT.unsqueeze(-1)
-            scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
+            scaled["key_spread"] = (scaled["key_spread"].sqrt() + (shift * terms.lse_score.mT.unsqueeze(-1))).square()
         terms = definition.ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return definition.AttentionState(state.output * share, state.lse, terms)
 

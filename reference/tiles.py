@@ -89,8 +89,7 @@ class Queries:
         scaled = wide * scale
         if wide.dtype == torch.float64:
             return Queries(scaled, None, magnitudes(scaled, low))
-        factor = torch.full((), scale, dtype=torch.float64, device=q.device)
-        return Queries(wide, factor, magnitudes(scaled, low))
+        return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitudes(scaled, low))
 
     def map(self, view: View) -> "Queries":
         return Queries(view(self.wide), self.factor, view(self.low))

@@ -306,8 +306,7 @@ def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
         most = shape.longest - max(shape.queries) - 1
         kv = contexts_of(row["others"], requests, most, draw)
         kv[longest] = shape.longest - q[longest]
-    paged = {"page": shape.page} if row.get("page") else {}
-    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **paged}
+    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if row.get("page") else {})}
 
 
 def decodes_of(row: Row, requests: int, draw: Draw) -> int:

@@ -144,5 +144,4 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
             q, decodes = longer[: len(q) - many] + [drafted] * many, {"decodes": many}
     lengths: dict[str, grammar.Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.call != Call.NEW_TOKENS else ()}
     tokens = case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")  # to a multiple of 8, as builders have them
-    room = {"workspace": -(-tokens // 8) * 8} if case.call in PLANNED else {}
-    return {**lengths, **decodes, **room}
+    return {**lengths, **decodes, **({"workspace": -(-tokens // 8) * 8} if case.call in PLANNED else {})}

@@ -142,8 +142,7 @@ def _lists_beside(longest: str, columns: str, keys: str) -> bool:
     if keys == "as many":
         near = (*whole[:_SCANNED], *COLUMNS.some[columns])
         return any(length in whole and COLUMNS.class_of(length) == columns for length in near)
-    ends = (whole[0], whole[-1])
-    return any(against(length, n) == keys for length in ends for n in COLUMNS.some[columns])
+    return any(against(length, n) == keys for length in (whole[0], whole[-1]) for n in COLUMNS.some[columns])
 
 
 def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, int]]:

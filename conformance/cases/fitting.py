@@ -277,8 +277,7 @@ class _Fitting:
         def adds(case: Case) -> int:
             return fine.held_by(row, case) if fine else left.new_in(space.rows((case,)))
 
-        draws = space.drawn(row, self._salt, _FINE_DRAWS if fine else _DRAWS)
-        *drawn, plain = (_with(case, numbers) for case in draws)
+        *drawn, plain = (_with(case, numbers) for case in space.drawn(row, self._salt, _FINE_DRAWS if fine else _DRAWS))
         kept = [case for case in drawn if case and self._is_light(case) and not (numbers and space.outside(case))]
         for tried in (kept, [plain] if plain and (self._needs or self._is_light(plain)) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):

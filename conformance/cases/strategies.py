@@ -39,8 +39,7 @@ def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]]) -
     drawn = {name: draw(st.sampled_from(labels)) for name, labels in classes.items() if labels}
 
     def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
-        known = [label for label in labels if label in classes[name]]
-        return sorted(known, key=lambda label: label != drawn.get(name))
+        return sorted([label for label in labels if label in classes[name]], key=lambda label: label != drawn.get(name))
 
     row = space.completed((), prefer)
     if row is None:

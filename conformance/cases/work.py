@@ -51,8 +51,7 @@ def _chunks(case: Case) -> int:
         return max(case.q) // int(chunk)
     if case.call != Call.CHUNKED_CONTEXT or not any(case.kv):
         return 0
-    share = max(case.page, case.workspace // sum(map(bool, case.kv)))
-    return -(-max(case.kv) // share)
+    return -(-max(case.kv) // max(case.page, case.workspace // sum(map(bool, case.kv))))
 
 
 def is_light(case: Case) -> bool:

@@ -23,8 +23,7 @@ class Position:
         judged, head, *rest = index
         token = rows.number(judged)
         request = bisect_right(rows.query_start_loc, token) - 1
-        position = token - rows.query_start_loc[request]
-        return Position(judged, head, rest[0] if rest else None, request, position)
+        return Position(judged, head, rest[0] if rest else None, request, token - rows.query_start_loc[request])
 
     def __str__(self) -> str:
         column = "" if self.column is None else f", column {self.column}"

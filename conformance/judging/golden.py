@@ -250,8 +250,7 @@ def memory_need(case: Case, device_type: str) -> int:
     """Bytes that judging a case takes at most, generously: inputs and their copies, results in float64, workspaces."""
     dims = case.dimensions
     rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
-    elements = rows * case.sizes.row + keys * case.sizes.key
-    inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
+    inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * (rows * case.sizes.row + keys * case.sizes.key)
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
     whole = case.operations() <= FULL_OPERATIONS[device_type] and _result_bytes(case) <= FULL_RESULTS
     judged = rows if whole else min(rows, TELLING_ROWS + DRAWN_ROWS)

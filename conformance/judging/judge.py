@@ -199,8 +199,7 @@ class AttentionJudge(Steps):
             state = with_shared(self.problem, self.rows, part.golden, part.call)
             row = self._worst_rms(share_of(found["rms"], expected_row_rms(state, part.allowed)), part, alike=True)
             largest_rms = worst_of(row)
-        row_use = max(self.used.row, largest_rms)
-        self.used = replace(self.used, element=max(self.used.element, largest), row=row_use)
+        self.used = replace(self.used, element=max(self.used.element, largest), row=max(self.used.row, largest_rms))
         if max(largest, largest_rms) <= 1:
             return None
         output = part.output.double()
@@ -241,8 +240,7 @@ class AttentionJudge(Steps):
                 counts = rounded[requests[request], head].unique(dim=0, return_counts=True)[1].double()
                 samples = float(counts.sum().square() / counts.square().sum())
                 of_all[request, head] = together[request, head] / rms_limit(samples, self.numbers.row_deviations)
-        spread = of_all.repeat_interleave(part.budget.samples, dim=0, output_size=len(ratio))
-        return torch.maximum(share, spread)
+        return torch.maximum(share, of_all.repeat_interleave(part.budget.samples, dim=0, output_size=len(ratio)))
 
     def _codes(self, part: _Part) -> Verdict | None:
         assert self.problem.output_scale is not None

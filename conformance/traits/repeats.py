@@ -35,8 +35,7 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
         if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
             return Repeated(failed="its calls write into memory and return nothing to compare")
         other = None if trial.unsupported(trial.case.varied()) else trial.other_problem()
-        step = partial(launched, trial.backend, trial.problem, calls, other)
-        differing, *kept = trial.call("repeated calls", step)
+        differing, *kept = trial.call("repeated calls", partial(launched, trial.backend, trial.problem, calls, other))
     except Nonconformance as failure:
         return Repeated(failed=str(failure))
     numbers, seconds = differing[:-1].long().tolist(), float(differing[-1])
@@ -104,8 +103,7 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     groups = [other[start : start + each] for start in range(0, len(other), each)]
     values = [group[0] if each == 1 else tuple(group) for group in groups]
     returned = [Returned(value, call=call) for call, value in zip(problem.calls, values, strict=True)]
-    observed = Observation(tuple(returned), None, ())
-    verdict = judge(problem, trial.context.expect(problem), observed, trial.declaration)
+    verdict = judge(problem, trial.context.expect(problem), Observation(tuple(returned), None, ()), trial.declaration)
     wrong = "" if verdict.status is Status.PASS else verdict.message
     return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)
 

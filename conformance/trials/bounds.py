@@ -150,8 +150,7 @@ def call_far(
 
 def _far_call(backend: Any, case: Case, near: Problem) -> Any:
     behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
-    value = prepared_call(backend, behind(near, rows_before(case)))
-    return cut(value, slice(-near.calls[0].q.shape[0], None))
+    return cut(prepared_call(backend, behind(near, rows_before(case))), slice(-near.calls[0].q.shape[0], None))
 
 
 def _spread(x: torch.Tensor, reach: Reach) -> torch.Tensor:

@@ -158,8 +158,7 @@ class _Exploration:
         """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
         if case.id not in self.records and not self._device_lost:
             self.records[case.id] = self._judge(case)
-            failed = self.records[case.id].failed
-            self._device_lost = failed and self.subject.executor.lost(self.subject.device)
+            self._device_lost = self.records[case.id].failed and self.subject.executor.lost(self.subject.device)
             self.judged()
         record = self.records.get(case.id)
         if record is None or not record.failed or _cause(record) in self.causes:

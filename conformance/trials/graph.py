@@ -99,8 +99,7 @@ def graph(trial: Trial) -> None:
     # As an engine does for batches of which it has no graph: one may push out what a graph reads.
     trial.query("others are prepared", partial(prepare_each, [(trial.backend, other.calls[0]) for other in others]))
     replay(whole, size, 9, f"replayed after {len(others)} other batches were prepared")
-    shortest = trial.build(_filled(case, 1, seed=7))
-    short = Graph(trial, "captured with a token a request", trial.build(), shortest)
+    short = Graph(trial, "captured with a token a request", trial.build(), trial.build(_filled(case, 1, seed=7)))
     short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
 
 
@@ -140,8 +139,7 @@ def small_batches(case: Case) -> Iterator[Case]:
 
 
 def captured_batch(case: Case) -> Case:
-    lengths = [-(-length // 2) for length in reversed(_lengths(case))]
-    return _with_lengths(case, lengths, padding=0, seed=1)
+    return _with_lengths(case, [-(-length // 2) for length in reversed(_lengths(case))], padding=0, seed=1)
 
 
 def _filled(case: Case, most: int, seed: int) -> Case:  # as long as the buffers have room for, or of ``most``

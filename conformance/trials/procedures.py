@@ -71,8 +71,7 @@ def causal_prefix(trial: Trial) -> None:
 
 def split_invariance(trial: Trial) -> None:
     for workspace in (64, 128, 2048):
-        other = trial.build(replace(trial.case, workspace=workspace))
-        trial.conforms(other, step=f"workspace of {workspace} tokens")
+        trial.conforms(trial.build(replace(trial.case, workspace=workspace)), step=f"workspace of {workspace} tokens")
 
 
 def merge_states(trial: Trial) -> None:
@@ -130,15 +129,13 @@ def selection_padding(trial: Trial) -> None:
     if not trial.unsupported(replace(case, topk=2 * case.topk)):
         lists = [pad(call.topk_indices, (0, case.topk), value=NO_KEY) for call in trial.problem.calls]
         calls = [call.given_otherwise(topk_indices=x) for call, x in zip(trial.problem.calls, lists, strict=True)]
-        wider = replace(trial.problem, calls=tuple(calls))
-        trial.conforms(wider, step="as many columns of -1 behind every list")
+        trial.conforms(replace(trial.problem, calls=tuple(calls)), step="as many columns of -1 behind every list")
 
 
 def selection_rows(trial: Trial) -> None:
     trial.conforms(step="as given")
     for row in range(trial.problem.query_start_loc[-1]):
-        lonely = _blanked(trial.problem, "row", row)
-        trial.conforms(lonely, step=f"row {row}, while no other names a key")
+        trial.conforms(_blanked(trial.problem, "row", row), step=f"row {row}, while no other names a key")
 
 
 def _blanked(problem: Problem, name: str, number: int) -> Problem:

@@ -120,8 +120,7 @@ class Trial:
 
     @cached_property
     def declaration(self) -> Declaration:
-        question = partial(self.subject.declared, self.case.role)
-        declared = self.query("asked what it declares, it", question, Declaration)
+        declared = self.query("asked what it declares, it", partial(self.subject.declared, self.case.role), Declaration)
         assert isinstance(declared, Declaration)
         return declared
 
@@ -323,5 +322,4 @@ def _require_memory(trial: Trial) -> None:
 
 
 def _evidence_of(instance: Any) -> dict[str, str]:
-    tell = getattr(instance, "kernel_evidence", dict)
-    return {cut(str(name)): cut(str(value)) for name, value in tell().items()}
+    return {cut(str(name)): cut(str(value)) for name, value in getattr(instance, "kernel_evidence", dict)().items()}
