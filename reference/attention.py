@@ -54,8 +54,7 @@ class ProjectedTerms:
     latent_rounding: Tensor  # that of latents rounded once, E~ + E_l~·|o| + magnitude
     latent_variance: Tensor  # W~ + Y~ + latent_squares
     magnitude: Tensor  # Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum
-    # Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys
-    latent_squares: Tensor
+    latent_squares: Tensor  # Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or shared
     accumulation: Tensor  # magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
@@ -110,8 +109,7 @@ def attention(
         # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
         if causal and q_len > 1 and not (request_k.sum() + request_v.sum()).isfinite():
             block = 1
-        # Query i sees the keys up to i + diagonal.
-        diagonal = kv_len - q_len if causal else kv_len
+        diagonal = kv_len - q_len if causal else kv_len  # query i sees the keys up to i + diagonal
         for start in range(0, max(q_len, 1), block):  # a request without queries is one block of no rows
             stop = min(start + block, q_len)
             last = min(max(diagonal + stop, 0), kv_len)  # of the keys that a row of the block sees
@@ -158,8 +156,7 @@ def key_terms(
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
     shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    # A sum of squares over columns is the mean over random signs of them.
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # a sum of squares over columns is the mean over random signs of them
     signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
     deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
     # Transposed once, or the product would be of columns for each head anew.

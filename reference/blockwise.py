@@ -212,15 +212,13 @@ def _swept(
     lengths = [row_sums.norms(request.v).amax().double() for request in requests if request.v.numel()]
     longest = torch.stack(lengths).amax() if lengths else torch.zeros((), dtype=torch.float64, device=device)
     finite = bounds.amax() + 0.0 * longest
-    # A GPU is asked at the end only, and given its work meanwhile.
-    if not finite.is_cuda and not math.isfinite(finite):
+    if not finite.is_cuda and not math.isfinite(finite):  # a GPU is asked at the end only, and has its work meanwhile
         return None
     state, columns = row_sums.empty_state(count, *shape, device), requests[0].k.shape[2]
     wide = tiles.score_dtype(requests[0].k, low).itemsize
     key_bytes = wide * columns + 8 * shape[1] + low.itemsize * (columns + 3 * shape[1])
     blocks = tiles.plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=8 + 3 * low.itemsize)
-    # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
-    panels = [
+    panels = [  # with counts made before the lanes, each of which has a stream of its own and waits for this one alone
         Panel(request, heads, rows, counts[rows], blocks, scale, low)
         for request, counts in ((request, request.counts()) for request in requests)
         for rows in tiles.cuts(len(request.positions), blocks.panel)

@@ -69,8 +69,7 @@ class Yarn:
     def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:
         """What becomes of the frequencies of all pairs, powers of ``base``: those that turn often keep theirs."""
         dim = 2 * len(frequencies)
-        # The pair, in fractions, that turns so often over the original context.
-        fast, slow = (
+        fast, slow = (  # The pair, in fractions, that turns so often over the original context
             dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (self.beta_fast, self.beta_slow)
         )

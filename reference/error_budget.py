@@ -27,8 +27,7 @@ class Roundoffs:
     keys: float = 0.0  # keys that were stored as codes, and the values that they hold, after dequantisation
     scores: float = 0.0  # sums of q·k, beyond that, relative to the sum of magnitudes
     values: float = 0.0  # sums of P·v, beyond that, relative to the sum of magnitudes
-    # keys and values, or the absorbed query and the attended latent, where projecting them rounds
-    projections: float = 0.0
+    projections: float = 0.0  # keys and values, or absorbed query and attended latent, where projecting rounds
     values_floor: float = 0.0  # half the smallest subnormal of projected values, or of an attended latent
     latent_partials: float = 0.0  # latent outputs of split keys before they are combined, where projecting them rounds
     merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
@@ -42,8 +41,7 @@ def budget_parts(state: attention.AttentionState, roundoffs: Roundoffs) -> Parts
     terms = state.terms
     if terms is None:
         raise ValueError("expected a state with error terms; compute it with with_terms=True")
-    # The absolute errors of what is too small for its dtype.
-    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor  # absolute errors of what is small
     if state.value_weights is not None:
         floors = floors + roundoffs.values_floor * state.value_weights
     lse_score = terms.lse_score.mT.unsqueeze(-1)

@@ -73,8 +73,7 @@ def _weigh(
     inside = row < rows
     q += head * q_head
     k += head * k_head
-    # Offsets within a tile stay in 32 bits, which halves the registers that they take.
-    corner = (head * rows + first) * keys
+    corner = (head * rows + first) * keys  # offsets within a tile stay in 32 bits: half the registers
     plane = tl.num_programs(1).to(tl.int64) * rows * keys
     at = tl.arange(0, ROWS)[:, None] * keys + key[None, :]
     limit = tl.zeros([ROWS], tl.int32) + keys if seen is None else tl.load(seen + row, mask=inside, other=0)

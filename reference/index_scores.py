@@ -51,8 +51,7 @@ def index_scores(
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
         shapes = f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(k.shape)}"
         raise ValueError(f"expected q [T, H, D], weights [T, H] and k [S, D], got {shapes}")
-    # float8 cannot be indexed everywhere.
-    q = q.to(torch.float32) if q.dtype.itemsize == 1 else q
+    q = q.to(torch.float32) if q.dtype.itemsize == 1 else q  # float8 cannot be indexed everywhere
     chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
     # A row may see the tokens of its request without the queries behind it.
     batch = list(zip(segments(query_start_loc), segments(key_start_loc), strict=True))

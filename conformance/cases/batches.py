@@ -128,8 +128,7 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
 
 
 KINDS = ("both", "decodes", "prefills")
-# What the requests of a layer's batch do.
-KIND = measured(
+KIND = measured(  # what the requests of a layer's batch do
     "requests that",
     KINDS,
     lambda case: "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both",

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from mla_conformance.cases.grammar import CaseError
 
 SOME = 4  # members of a class that are tried where something else decides as well
-# Numbers that engines use and kernels turn at, whatever they count.
-_FAVOURED = (
+_FAVOURED = (  # numbers that engines use and kernels turn at, whatever they count
     *(6, 10, 12, 14, 18, 20, 24, 33, 65, 97, 129, 257, 513, 640, 768, 1000, 1025, 1100, 1537, 1792, 1920, 2049, 3072),
     *(4096, 4097, 4200, 8193, 9000, 16_385, 17_000, 32_769, 33_000, 50_000, 65_535, 65_537, 70_000, 131_073),
 )

@@ -96,8 +96,7 @@ def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
     return {"spare": -(-slots // page)}
 
 
-# Lists over a batch: their columns, against the keys that there are and against tiles of 64.
-COLUMNS = Numbers(
+COLUMNS = Numbers(  # lists over a batch: their columns, against the keys that there are and against tiles of 64
     {
         **space.exactly(128, 64, 512, 2048, 1024),
         "other tiles of 64": ((192,), range(256, 2**17, 64)),

@@ -59,8 +59,7 @@ def choose_rows(problem: Problem) -> JudgedRows:
     starts, rows = problem.query_start_loc, list(segments(problem.query_start_loc))
     lengths = [each.stop - each.start for each in rows]
     seen = map(sum, zip(*(call.key_lens for call in problem.calls), strict=True))
-    # What a request attends to beside its new tokens.
-    causal = problem.case.causal and problem.case.call != Call.CONTEXT_CHUNK
+    causal = problem.case.causal and problem.case.call != Call.CONTEXT_CHUNK  # of what it sees beside new tokens
     beside = [max(0, keys - new * causal) for keys, new in zip(seen, lengths, strict=True)]
     few = problem.case.operations(lengths, beside) <= FULL_OPERATIONS[problem.device.type]
     if (few and _result_bytes(problem.case) <= FULL_RESULTS) or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:

@@ -129,8 +129,7 @@ class AttentionJudge(Steps):
             decisive["element"] = share_of(error, budget.element * self.numbers.element_limit)
             decisive["row"] = self._worst_rms(share_of(rms, budget.row_rms), part)
             found["rms"] = rms
-        # In one transfer: a GPU that is shared takes longer to answer than to compute all of it.
-        zero = output.new_zeros(())
+        zero = output.new_zeros(())  # in one transfer: a shared GPU takes longer to answer than to compute all of it
         numbers = torch.stack([x.max().double() if x.numel() else zero for x in decisive.values()]).tolist()
         return found | decisive, dict(zip(decisive, numbers, strict=True))
 
@@ -228,8 +227,7 @@ class AttentionJudge(Steps):
         if part.allowed.projections:  # of keys of its own for each head
             limit = rms_limit(ratio.shape[1], self.numbers.row_deviations)
             return torch.maximum(share, ratio.square().mean(dim=1, keepdim=True).sqrt() / limit)
-        # Not checked, and told the number of rows: a GPU would be waited for.
-        together = torch.segment_reduce(
+        together = torch.segment_reduce(  # not checked, and told the number of rows: a GPU would be waited for
             ratio.square(), "mean", lengths=part.budget.samples, axis=0, initial=0.0, unsafe=True
         ).sqrt()
         of_all = together / part.budget.limits[:, None]

@@ -196,8 +196,7 @@ class _Reader:
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # repository, commit and path; a thread; or a released package and its file
     config: Annotated[dict[str, Any], Meta(min_length=1)]  # the figures under their published names
-    # why the source does not speak for the published model, and what was tried; None if it does
-    unconfirmed: str | None = None
+    unconfirmed: str | None = None  # why the source does not speak for the published model; None if it does
 
 
 class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,10 +20,8 @@ from mla_conformance.reference import dimensions, entry_formats
 class Selection:
     topk: int  # columns of the lists that name keys of the cache: those of the indexer, or those of a window
     sinks: bool  # whether a logit of each head takes its share of the weights
-    # columns of the lists that name compressed keys of a second cache, for each kind of layer with one
-    second: tuple[int, ...]
-    # the indexer's narrow heads, the same on each rank, and the tokens, or pools of them, that they select
-    index_heads: int
+    second: tuple[int, ...]  # columns of lists that name compressed keys of a second cache, by kind of layer
+    index_heads: int  # the indexer's narrow heads, the same on each rank, and the tokens, or pools, that they select
     index_dim: int
     index_topk: int
 

@@ -107,8 +107,7 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
         except (CaseError, TypeError):
             continue
         if not trial.unsupported(case):
-            # What is drawn may depend on padding, so that it is taken away from a padded batch.
-            problem = trial.build(case)
+            problem = trial.build(case)  # what is drawn may depend on padding, which is taken away again
             against = problem.regrouped(everyone) if question is Question.PADDING else None
             yield Variant(words.format(value), problem, against=against)
 
@@ -147,8 +146,7 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
             refused = refused or str(failure)
             continue
         compared += count
-        # The simplest case that is found to differ, one step after the other.
-        candidates, tried = simpler(case), 0
+        candidates, tried = simpler(case), 0  # the simplest case that is found to differ, one step after the other
         while difference and tried < _TRIES and (candidate := next(candidates, None)):
             tried += 1
             with suppress(Nonconformance):

@@ -58,8 +58,7 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
         raise UnreadableOutput(f"expected XML of {PROGRAM}: {error}") from error
     if root.tag != _ROOT:
         raise UnreadableOutput(f"expected XML of {PROGRAM}, whose root is {_ROOT}, got {root.tag}")
-    # Without what follows from others: after an error of a kernel every call of the host fails.
-    telling = [
+    telling = [  # without what follows from others: after an error of a kernel every call of the host fails
         each
         for each in root.findall("record")
         if (_first(each, "kind") in _MEMCHECK or not _TORCHS.search(_place(each, "func")))

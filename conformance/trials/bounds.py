@@ -127,8 +127,7 @@ def call_far(
     first()
     images, distant = dict[str, Any](), dict[str, Any]()
     if reach.operand != "cache":
-        # Logits are the queries of a top-k, and its keys.
-        name = "logits" if "logits" in call.given else reach.operand
+        name = "logits" if "logits" in call.given else reach.operand  # logits are the queries of a top-k, and its keys
         rows: dict[str, Any] = {name: _spread(getattr(call, name), reach)}
         moved: KernelCall = call.given_otherwise(**rows) if call.given else replace(call, **rows)
     else:

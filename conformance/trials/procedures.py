@@ -186,8 +186,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
         return
     observation = trial.run(made.value, problem)
     refused = observation.error
-    # Whether it was refused or not: nothing is lost, written or left changed.
-    if observation.device_lost and refused:
+    if observation.device_lost and refused:  # whether it was refused or not: nothing is lost, written or left changed
         fail(Check.UNSAFE_REFUSAL, f"launched: {refused.error}")
     if observation.mutated:
         fail(Check.UNSAFE_REFUSAL, f"changed {', '.join(observation.mutated)}")

@@ -235,8 +235,7 @@ def results(observation: Observation) -> list[torch.Tensor]:
 
 MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
 OnStarted = Callable[[Case], None]  # told of a case when its backend's time begins
-# By the names that entries of the vocabulary give procedures, the modules of this room that hold them.
-PROCEDURES = {
+PROCEDURES = {  # by the names that entries of the vocabulary give procedures, the modules of this room that hold them
     procedure: module
     for module, procedures in {
         "procedures": "conforms determinism batch_invariance request_order causal_prefix split_invariance merge_states "

@@ -86,9 +86,7 @@ class Capability:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        if self.name in SPACES:
-            return array_of(self.name)
-        return tuple(case for case, _ in self._listed)
+        return array_of(self.name) if self.name in SPACES else tuple(case for case, _ in self._listed)
 
     @cached_property
     def _listed(self) -> list[tuple[Case, Version]]:
