@@ -46,12 +46,10 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     for dim, name in ((1, "head"), (2, "column")):
         if dim < wrong.dim():
             reach.append(reach_of(wrong.movedim(dim, 0).flatten(1).any(dim=1), name))
-    row = int(affected.int().argmax())
-    if wrong.dim() == 1:
-        first = Position.of(rows, [row, 0]).row_name
-    else:
-        first = str(Position.of(rows, [row, int(wrong[row].reshape(wrong.shape[1], -1).any(dim=1).int().argmax())]))
-    return f"wrong in {', '.join(reach)}, first at {first}"
+    row, by_row = int(affected.int().argmax()), wrong.dim() == 1
+    head = 0 if by_row else int(wrong[row].reshape(wrong.shape[1], -1).any(dim=1).int().argmax())
+    first = Position.of(rows, [row, head])
+    return f"wrong in {', '.join(reach)}, first at {first.row_name if by_row else first}"
 
 
 def reach_of(affected: torch.Tensor, name: str) -> str:
