@@ -4,18 +4,27 @@ Behind it its indexer, up to what scores are made of: queries, keys and weights.
 DeepSeek-V3.2-Exp's inference code and of transformers' DeepSeek-V3.2, GLM-5 and HY-V4.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import chunking, dimensions, projections
-from mla_conformance.reference.attention import AttentionState, Starts, attention, merge, segments
+from mla_conformance.reference import chunking, dimensions
+from mla_conformance.reference.attention import AttentionState, attention, merge
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
 from mla_conformance.reference.prepare_index import Prepared, layer_norm, rotated
-from mla_conformance.reference.projections import MLAWeights, rms_norm
+from mla_conformance.reference.projections import (
+    MLAWeights,
+    expand_key,
+    kv_b_proj,
+    rms_norm,
+    split_kv_b_proj,
+    up_project,
+)
 from mla_conformance.reference.rope import Rotation, rope
 from mla_conformance.reference.selected import RowLists, selected_attention, with_sink
 
@@ -59,36 +68,23 @@ def mla_layer(
     weights: MLAWeights,
     spec: LayerSpec,
     *,
-    query_start_loc: Starts,
+    query_start_loc: Sequence[int],
     context: PagedContext,
     path: Path,  # one of the three routes
     selected: Tensor | None = None,  # [rows, K] integers, for a spec that selects: tokens of each row's request, or -1
 ) -> Tensor:
-    """The whole layer, from hidden states [T, H] and positions [T] to hidden states [T, H] float64.
-
-    What rows attend to among the new tokens is merged with that to the context, as a whole or chunk by chunk.
-    """
+    """The whole layer, from hidden states [T, H] and positions [T] to hidden states [T, H] float64."""
     if spec.selects != (selected is not None):
         raise ValueError(f"{spec.model}: expected {'' if spec.selects else 'no '}lists of selected tokens")
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
-    q_c, new, lens = query_latent(h, w, spec), latents(h, positions, w, spec), context.context_lens
-    route: Any = data_movement_friendly if path == "data_movement_friendly" else compute_friendly
+    q_c, route = query_latent(h, w, spec), ROUTES[path]
     batch: dict[str, Any] = {"query_start_loc": query_start_loc, "scale": spec.scale}
-    batch |= {"weight_kv_b": projections.kv_b_proj(w.W_UK, w.W_UV)}
-    attend = partial(route, *queries(q_c, positions, w, spec), **batch)
-    named = lists and lists.keys(lens, [rows.stop - rows.start for rows in segments(query_start_loc)])
-    state = attend(*new, key_start_loc=query_start_loc, causal=True, selected=named)
-    chunks = [chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)]
-    if path == "chunked_prefill":
-        page, room = context.cache.shape[1], context.workspace_tokens
-        chunks = [*chunking.plan_context_chunks(lens, workspace_tokens=room, page_size=page)]
-    for chunk in chunks:
-        cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
-        named = lists and lists.keys(chunk.starts, chunk.seq_lens)
-        part = attend(*cached, key_start_loc=chunk.key_start_loc, causal=False, selected=named)
-        state = AttentionState(*merge(part.output, part.lse, state.output, state.lse))
+    attend = partial(route, *queries(q_c, positions, w, spec), weight_kv_b=kv_b_proj(w.W_UK, w.W_UV), **batch)
+    new = latents(h, positions, w, spec)
+    prefill = _in_chunks if path == "chunked_prefill" else _over_all
+    state = prefill(attend, new, query_start_loc, context, lists)
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
         gated = h if spec.gate == "hidden" else q_c
@@ -104,8 +100,8 @@ def compute_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
-    k_nope, v = projections.up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), projections.expand_key(k_nope, k_pe.double())
+    k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
+    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), expand_key(k_nope, k_pe.double())
     return _attended(query, key, v, **batch)
 
 
@@ -113,7 +109,7 @@ def data_movement_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
-    w_uk, w_uv = projections.split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
+    w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     # q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
     absorbed = torch.einsum("tnp,lnp->tnl", q_nope.double(), w_uk.double())
     query = torch.cat((absorbed, q_pe.double()), dim=-1)
@@ -122,12 +118,52 @@ def data_movement_friendly(
     return AttentionState(torch.einsum("tnl,lnv->tnv", state.output, w_uv.double()), state.lse)
 
 
+ROUTES = {
+    "compute_friendly": compute_friendly,
+    "data_movement_friendly": data_movement_friendly,
+    "chunked_prefill": compute_friendly,
+}
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, *, selected: Tensor | None = None, causal: bool = True, scale: float, **starts: Any
 ) -> AttentionState:
     if selected is not None:
         return selected_attention(q, k, v, selected, scale=scale)
     return attention(q, k, v, **starts, scale=scale, causal=causal)
+
+
+def _in_chunks(
+    attend: Any, new: tuple[Tensor, Tensor], starts: Sequence[int], context: PagedContext, lists: RowLists | None
+) -> AttentionState:
+    """Causal attention to the new tokens, or what lists name, merged with that to each chunk of the paged context."""
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    named = lists and lists.keys(context.context_lens, lengths)
+    state = attend(*new, key_start_loc=starts, causal=True, selected=named)
+    for chunk in chunking.plan_context_chunks(
+        context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
+    ):
+        cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
+        named = lists and lists.keys(chunk.starts, chunk.seq_lens)
+        part = attend(*cached, key_start_loc=chunk.key_start_loc, causal=False, selected=named)
+        state = AttentionState(*merge(part.output, part.lse, state.output, state.lse))
+    return state
+
+
+def _over_all(
+    attend: Any, new: tuple[Tensor, Tensor], starts: Sequence[int], context: PagedContext, lists: RowLists | None
+) -> AttentionState:
+    """Attention to each request's whole context before its new tokens, at once."""
+    rank, lens = new[0].shape[-1], context.context_lens
+    whole = chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
+    cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=rank), dim=-1)
+    own = [stop - start for start, stop in pairwise(starts)]
+    pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)
+    both = torch.cat([piece.to(torch.float64) for request in pieces for piece in request])
+    lengths = [before + length for before, length in zip(lens, own, strict=True)]
+    named = lists and lists.keys([0] * len(lengths), lengths)
+    ends = tuple(accumulate(lengths, initial=0))
+    return attend(*both.tensor_split([rank], dim=-1), key_start_loc=ends, selected=named)
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
@@ -196,7 +232,8 @@ def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeigh
 
 def index_weights(hidden: Tensor, weights: IndexerWeights) -> Tensor:
     """[T, H] float64 weights of the heads with all that scales a score."""
-    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * (weights.wq_b[0].numel() ** -0.5)
+    scale = weights.wq_b[0].numel() ** -0.5
+    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * scale
 
 
 def _turned(x: Prepared, positions: Tensor, spec: IndexerSpec) -> Prepared:
