@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import decode, indexer, interface, kernel, roles, sparse, topk
+from mla_conformance.backends import decode, indexer, interface, kernel, sparse, topk
 from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems import cached_batch, operands
+from mla_conformance.problems import operands
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.reference.selected import NO_KEY
@@ -203,39 +203,3 @@ def slots_of_positions(
     else:
         raise InputError("block_table: expected one where index_space is not slot, or workspace_starts, got neither")
     return slots.where(numbers != NO_KEY, NO_KEY)
-
-
-def lengths_told(
-    queries: Sequence[int], totals: Sequence[int], device: torch.device, longest: int = 0
-) -> dict[str, Any]:
-    """What the metadata of any call say of the lengths of its requests."""
-    lengths, cpu = lengths_of(queries), torch.device("cpu")
-    return {
-        "query_start_loc": cached_batch.int32(queries, device),
-        "seq_lens": cached_batch.int32(totals, device),
-        "max_query_len": max(lengths),
-        "max_seq_len": longest or max(1, *totals),
-        "query_lens_cpu": cached_batch.int32(lengths, cpu),
-        "seq_lens_cpu": cached_batch.int32(totals, cpu),
-    }
-
-
-def batch_of(
-    queries: Sequence[int],
-    totals: Sequence[int],
-    block_table: Tensor | None,
-    space: str,
-    device: torch.device,
-    longest: int = 0,
-    workspace_starts: Tensor | None = None,
-) -> sparse.MLASparseMetadata:
-    """What calls over keys of requests are told; of it the judge asks where rows belong, and the longest request."""
-    lengths = lengths_of(queries)
-    request = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return sparse.MLASparseMetadata(
-        **lengths_told(queries, totals, device, longest),
-        req_id_per_token=request.to(device),
-        block_table=block_table,
-        workspace_starts=workspace_starts,
-        index_space=roles.IndexSpace(space),
-    )

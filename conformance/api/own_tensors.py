@@ -12,6 +12,7 @@ from mla_conformance.backends import roles, topk
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
+from mla_conformance.problems.cached_batch import batch_metadata, list_metadata
 from mla_conformance.problems.calls import Problem, longest_lists
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.reference.selected import NO_KEY
@@ -67,7 +68,7 @@ def prefill(
     chunks = () if causal else one_chunk(seen)
     only = PrefillCall(
         q=q, k=k, v=v, query_start_loc=queries, key_start_loc=keys, chunk_idx=None if causal else 0, prepares=True,
-        lse=lse, out_dtype=None, metadata=assemble_metadata(case, lengths, chunks, q.dtype, q.device),
+        case=case, metadata=assemble_metadata(case, lengths, chunks, q.dtype, q.device),
     )  # fmt: skip
     return Problem(case, case.id, q.device, (only,))
 
@@ -107,9 +108,8 @@ def decode(
         query_start_loc=queries,
         key_start_loc=start_loc(totals),
         given={**given, "k_scale": torch.as_tensor(k_scale, dtype=torch.float32, device=q.device)},
-        metadata=MLACommonDecodeMetadata(block_table=block_table, **forms.lengths_told(queries, totals, q.device)),
-        holds_codes=kv_cache_dtype != "auto",
-        lse=lse,
+        metadata=MLACommonDecodeMetadata(block_table=block_table, **batch_metadata(lengths, totals, q.device)),
+        case=case,
     )
     return Problem(case, case.id, q.device, (only,))
 
@@ -171,14 +171,13 @@ def sparse(
                              call=Call.SPARSE_DECODE if paged else Call.SPARSE_PREFILL, topk=topk_indices.shape[1],
                              cache=kv_cache_dtype, extra="none" if extra_kv_cache is None else extra_kv_cache_dtype,
                              **({"page": stored.shape[1]} if paged else {}))  # fmt: skip
+    told = batch_metadata(lengths, lengths if seq_lens is None else seq_lens.tolist(), q.device)
     only = SparseCall(
         q=q, k=keys, v=keys[..., :kv_lora_rank], query_start_loc=queries, key_start_loc=(0,) * len(queries),
         given={"q": q, "kv_cache" if paged else "kv": stored, "k_scale": k_scale},
         named={"topk_indices": topk_indices, "topk_length": topk_length, "attn_sink": attn_sink},
         selected=selected, slots=used, case=case,
-        metadata=forms.batch_of(
-            queries, lengths if seq_lens is None else seq_lens.tolist(), block_table, index_space, q.device
-        ),
+        metadata=list_metadata(told, block_table, index_space),
     )  # fmt: skip
     return Problem(case, case.id, q.device, (only,))
 
@@ -207,6 +206,7 @@ def indexer(
     forms.require("indexer", sizes, weights=weights, seq_lens=seq_lens, block_table=block_table,
                   workspace_starts=workspace_starts, k_scale=k_scale)  # fmt: skip
     totals, lengths, width = seq_lens.tolist(), forms.lengths_of(queries), q.shape[2]
+    gathered = workspace_starts is not None
     if workspace_starts is not None:
         if k.dim() != 2 or k.shape[1] != width:
             raise InputError(f"k: expected gathered keys [S, {width}], as wide as q, got {list(k.shape)}")
@@ -222,14 +222,15 @@ def indexer(
         keys = forms.meaning_of(k, slots, kv_cache_dtype, 1.0, width, q)[:, 0]
     selects = {"call": Call.INDEX_TOPK, "topk": topk_tokens, "space": index_space}
     case = forms.latent_case("indexer_logits", width**-0.5, q, width, lengths, totals, cache=kv_cache_dtype,
-                             gathered=workspace_starts is not None,
+                             gathered=gathered,
                              **(selects if topk_tokens else {"call": Call.INDEX_LOGITS}))  # fmt: skip
-    longest = max_seqlen_k or max(1, *totals)
+    told = batch_metadata(lengths, totals, q.device)
+    told["max_seq_len"] = max_seqlen_k or told["max_seq_len"]
     only = IndexerCall(
         q=q, k=keys.unsqueeze(1), query_start_loc=queries, key_start_loc=start_loc(totals), slots=slots.cpu(),
         given={"q": q, "weights": weights, "k": k, **({"topk_tokens": topk_tokens} if topk_tokens else {})},
         named={"k_scale": k_scale}, case=case,
-        metadata=forms.batch_of(queries, totals, block_table, index_space, q.device, longest, workspace_starts),
+        metadata=list_metadata(told, workspace_starts if gathered else block_table, index_space, paged=not gathered),
     )  # fmt: skip
     return Problem(case, case.id, q.device, (only,))
 

@@ -93,7 +93,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "bounds": assigned({name: str(list(values)) for name, values in starts.items()}),
         "budget": _budget(found),
         "operands": operands,  # queries, keys and values of the request in rows a:b and c:d
-        "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else "",
+        "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.case.holds_codes else "",
     }
 
 

@@ -87,6 +87,11 @@ class CachedBatch(Draw[AnyCached]):
         starts = {"query_start_loc": self.query_start_loc, "key_start_loc": start_loc(lengths)}
         return {"q": self.queries, "k": keys, "v": keys[..., : self.case.kv_lora_rank], **starts}
 
+    def metadata(self, lengths: Sequence[int], rank: int = 0) -> dict[str, Any]:
+        case = self.case
+        ranks = {"dcp_world_size": case.ranks, "dcp_rank": rank, "cp_kv_cache_interleave_size": case.interleave}
+        return batch_metadata(self.query_lens, lengths, self.device, case.inflate) | ranks
+
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
         if self.case.ranks == 1:
@@ -97,34 +102,33 @@ class CachedBatch(Draw[AnyCached]):
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
-def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -> dict[str, Any]:
-    """What metadata on a rank say of a batch over so many keys of each request; its maxima as the case says."""
-    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+def batch_metadata(
+    query_lens: Sequence[int], lengths: Sequence[int], device: torch.device, inflate: int = 1
+) -> dict[str, Any]:
+    """What any metadata say of requests of so many query tokens, each over so many keys; maxima times a factor."""
+    cpu = torch.device("cpu")
     return {
-        "query_start_loc": int32(batch.query_start_loc, device),
+        "query_start_loc": int32(start_loc(query_lens), device),
         "seq_lens": int32(lengths, device),
-        "max_query_len": max(batch.query_lens) * case.inflate,
-        "max_seq_len": max(1, *lengths) * case.inflate,
-        "query_lens_cpu": int32(batch.query_lens, cpu),
+        "max_query_len": max(query_lens) * inflate,
+        "max_seq_len": max(1, *lengths) * inflate,
+        "query_lens_cpu": int32(query_lens, cpu),
         "seq_lens_cpu": int32(lengths, cpu),
-        "dcp_world_size": case.ranks,
-        "dcp_rank": rank,
-        "cp_kv_cache_interleave_size": case.interleave,
     }
 
 
-def sparse_metadata(
-    batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
+def list_metadata(
+    told: dict[str, Any], table: torch.Tensor | None, space: str, *, paged: bool = True
 ) -> "sparse.MLASparseMetadata":
-    """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
+    """The same with lists; of keys that lie in no cache the table [B] tells where those of each request begin."""
     from mla_conformance.backends import sparse  # which cases without lists do without
 
-    request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
+    lengths = told["query_lens_cpu"]
     return sparse.MLASparseMetadata(
-        **batch_metadata(batch, lengths, rank),
-        req_id_per_token=request.int().to(batch.device),
-        block_table=pages.block_table if paged else None,
-        workspace_starts=None if paged else pages.block_table,
+        **told,
+        req_id_per_token=torch.arange(len(lengths)).repeat_interleave(lengths).to(told["seq_lens"]),
+        block_table=table if paged else None,
+        workspace_starts=None if paged else table,
         index_space=roles.IndexSpace(space),
     )
 

@@ -46,6 +46,7 @@ class KernelCall(ABC):
     k: torch.Tensor  # [S, N, D], or [S, 1, D] shared by all heads
     query_start_loc: tuple[int, ...]  # first query of each request, and the end
     key_start_loc: tuple[int, ...]  # first key of each request, and the end
+    case: Any = None  # what it was made from; it tells the entry, unless its class does
     metadata: Any = None  # of the batch, handed over before every call; None where every argument is in the call
     given: Mapping[str, Any] = field(default_factory=dict)  # arguments that stand in the order of the entry, by name
     named: Mapping[str, Any] = field(default_factory=dict)  # those that are handed over by name, or None
@@ -66,13 +67,13 @@ class KernelCall(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """How messages call it."""
+        return str(self.case.call).replace("_", " ")
 
     @property
     def entry(self) -> str:
-        return ""
+        return f"run_{self.case.call}"
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -208,8 +209,8 @@ class AttentionCall(KernelCall):
         return (*self.q.shape[:2], self.v.shape[-1])
 
     @property
-    @abstractmethod
-    def returns_lse(self) -> bool: ...
+    def returns_lse(self) -> bool:
+        return bool(self.case.lse)
 
     @abstractmethod
     def operands(self) -> AttentionOperands:
@@ -217,7 +218,7 @@ class AttentionCall(KernelCall):
 
     def attended(self, **meant: Any) -> AttentionOperands:
         """Its queries, keys and values as they are, and what else they mean."""
-        meant = {"selected": self.selected, **meant}
+        meant = {"selected": self.selected, "dequantised": getattr(self.case, "holds_codes", False), **meant}
         return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
 
 

@@ -48,12 +48,7 @@ class CacheCall(KernelCall):
 
     @property
     def name(self) -> str:
-        name = str(self.case.call).replace("_", " ")
-        return f"{name} on rank {self.rank}" if self.case.ranks > 1 else name
-
-    @property
-    def entry(self) -> str:
-        return f"run_{self.case.call}"
+        return f"{super().name} on rank {self.rank}" if self.case.ranks > 1 else super().name
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch."""

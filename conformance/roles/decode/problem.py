@@ -41,27 +41,25 @@ class DecodeCall(AttentionCall):
     """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
     metadata: decode.MLACommonDecodeMetadata
-    holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
-    lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
+    case: DecodeCase
 
-    entry = "run_decode"
     interface: ClassVar = decode.MLADecodeBackend
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
     def name(self) -> str:
-        return "decode" if self.metadata.dcp_world_size == 1 else f"rank {self.metadata.dcp_rank}"
+        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
     @property
     def returns_lse(self) -> bool:
-        return self.lse or self.metadata.dcp_world_size > 1
+        return self.case.lse or self.case.ranks > 1  # a case that is about outputs leaves it to others
 
     def invoke(self, backend: decode.MLADecodeBackend, out: memory.Guarded | None) -> Any:
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
-        whole, metadata = self.attended(causal=True, dequantised=self.holds_codes), self.metadata
+        whole, metadata = self.attended(causal=True), self.metadata
         if metadata.dcp_tot_seq_lens is None:
             return whole
         return rank_operands(
@@ -96,7 +94,7 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
             lengths = list(map(len, held))
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
             metadata = decode.MLACommonDecodeMetadata(
-                **cached_batch.batch_metadata(self, lengths, rank),
+                **self.metadata(lengths, rank),
                 block_table=pages.block_table,
                 dcp_tot_seq_lens=cached_batch.int32(self.totals, self.device) if case.ranks > 1 else None,
             )
@@ -105,8 +103,7 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
                     **self.attended(self.keys[every], lengths),
                     given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
                     metadata=metadata,
-                    holds_codes=case.holds_codes,
-                    lse=case.lse,
+                    case=case,
                 )
             )
         return tuple(calls)

@@ -39,10 +39,6 @@ class IndexerCall(KernelCall):
         return "index top-k" if self.selects else "index logits"
 
     @property
-    def entry(self) -> str:
-        return "run_index_topk" if self.selects else "run_index_logits"
-
-    @property
     def selects(self) -> bool:
         return self.case.call == Call.INDEX_TOPK
 
@@ -66,7 +62,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         # [T, H] float32: those of the model times its scales, and times those of queries in codes.
         weights = _MEAN_WEIGHT + torch.randn(drawn.shape[:2], generator=self.generator)
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
-        k_scale = None
+        told, k_scale = self.metadata(self.totals), None
         if case.is_paged:
             pages = cached_batch.write_pages(self, entries, self.totals, case.cache, case.page)
             k = pages.cache
@@ -90,7 +86,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
                 },
                 named={"k_scale": k_scale},
                 slots=pages.slots,
-                metadata=cached_batch.sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
+                metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
                 case=case,
             ),
         )

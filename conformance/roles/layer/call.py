@@ -60,7 +60,6 @@ class LayerCall(calls.CallOfARank):
     written: Mapping[str, CacheImage]
     case: LayerCase
 
-    name = "layer"
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
     takes: ClassVar = ("query", "kv_c", "k_pe")
 
@@ -120,7 +119,6 @@ class LayerCall(calls.CallOfARank):
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
         whole = self.attended(
             causal=True,
-            dequantised=case.holds_codes,
             value_weights=value_weights,
             plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and case.ranks == 1 else (),
         )

@@ -30,8 +30,7 @@ class PrefillCall(AttentionCall):
     chunk_idx: int | None  # the context chunk; None for new tokens
     metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
     prepares: bool  # whether it is the first of these calls, before which the metadata is handed over
-    lse: bool  # whether new tokens are asked for the LSE
-    out_dtype: torch.dtype | None  # dtype of the output tensor that is handed in; None where none is
+    case: PrefillCase
 
     @property
     def name(self) -> str:
@@ -39,7 +38,7 @@ class PrefillCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        return self.lse or self.chunk_idx is not None
+        return self.case.lse or self.chunk_idx is not None
 
     def owned(self) -> dict[str, torch.Tensor]:
         owned = {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
@@ -71,9 +70,10 @@ class PrefillCall(AttentionCall):
         )
 
     def output_buffer(self) -> memory.Guarded | None:
-        if self.chunk_idx is not None or self.out_dtype is None:
+        if self.chunk_idx is not None or not (self.case.out or self.output_scale is not None):
             return None
-        return memory.Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
+        dtype = output_dtype(self.q.dtype) if self.output_scale is None else torch.float8_e4m3fn
+        return memory.Guarded.allocate(self.result_shape, dtype, self.q.device)
 
     def prepare(self, backend: interface.MLAPrefillBackend) -> None:
         if self.prepares:
@@ -86,7 +86,7 @@ class PrefillCall(AttentionCall):
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
         optional = {} if out is None else {"out": out.view}
         optional |= {} if self.output_scale is None else {"output_scale": self.output_scale}
-        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
+        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.case.lse, **optional)
 
     def operands(self) -> AttentionOperands:
         return self.attended(causal=self.chunk_idx is None)
@@ -141,9 +141,7 @@ class PrefillBatch(Draw[PrefillCase]):
             torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
         )
         metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, pages)
-        quantised = case.quant == "fp8"
-        scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if quantised else None
-        out_dtype = torch.float8_e4m3fn if quantised else output_dtype(self.dtype) if case.out else None
+        scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if case.quant == "fp8" else None
         calls = []
         for chunk_idx, (k, v), start in zip(indices, keys, starts, strict=True):
             rows = [self.padded(x.to(device)) for x in (q, k, v)]
@@ -156,8 +154,7 @@ class PrefillBatch(Draw[PrefillCase]):
                 chunk_idx=chunk_idx,
                 metadata=metadata,
                 prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
-                lse=case.lse,
-                out_dtype=out_dtype,
+                case=case,
                 output_scale=scale,
             )
             calls.append(call)

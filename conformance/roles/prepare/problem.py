@@ -29,7 +29,6 @@ class PrepareCall(KernelCall):
     case: PrepareCase
 
     name = "index preparation"
-    entry = "run_prepare_index"
     token_dims: ClassVar = (0, 0, 0, 0)
     interface: ClassVar = interface.MLAPrepareBackend
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}

@@ -31,10 +31,6 @@ class SparseCall(AttentionCall):
     called: ClassVar = {"q": "query", "kv": "kv_cache"}
 
     @property
-    def entry(self) -> str:
-        return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
-
-    @property
     def stored(self) -> torch.Tensor:
         """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
         found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
@@ -42,13 +38,7 @@ class SparseCall(AttentionCall):
 
     @property
     def name(self) -> str:
-        if self.metadata.dcp_world_size > 1:
-            return f"rank {self.metadata.dcp_rank}"
-        return "sparse decode" if self.case.is_paged else "sparse prefill"
-
-    @property
-    def returns_lse(self) -> bool:
-        return self.case.lse
+        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
     def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
@@ -56,7 +46,7 @@ class SparseCall(AttentionCall):
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
-        return self.attended(causal=False, dequantised=self.case.holds_codes, sink=self.named["attn_sink"])
+        return self.attended(causal=False, sink=self.named["attn_sink"])
 
 
 _HUGE = 2**31 - 1
@@ -256,14 +246,14 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
             second = cached_batch.write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
-        metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
+        told = self.metadata(lengths, rank)
         return SparseCall(
             **self.attended(keys, lengths),
             given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
-            metadata=metadata,
+            metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
             case=case,
         )
 

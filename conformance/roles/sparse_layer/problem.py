@@ -37,7 +37,6 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
-    name, entry = "sparse layer", "run_sparse_layer"
     interface: ClassVar = sparse_layer.MLASparseLayerBackend
     means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T"}  # lists name keys by number: all stay
     takes: ClassVar = ("hidden_states", "positions", "cos_sin_cache", "weights", "metadata")
@@ -85,7 +84,7 @@ class SparseLayerCall(CallOfARank):
     def operands(self) -> AttentionOperands:
         """Attention to what is selected; values are picked latents, times 1 at most."""
         weights = torch.ones_like(self.v[0])
-        return self.attended(causal=False, dequantised=self.case.holds_codes, value_weights=weights)
+        return self.attended(causal=False, value_weights=weights)
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
         """The sum of what ranks that share the heads return."""
@@ -168,7 +167,8 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         entries = cache_layout.encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = cached_batch.write_pages(batch, entries, batch.totals, case.cache, case.page)
         image = CacheImage.of(case, pages, self.new, parts)
-        metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
+        told = batch.metadata(batch.totals)
+        metadata = cached_batch.list_metadata(told, pages.block_table, roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
     def _buffer(self) -> SelectedLists:

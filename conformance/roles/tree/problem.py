@@ -21,7 +21,6 @@ class TreeCall(DecodeCall):
 
     metadata: tree.MLATreeMetadata
 
-    name, entry = "tree decode", "run_tree_decode"
     interface: ClassVar[Any] = tree.MLATreeBackend
 
     @property
@@ -39,7 +38,7 @@ class TreeCall(DecodeCall):
                 seen[:, length - len(mask) :] = mask
                 number = torch.arange(keys.start, keys.stop, device=selected.device)
                 selected[rows, :length] = number.where(seen, NO_KEY)
-        return self.attended(causal=False, dequantised=self.holds_codes, selected=selected)
+        return self.attended(causal=False, selected=selected)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         call = super().regrouped(case, requests, queries)
