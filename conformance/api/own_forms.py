@@ -40,7 +40,7 @@ _FORMS: Mapping[str, Mapping[str, Form]] = {
 }
 _IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
 Starts = Tensor | Sequence[int] | None
-_DTYPES = {dtype: name for name, dtype in operands.TORCH_DTYPES.items() if dtype is not None}
+_DTYPES = {dtype: name for name, dtype in operands.TORCH_DTYPES.items()}
 _NOPE = 128  # columns of a head before absorption, which own tensors do not tell; no result depends on them
 
 

@@ -1,6 +1,6 @@
 """The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,6 +91,11 @@ class CachedBatch(Draw[AnyCached]):
         case = self.case
         ranks = {"dcp_world_size": case.ranks, "dcp_rank": rank, "cp_kv_cache_interleave_size": case.interleave}
         return batch_metadata(self.query_lens, lengths, self.device, case.inflate) | ranks
+
+    def new_of(self, held: Iterable[torch.Tensor]) -> torch.Tensor:
+        """[S] bool, which tokens are new of those at these positions of each request."""
+        batch = zip(held, self.totals, self.case.q, strict=False)
+        return torch.cat([own >= total - q for own, total, q in batch])
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""

@@ -115,7 +115,8 @@ class KernelCall(ABC):
 
         Of new tokens the first ``queries`` of each with their keys, where that is not None; only a prefill is cut.
         """
-        rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
+        starts = self.query_start_loc, self.key_start_loc
+        rows, keys = (rows_of(each, requests, queries) for each in starts)
         means = {"q": "T", **self.means}
         each = [(name, rows if of == "T" else keys, getattr(self, name)) for name, of in means.items() if of]
         per_row = {name for name, form in self.forms.items() if form.has("T")}
@@ -123,10 +124,7 @@ class KernelCall(ABC):
             {name: x[rows.to(x.device)] if name in per_row and x is not None else x for name, x in arguments.items()}
             for arguments in (self.given, self.named)
         )
-        new, seen = (
-            start_loc([starts[request + 1] - starts[request] for request in requests])
-            for starts in (self.query_start_loc, self.key_start_loc)
-        )
+        new, seen = (start_loc([len(rows_of(each, [request], queries)) for request in requests]) for each in starts)
         return replace(
             self,
             **{name: x[at.to(x.device)] for name, at, x in each},
@@ -274,7 +272,10 @@ class CallOnRanks(AttentionCall):
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @staticmethod
-    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOnRanks":
+    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOfARank | CallOnRanks":
+        """The call of all of them; where there is one, its own."""
+        if len(parts) == 1:
+            return parts[0]
         qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}
         qkv |= {name: getattr(parts[0], name) for name in ("query_start_loc", "key_start_loc")}
         return CallOnRanks(parts=parts, **qkv, merges=merges)
@@ -297,7 +298,7 @@ class CallOnRanks(AttentionCall):
     def handed(self) -> Self:
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
-    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> "CallOnRanks":
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Any:
         return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts), self.merges)
 
     def overwritten(self, other: Self) -> Self:

@@ -223,10 +223,9 @@ def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
-    """[n] int64 numbers of the rows of these requests, one request after another."""
-    rows = segments(locations)
-    return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])
+def rows_of(locations: Sequence[int], requests: Sequence[int], most: int | None = None) -> torch.Tensor:
+    """[n] int64 numbers of the rows of these requests, or of the first few of each, one request after another."""
+    return torch.cat([torch.arange(locations[each], locations[each + 1])[:most] for each in requests])
 
 
 def edges(keys: int, case: Case) -> list[int]:

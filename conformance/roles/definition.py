@@ -64,7 +64,7 @@ class RoleDefinition:
     capabilities: str = ""
 
     def require_whole(self, case: Case) -> None:
-        dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+        dtype = TORCH_DTYPES[case.dtype]
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)
         told = self.told(case, dtype)

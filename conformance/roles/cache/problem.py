@@ -88,11 +88,9 @@ class CacheBatch(LatentBatch[CacheCase]):
     def _write(self, rank: int) -> Arguments:
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
-        is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
-        image = CacheImage.of(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored]))
-        slots, stops = torch.full((sum(self.totals),), -1), operands.start_loc(self.totals)[1:]
+        image = CacheImage.of(case, pages, self.new_of(held), (self.latents[0][stored], self.latents[1][stored]))
+        slots, tokens = torch.full((sum(self.totals),), -1), self.new_of(map(torch.arange, self.totals))
         slots[stored] = pages.slots
-        tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
         mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
         kv_c, k_pe = operands.sliced([self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}

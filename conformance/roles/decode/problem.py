@@ -16,15 +16,14 @@ from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 
 
-def rank_operands(
-    whole: AttentionOperands, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int
-) -> AttentionOperands:
+def on_rank(whole: AttentionOperands, metadata: decode.MLACommonDecodeMetadata, totals: list[int]) -> AttentionOperands:
     """Attention of each query, which stands for itself, to the keys of this rank that it sees.
 
     The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
     aligned triangle. ``totals`` are tokens of each request on all ranks.
     """
-    share = partial(local_length, rank=rank, world_size=world_size, interleave=interleave)
+    interleave = metadata.cp_kv_cache_interleave_size
+    share = partial(local_length, rank=metadata.dcp_rank, world_size=metadata.dcp_world_size, interleave=interleave)
     batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
     seen = [
         slice(first, first + share(max(0, total - rows.stop + row + 1)))
@@ -59,16 +58,8 @@ class DecodeCall(AttentionCall):
         return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
-        whole, metadata = self.attended(causal=True), self.metadata
-        if metadata.dcp_tot_seq_lens is None:
-            return whole
-        return rank_operands(
-            whole,
-            tuple(metadata.dcp_tot_seq_lens.tolist()),
-            rank=metadata.dcp_rank,
-            world_size=metadata.dcp_world_size,
-            interleave=metadata.cp_kv_cache_interleave_size,
-        )
+        whole, totals = self.attended(causal=True), self.metadata.dcp_tot_seq_lens
+        return whole if totals is None else on_rank(whole, self.metadata, totals.tolist())
 
 
 class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):

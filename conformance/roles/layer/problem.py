@@ -13,7 +13,7 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import CallOnRanks
+from mla_conformance.problems.calls import CallOfARank, CallOnRanks
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -170,15 +170,13 @@ class LayerBatch(LatentBatch[LayerCase]):
     def keys_by_request(self) -> Iterator[torch.Tensor]:
         return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
-    def calls(self) -> tuple[LayerCall | CallOnRanks]:
+    def calls(self) -> tuple[CallOfARank | CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
-        ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
-        new = torch.cat([torch.arange(end - q, end) for end, q in ends])
+        new = self.new_of(map(torch.arange, self.totals))
         kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         # A prefill merges chunks of context, a decode ranks.
-        merges = max(parts[0].merges, len(parts) - 1)
-        return (parts[0] if self.case.ranks == 1 else CallOnRanks.of(parts, merges),)
+        return (CallOnRanks.of(parts, max(parts[0].merges, len(parts) - 1)),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, each = self.case, self.case.heads // self.case.ranks
@@ -186,7 +184,6 @@ class LayerBatch(LatentBatch[LayerCase]):
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = cached_batch.write_pages(self, self.entries[rows], lengths, case.cache, case.page)
-        new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
         k, v = (x[:, heads] for x in projected)
@@ -206,7 +203,11 @@ class LayerBatch(LatentBatch[LayerCase]):
             requests=tuple(starmap(mla_batch.LayerRequest, batch)),
             padding=case.pad or -1,
             padding_counts=case.padding_counts,
-            written={"kv_cache": CacheImage.of(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))},
+            written={
+                "kv_cache": CacheImage.of(
+                    case, pages, self.new_of(held), (self.latents[0][rows], self.latents[1][rows])
+                )
+            },
             merges=len(chunks),
             rank=rank,
             case=case,

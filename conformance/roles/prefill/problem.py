@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_
 from mla_conformance.cases.case import Call
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, segments, start_loc, stored
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, rows_of, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -49,25 +50,12 @@ class PrefillCall(AttentionCall):
         return owned if self.output_scale is None else {**owned, "output_scale": self.output_scale}
 
     def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Of new tokens the keys are cut with the queries."""
-        rows, keys = (
-            [torch.arange(s.start, s.stop, device=self.q.device) for s in segments(starts)]
-            for starts in (self.query_start_loc, self.key_start_loc)
-        )
-        new = [rows[request][:queries] for request in requests]
-        seen = new if self.chunk_idx is None else [keys[request] for request in requests]
-        query_lens, key_lens = (list(map(len, each)) for each in (new, seen))
-        return replace(
-            self,
-            q=self.q[torch.cat(new)],
-            k=self.k[torch.cat(seen)],
-            v=self.v[torch.cat(seen)],
-            query_start_loc=start_loc(query_lens),
-            key_start_loc=start_loc(key_lens),
-            metadata=assemble_metadata(
-                case, query_lens, () if self.chunk_idx is None else one_chunk(key_lens), self.q.dtype, self.q.device
-            ),
-        )
+        call = super(PrefillCall, replace(self, metadata=None)).regrouped(case, requests, queries)
+        keys = rows_of(self.key_start_loc, requests, queries).to(self.k.device)
+        chunks = () if self.chunk_idx is None else one_chunk(call.key_lens)
+        lengths = [stop - start for start, stop in pairwise(call.query_start_loc)]
+        metadata = assemble_metadata(case, lengths, chunks, self.q.dtype, self.q.device)
+        return replace(call, k=self.k[keys], v=self.v[keys], metadata=metadata)
 
     def output_buffer(self) -> memory.Guarded | None:
         if self.chunk_idx is not None or not (self.case.out or self.output_scale is not None):

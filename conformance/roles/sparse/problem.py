@@ -40,11 +40,6 @@ class SparseCall(AttentionCall):
     def name(self) -> str:
         return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
-    def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
-        """Gathered keys are plain: a prefill takes no scale of codes."""
-        given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
-        return super(SparseCall, replace(self, given=given)).invoke(backend, out)
-
     def operands(self) -> AttentionOperands:
         return self.attended(causal=False, sink=self.named["attn_sink"])
 
@@ -57,11 +52,6 @@ _ROUND = 7  # of so many rows with lists of drawn lengths, one names no key, one
 class Lists:
     keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
     length: torch.Tensor  # [T] int64, columns up to the last key that is named
-
-    def named(self, keys: int) -> torch.Tensor:
-        found = torch.zeros(keys, dtype=torch.bool)
-        found[self.keys[self.keys != NO_KEY]] = True
-        return found
 
     def renumbered(self, numbers: torch.Tensor) -> "Lists":
         """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
@@ -167,7 +157,8 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
 
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
-            left = ~lists.named(len(entries))
+            left = torch.ones(len(entries), dtype=torch.bool)
+            left[lists.keys[lists.keys != NO_KEY]] = False
             hole = memory.poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
             entries.view(torch.uint8)[left] = hole.view(torch.uint8)
         return _Source(lengths, entries, self.meaning(entries, layout), lists)
@@ -236,8 +227,10 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
         if case.is_paged:
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
-        else:
+            stored = {"kv_cache": pages.cache, "k_scale": self.k_scale}
+        else:  # which are plain, and have no scale of codes
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
+            stored = {"kv": pages.cache}
         if extra is not None:
             keys = torch.cat((keys, extra.keys))
         named = self._lists(lists, self._numbers(lists, lengths, pages))
@@ -249,7 +242,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         told = self.metadata(lengths, rank)
         return SparseCall(
             **self.attended(keys, lengths),
-            given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
+            given={"q": query, **stored},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,

@@ -150,8 +150,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def new(self) -> Tensor:
-        flags = [torch.arange(total) >= kv for total, kv in zip(self.case.totals, self.case.kv, strict=True)]
-        return torch.cat(flags)
+        return self.new_of(map(torch.arange, self.case.totals))
 
     @cached_property
     def hidden(self) -> Tensor:

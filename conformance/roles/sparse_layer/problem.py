@@ -94,10 +94,9 @@ class SparseLayerCall(CallOfARank):
 
 
 class SparseLayerBatch(hidden_states.HiddenStates):
-    def calls(self) -> tuple[SparseLayerCall | CallOnRanks]:
+    def calls(self) -> tuple[CallOfARank | CallOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
-        parts = tuple(self._call(rank) for rank in range(self.case.tp))
-        return (parts[0] if self.case.tp == 1 else CallOnRanks.of(parts),)
+        return (CallOnRanks.of(tuple(map(self._call, range(self.case.tp)))),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         case = self.case
