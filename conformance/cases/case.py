@@ -274,6 +274,14 @@ class Case(ABC):
     def kv_lora_rank(self) -> int:
         return dimensions_of(self.dims)[1]
 
+    @property
+    def head_dim(self) -> int:
+        return self.dimensions.qk_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.dimensions.qk_rope_head_dim
+
     @cached_property
     def softmax_scale(self) -> float:
         """The softmax scale as the backend receives it; a stored one where an author's own tensors have no percent."""
@@ -287,12 +295,12 @@ class Case(ABC):
     @property
     def own_merge(self) -> bool:
         """Whether the backend's own ``merge_attn_states`` merges partial states, not the reference."""
-        return False
+        return getattr(self, "merge", "golden") != "golden"
 
     @property
     def merges_in_place(self) -> bool:
         """Whether that merge is given the running state both as its prefix and as its output."""
-        return False
+        return getattr(self, "merge", "golden") == "in_place"
 
     @cached_property
     def totals(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class CachedBatch(Draw[AnyCached]):
     def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
         """[tokens, width] entries of a layout, so many of each request, on the CPU."""
         case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
-        width = rank + case.dimensions.qk_rope_head_dim
+        width = rank + case.rope_dim
         drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
         keys = self.by_request(KEYS, drawn, starts)[:, 0]
         kv_c = self.by_request(VALUES, keys[:, :rank], starts)

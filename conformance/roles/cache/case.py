@@ -8,7 +8,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, rule, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -119,6 +119,15 @@ def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
+def _few_entries(requests: str, others: str, longest: str) -> bool:
+    return others != "equal" or batches.REQUESTS.least(requests) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
+
+
+def _few_listed(requests: str, share: str, longest: str, columns: str) -> bool:
+    rows = batches.REQUESTS.least(requests) + _asked(share, batches.LONGEST.least(longest))
+    return rows * dimensions.COLUMNS.first(columns) <= _MOST_LISTED
+
+
 def _fields(row: Row, draw: Draw) -> grammar.Fields:
     page, longest = first(
         (page, longest)
@@ -189,22 +198,8 @@ CACHE = Space(
         *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
         replace(batches.IN_BOTH, holds=lambda longest, tile: bool(batches.lengths(longest, tile, 4))),
         *batches.END_RULES,
-        Rule(
-            f"more than {_MOST_ENTRIES:,} entries",
-            ("requests", "others", "longest"),
-            lambda n, others, longest: (
-                others != "equal" or batches.REQUESTS.least(n) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
-            ),
-        ),
-        Rule(
-            f"more than {_MOST_LISTED:,} numbers in lists",
-            ("requests", "share", "longest", "columns"),
-            lambda n, share, longest, columns: (
-                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest)))
-                * dimensions.COLUMNS.first(columns)
-                <= _MOST_LISTED
-            ),
-        ),
+        rule(f"more than {_MOST_ENTRIES:,} entries", _few_entries),
+        rule(f"more than {_MOST_LISTED:,} numbers in lists", _few_listed),
     ),
     shape=_fields,
     small={

@@ -10,7 +10,7 @@ from mla_conformance.cases import batches, cached, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
-from mla_conformance.cases.space import Dimension, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Dimension, Row, Space, exactly, measured, never, plain, rule, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
@@ -47,14 +47,6 @@ class CompressCase(cached.CacheOperation):
     inputs: str = one_of(("float32", "model"), "float32", "dtype of key states and scores")
     state_page: int = at_least(1, 4, "tokens of a page of states")
     chunk: int = at_least(0, 0, "new tokens in a call; 0 for all")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dimensions.qk_head_dim
-
-    @property
-    def rope_dim(self) -> int:
-        return self.dimensions.qk_rope_head_dim
 
     @property
     def columns(self) -> int:
@@ -175,10 +167,9 @@ COMPRESS = Space(
         POISONS,
     ),
     rules=(
-        Rule(
+        rule(
             "no such tokens leave so much of a group",
-            ("ratio", "before", "end", "new"),
-            lambda *classes: next(_tokens(*classes), None) is not None,
+            lambda ratio, before, end, new: any(_tokens(ratio, before, end, new)),
         ),
         never("groups of two have no such part", {"ratio": ("2",), "chunks": ("part of a group",)}),
         never("nothing new is in no chunks", {"new": ("none",), "chunks": _CHUNKS[1:], "requests": ("1",)}),
@@ -186,9 +177,8 @@ COMPRESS = Space(
             "groups of 128 are not gone through token by token",
             {"ratio": ("128",), "chunks": ("one by one",), "new": ("several groups", "a group at most")},
         ),
-        Rule(
+        rule(
             f"more than {_MOST_STATES:,} numbers in states",
-            ("requests", "ratio"),
             lambda requests, ratio: batches.REQUESTS.first(requests) * _RATIOS.first(ratio) <= _MOST_STATES // 2**9,
         ),
     ),

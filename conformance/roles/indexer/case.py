@@ -59,7 +59,7 @@ class IndexerCase(cached.CachedCase):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.dimensions.qk_rope_head_dim or self.ranks > 1:
+        if self.rope_dim or self.ranks > 1:
             yield f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}"
 
 

@@ -169,7 +169,7 @@ class Layer:
         self.config = config = engine.layer_config(
             dtype=dtype,
             max_model_len=max(1, case.workspace // 8),
-            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+            head_size=sum(case.latent_dims),
             max_num_seqs=max(1, min(case.workspace // 4, case.workspace_tokens) // case.page),
             chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
             block_size=case.page,

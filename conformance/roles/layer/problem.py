@@ -164,7 +164,7 @@ class LayerBatch(LatentBatch[LayerCase]):
     def queries(self) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
         return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
 
     def keys_by_request(self) -> Iterator[torch.Tensor]:
@@ -235,7 +235,7 @@ class _Layer(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         reasons = foreign.reasons_of(
             kernel.validate_configuration(
-                head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+                head_size=sum(case.latent_dims),
                 dtype=dtype,
                 kv_cache_dtype=case.cache,
                 block_size=case.page,

@@ -94,7 +94,7 @@ def assemble_metadata(
 ) -> MLACommonPrefillMetadata:
     """``pages`` are the block table of a cache, and the workspace that chunks were gathered from it into."""
     if pages is None:
-        room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+        room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.rope_dim
         workspace = memory.poison(room, output_dtype(dtype), device, case.poison)
         pages = torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device), workspace
     planned = chunked_context_metadata(chunks, pages[1], device) if chunks else None
@@ -119,7 +119,7 @@ class PrefillBatch(Draw[PrefillCase]):
         else:
             new = case.call == Call.NEW_TOKENS
             lengths, chunks, indices = (case.q, (), (None,)) if new else (case.kv, one_chunk(case.kv), (0,))
-            starts, widths = (start_loc(lengths),), (case.dimensions.qk_head_dim, case.dimensions.v_head_dim)
+            starts, widths = (start_loc(lengths),), (case.head_dim, case.dimensions.v_head_dim)
             k, v = (self._normal(starts[0][-1], case.heads, width) for width in widths)
             every = [(self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0]))]
         keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
@@ -158,7 +158,7 @@ class PrefillBatch(Draw[PrefillCase]):
     def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
-        q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
+        q = self._normal(sum(case.q), case.heads, case.head_dim).float()
         return stored(self.queries_of(q, lambda: keys, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
 
     def _latent_context(
@@ -206,7 +206,7 @@ class PrefillBatch(Draw[PrefillCase]):
         for row, ids, length in zip(block_table, blocks, case.kv, strict=True):
             row[: len(ids)] = ids
             slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
-        width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+        width = case.kv_lora_rank + case.rope_dim
         cache = memory.poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
         kv_c, k_pe = (x.to(device) for x in latents)
         write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))

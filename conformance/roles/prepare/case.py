@@ -56,14 +56,6 @@ class PrepareCase(Case):
     eps: int = at_least(1, 1, "of the keys' norm, in millionths")
 
     @property
-    def head_dim(self) -> int:
-        return self.dimensions.qk_head_dim
-
-    @property
-    def rope_dim(self) -> int:
-        return self.dimensions.qk_rope_head_dim
-
-    @property
     def visible_lens(self) -> tuple[int, ...]:
         return (self.head_dim,) * len(self.q)
 

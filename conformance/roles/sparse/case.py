@@ -79,7 +79,7 @@ class SparseCase(CachedCase):
     @property
     def sizes(self) -> Sizes:
         """Heads share a key, whose first columns are its value."""
-        columns, output = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim, self.heads * self.kv_lora_rank
+        columns, output = 2 * self.kv_lora_rank + self.rope_dim, self.heads * self.kv_lora_rank
         return Sizes(columns, self.heads * columns, output, sum(self.latent_dims))
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, classes, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, rule, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
@@ -98,7 +98,7 @@ class SparseLayerCase(cached.CachedCase):
         yield from super().contradictions()
         if self.index_cache == PLAIN and self.index_scales != "float32":
             yield f"field index_scales: an index cache of {PLAIN} has no scales, got {self.index_scales}"
-        dims, rope = self.dimensions, self.dimensions.qk_rope_head_dim
+        dims, rope = self.dimensions, self.rope_dim
         if self.decodes > len(self.q):
             yield f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}"
         if self.ranks > 1:
@@ -236,11 +236,7 @@ SPARSE_LAYER = Space(
         batches.NOT_BOTH,
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),
-        Rule(
-            "ranks have equal shares of the heads",
-            ("heads", "ranks"),
-            lambda heads, ranks: int(heads) % int(ranks) == 0,
-        ),
+        rule("ranks have equal shares of the heads", lambda heads, ranks: int(heads) % int(ranks) == 0),
     ),
     shape=_fields,
     small={"requests": ("2 to 7", "1"), "heads": ("4", "1", "5"), "selected": ("8 by 4 heads", "2 by 2 heads")},

@@ -209,7 +209,7 @@ SPARSE_LAYER = _SparseLayer(
         "rms_norm_eps": weights.EPSILON,
         "preparation": prepare.IndexPreparation(
             head_dim=INDEX_DIM,
-            rope_dim=case.dimensions.qk_rope_head_dim,
+            rope_dim=case.rope_dim,
             rope_first=not case.rope_last,
             is_neox_style=case.pairs == "halves",
             hadamard=False,

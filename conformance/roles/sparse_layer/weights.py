@@ -27,7 +27,7 @@ class DrawnLayer:
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
-        dims, rope, latent = case.dimensions, case.dimensions.qk_rope_head_dim, case.kv_lora_rank
+        dims, rope, latent = case.dimensions, case.rope_dim, case.kv_lora_rank
         sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
         weights = projections.MLAWeights(

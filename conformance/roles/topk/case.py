@@ -10,7 +10,19 @@ from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import COLUMNS, KEYS, LAYOUT, MAXIMA, PADDING, POISONS, against, numbers
-from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, exactly, measured, plain, values
+from mla_conformance.cases.space import (
+    Only,
+    Row,
+    Rule,
+    Space,
+    by_length,
+    counted,
+    exactly,
+    measured,
+    plain,
+    rule,
+    values,
+)
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -165,9 +177,7 @@ TOPK = Space(
             _SHAPED,
             lambda *labels: next(_shapes(dict(zip(_SHAPED, labels, strict=True))), None) is not None,
         ),
-        Rule(
-            f"more than {_MOST_LOGITS:,} logits", ("requests", "queries", "others", "longest", "starts", "maxima"), _few
-        ),
+        rule(f"more than {_MOST_LOGITS:,} logits", _few),
     ),
     shape=_fields,
     small={
