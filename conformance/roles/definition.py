@@ -1,7 +1,7 @@
 """What a role is: one table, from which everything that differs between roles is taken."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": dtype,
         "num_heads": case.heads,
         "scale": case.softmax_scale,
-        "lse": case.lse,
         "kv_lora_rank": case.kv_lora_rank,
         "mla_dimensions": dims,
         **{name: getattr(dims, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
@@ -43,6 +42,14 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
             "dcp_world_size": case.ranks,
         }
     return found
+
+
+def filled(table: Any, case: Case, told: Mapping[str, Any]) -> Any:
+    """A table, each field of which is a fact that is told, or else what the case has by that name."""
+    fields = table.__annotations__
+    if missing := [name for name in fields if name not in told and not hasattr(case, name)]:
+        raise TypeError(f"role {case.role}: expected a fact for {table.__name__}.{missing[0]}, got none")
+    return table(**{name: told[name] if name in told else getattr(case, name) for name in fields})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +87,7 @@ class RoleDefinition:
         return facts_of(case, dtype) | self.facts(case, dtype)
 
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
-        told = self.told(case, dtype) | otherwise
-        if missing := [name for name in self.config._fields if name not in told]:
-            raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
-        return self.config(**{name: told[name] for name in self.config._fields})
+        return filled(self.config, case, self.told(case, dtype) | otherwise)
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
         told = self.told(case, dtype)

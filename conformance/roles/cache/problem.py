@@ -205,12 +205,7 @@ CACHE = RoleDefinition(
     batch=CacheBatch,
     config=cache.MLACacheSelectorConfig,
     constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
-    facts=lambda case, dtype: {
-        "slot_dtype": SLOT_DTYPES[case.slots],
-        "dequantise": case.dequantise,
-        "compress_ratio": case.ratio,
-        "outside": case.outside,
-    },
+    facts=lambda case, dtype: {"slot_dtype": SLOT_DTYPES[case.slots], "compress_ratio": case.ratio},
     golden=golden_bytes,
     judge=CacheJudge,
 )

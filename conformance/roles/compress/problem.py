@@ -17,7 +17,7 @@ from mla_conformance.reference.prepare_index import Prepared, pooled, rms_norm, 
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.definition import RoleDefinition, filled
 
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
@@ -216,14 +216,7 @@ COMPRESS = RoleDefinition(
     config=interface.MLACompressSelectorConfig,
     constructed=("compression",),
     facts=lambda case, dtype: {
-        "compression": interface.Compression(
-            head_dim=case.head_dim,
-            rope_dim=case.rope_dim,
-            ratio=case.ratio,
-            overlap=case.overlap,
-            norm=case.norm,
-            eps=EPS,
-        ),
+        "compression": filled(interface.Compression, case, {"eps": EPS}),
         "input_dtype": input_dtype(case, dtype),
         "state_block_size": case.state_page,
     },

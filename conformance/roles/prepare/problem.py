@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.definition import RoleDefinition, filled
 from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 
@@ -215,22 +215,20 @@ class PrepareJudge(steps.Steps):
         return verdict.failed(verdict.Check.PREPARED, text, place.to_json())
 
 
+def preparation(case: Any, **facts: Any) -> interface.IndexPreparation:
+    """The conventions of an indexer, as a case tells them that names them so."""
+    told = {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
+    made: interface.IndexPreparation = filled(interface.IndexPreparation, case, told | facts)
+    return made
+
+
 PREPARE = RoleDefinition(
     role=roles.Role.PREPARE,
     batch=PrepareBatch,
     config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
     facts=lambda case, dtype: {
-        "preparation": interface.IndexPreparation(
-            head_dim=case.head_dim,
-            rope_dim=case.rope_dim,
-            rope_first=not case.rope_last,
-            is_neox_style=case.pairs == "halves",
-            hadamard=case.hadamard,
-            scale_format=case.scales,
-            fold_scales=case.fold,
-            eps=case.eps / 1e6,
-        )
+        "preparation": preparation(case, scale_format=case.scales, fold_scales=case.fold, eps=case.eps / 1e6)
     },
     golden=golden_prepared,
     judge=PrepareJudge,

@@ -274,7 +274,6 @@ SPARSE = RoleDefinition(
     facts=lambda case, dtype: {
         "call": "decode" if case.is_paged else "prefill",
         "block_size": case.page if case.is_paged else 1,
-        "topk": case.topk,
         "index_space": case.space,
         "topk_length": case.length,
         "sink": case.sink != "none",

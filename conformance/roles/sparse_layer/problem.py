@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import prepare, roles, sparse, sparse_layer
+from mla_conformance.backends import roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
 from mla_conformance.problems import cached_batch, memory, operands
@@ -20,6 +20,7 @@ from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.call import LayersOnRanks
+from mla_conformance.roles.prepare.problem import preparation
 from mla_conformance.roles.sparse_layer import hidden_states, weights
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
@@ -207,11 +208,9 @@ SPARSE_LAYER = _SparseLayer(
         "num_heads": case.heads // case.tp,
         "is_neox_style": case.layer_pairs == "halves",
         "rms_norm_eps": weights.EPSILON,
-        "preparation": prepare.IndexPreparation(
+        "preparation": preparation(
+            case,
             head_dim=INDEX_DIM,
-            rope_dim=case.rope_dim,
-            rope_first=not case.rope_last,
-            is_neox_style=case.pairs == "halves",
             hadamard=False,
             scale_format=case.index_scales,
             fold_scales=True,
