@@ -74,9 +74,6 @@ class LayerCall(calls.CallOfARank):
         new = rows_of(self.query_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
-        chunks = chunking.plan_context_chunks(
-            contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page
-        )
         return replace(
             super().regrouped(case, requests, queries),
             **{name: getattr(self, name)[new] for name in self.takes},
@@ -84,7 +81,7 @@ class LayerCall(calls.CallOfARank):
             padding=-1,
             padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
-            merges=len(chunks),
+            merges=len(self.case.planned(contexts)),
         )
 
     def output_buffer(self) -> memory.Guarded | None:
@@ -115,21 +112,19 @@ class LayerCall(calls.CallOfARank):
 
     def operands(self) -> calls.AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
-        case = self.case
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
         whole = self.attended(
             causal=True,
             value_weights=value_weights,
-            plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and case.ranks == 1 else (),
+            plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and self.case.ranks == 1 else (),
         )
-        if case.weights == "dense":
+        if self.case.weights == "dense":
             return replace(whole, projection=projections.Projection(self.latents, self.weight.to(self.latents)))
         return whole
 
-    def _ends(self, planner: Callable[..., tuple[chunking.ContextChunk, ...]]) -> tuple[tuple[int, ...], ...]:
+    def _ends(self, planner: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         prefills = [number for number, request in enumerate(self.requests) if request.is_prompt]
-        contexts = [self.requests[number].context_len for number in prefills]
-        chunks = planner(contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page)
+        chunks = self.case.planned([self.requests[number].context_len for number in prefills], planner)
         ends: list[tuple[int, ...]] = [()] * (len(self.query_start_loc) - 1)  # those of padding among them
         for place, number in enumerate(prefills):
             each = ((chunk.starts[place], chunk.seq_lens[place]) for chunk in chunks)

@@ -1,6 +1,6 @@
 """Cases of a whole MLA layer, a batch of prefills and decodes over a paged cache that it writes into; no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice, product
@@ -13,7 +13,7 @@ from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Row, Rule, counted, measured, never, plain, rule, values
-from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, ContextChunk, plan_context_chunks
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -73,6 +73,11 @@ class LayerCase(cached.CachedCase):
     def workspace_tokens(self) -> int:
         """Tokens of the workspace that a layer gathers context into: no layer has more than 128 Ki."""
         return min(self.workspace, MAX_WORKSPACE_TOKENS)
+
+    def planned(
+        self, contexts: Sequence[int], planner: Callable[..., tuple[ContextChunk, ...]] = plan_context_chunks
+    ) -> tuple[ContextChunk, ...]:
+        return planner(contexts, workspace_tokens=self.workspace_tokens, page_size=self.page)
 
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}

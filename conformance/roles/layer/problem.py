@@ -11,12 +11,10 @@ import torch
 from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
-from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems import cached_batch, memory, operands
 from mla_conformance.problems.calls import CallOfARank, CallOnRanks
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
 from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
@@ -41,26 +39,6 @@ def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     keys = operands.REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
     latent, rope = keys.tensor_split([kv_c.shape[1]], dim=-1)
     return operands.REGIMES[kind].values(latent), rope
-
-
-def away_from_ties(case: CachedCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-    """The latents of a cache of codes without those that two codes are equally near to.
-
-    There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and decodes
-    another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
-    """
-    if case.cache == "auto":
-        return kv_c, k_pe
-    scale, found = torch.tensor(case.cache_scale, dtype=torch.float32).double(), []
-    for latent, rope in zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True):
-        if case.cache == "fp8":
-            found.append((_aside(latent, scale), _aside(rope, scale)))
-        else:
-            entries = encode(latent, rope, case.cache, case.cache_scale, case.scales)
-            scales = entries[:, _TILES].contiguous().view(torch.float32).double()
-            found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
-    kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
-    return kv_c, k_pe
 
 
 def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -114,8 +92,24 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
         return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
     def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-        """The latents without those that may rightly be stored in two ways."""
-        return away_from_ties(self.case, kv_c, k_pe)
+        """The latents of a cache of codes without those that two codes are equally near to.
+
+        There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and
+        decodes another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
+        """
+        case: Any = self.case
+        if case.cache == "auto":
+            return kv_c, k_pe
+        scale, found = torch.tensor(case.cache_scale, dtype=torch.float32).double(), []
+        for latent, rope in zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True):
+            if case.cache == "fp8":
+                found.append((_aside(latent, scale), _aside(rope, scale)))
+            else:
+                entries = encode(latent, rope, case.cache, case.cache_scale, case.scales)
+                scales = entries[:, _TILES].contiguous().view(torch.float32).double()
+                found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
+        kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
+        return kv_c, k_pe
 
     def beside_poison(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """With rows of padding of another poison than the cache's, so that it shows where they were written."""
@@ -188,7 +182,6 @@ class LayerBatch(LatentBatch[LayerCase]):
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
         k, v = (x[:, heads] for x in projected)
         queries = self.queries[:, heads]
-        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
             q=queries[: self.query_start_loc[-1]],
             k=k,
@@ -208,7 +201,7 @@ class LayerBatch(LatentBatch[LayerCase]):
                     case, pages, self.new_of(held), (self.latents[0][rows], self.latents[1][rows])
                 )
             },
-            merges=len(chunks),
+            merges=len(case.planned(case.prefill_contexts)),
             rank=rank,
             case=case,
         )
