@@ -10,8 +10,7 @@ from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, verdict
-from mla_conformance.problems import cached_batch, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -30,7 +29,7 @@ Arguments = tuple[Mapping[str, Any], Mapping[str, CacheImage | WrittenRows]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCall(KernelCall):
+class CacheCall(calls.KernelCall):
     """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
 
     case: CachedCase
@@ -182,7 +181,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"out": self._rows("out", right, right, behind=0)}
 
 
-def golden_bytes(problem: Problem) -> golden.Golden:
+def golden_bytes(problem: calls.Problem) -> golden.Golden:
     """Every row is judged; what is expected stands in the problem's own images."""
     return golden.Golden(golden.JudgedRows(problem.query_start_loc))
 

@@ -8,9 +8,8 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems import cached_batch, memory
+from mla_conformance.problems import cached_batch, memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import lay_out, segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
@@ -24,14 +23,14 @@ def on_rank(whole: AttentionOperands, metadata: decode.MLACommonDecodeMetadata, 
     """
     interleave = metadata.cp_kv_cache_interleave_size
     share = partial(local_length, rank=metadata.dcp_rank, world_size=metadata.dcp_world_size, interleave=interleave)
-    batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
+    batch = zip(operands.segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
     seen = [
         slice(first, first + share(max(0, total - rows.stop + row + 1)))
         for rows, total, first in batch
         for row in range(rows.start, rows.stop)
     ]
     rows = torch.cat([torch.arange(keys.start, keys.stop, device=whole.k.device) for keys in seen])
-    queries, keys = tuple(range(len(seen) + 1)), start_loc([keys.stop - keys.start for keys in seen])
+    queries, keys = tuple(range(len(seen) + 1)), operands.start_loc([keys.stop - keys.start for keys in seen])
     return AttentionOperands(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
 
 
@@ -74,7 +73,7 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
         q, case = self.queries, self.case
         ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
         if case.layout != Layout.KV_B_PROJ:
-            ql_nope, q_pe = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
+            ql_nope, q_pe = operands.lay_out("q", ql_nope, ql_nope, case), operands.lay_out("q", q_pe, q_pe, case)
         else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
             wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]

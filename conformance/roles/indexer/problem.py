@@ -10,8 +10,7 @@ from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, tolerance, verdict
-from mla_conformance.problems import cached_batch, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.reference.selected import NO_KEY
@@ -22,7 +21,7 @@ _MEAN_WEIGHT = 0.5  # weights have either sign, most of them that of a key that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerCall(KernelCall):
+class IndexerCall(calls.KernelCall):
     """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
     slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
@@ -97,13 +96,13 @@ class GoldenScores(golden.Golden):
     scores: IndexScores
 
 
-def golden_scores(problem: Problem) -> GoldenScores:
+def golden_scores(problem: calls.Problem) -> GoldenScores:
     (call,), rows = problem.calls, golden.choose_rows(problem)
     starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
     return GoldenScores(rows, index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
 
 
-def positions_of(call: KernelCall, rows: golden.JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+def positions_of(call: calls.KernelCall, rows: golden.JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
     if call.case.space == roles.IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, steps.NOTHING)

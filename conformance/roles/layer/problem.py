@@ -11,11 +11,9 @@ import torch
 from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
-from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import CallOfARank, CallOnRanks
+from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
-from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
+from mla_conformance.reference import cache_layout, projections
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks
@@ -105,7 +103,7 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
             if case.cache == "fp8":
                 found.append((_aside(latent, scale), _aside(rope, scale)))
             else:
-                entries = encode(latent, rope, case.cache, case.cache_scale, case.scales)
+                entries = cache_layout.encode(latent, rope, case.cache, case.cache_scale, case.scales)
                 scales = entries[:, _TILES].contiguous().view(torch.float32).double()
                 found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
         kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
@@ -118,7 +116,7 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
 
     @cached_property
     def entries(self) -> torch.Tensor:
-        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+        return cache_layout.encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
 
 class LayerBatch(LatentBatch[LayerCase]):
@@ -129,13 +127,13 @@ class LayerBatch(LatentBatch[LayerCase]):
         draw = _dense if case.weights == "dense" else selection
         generator = self.drawing(case.model) if case.model else self.generator
         widths = (dims.qk_nope_head_dim, dims.v_head_dim)
-        return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
+        return projections.kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 
     @cached_property
     def seen(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] float64 on the device: as stored, but new tokens of a prefill as they came."""
         case, entries = self.case, self.entries.to(self.device)
-        stored = decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
+        stored = cache_layout.decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
         # Tokens that a prefill attends to without reading them from the cache.
         batch = zip(case.q, case.kv, self._prefills, strict=True)
         flags = [prefill and token >= kv for q, kv, prefill in batch for token in range(q + kv)]
@@ -151,8 +149,8 @@ class LayerBatch(LatentBatch[LayerCase]):
 
     def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         nope = self.case.dimensions.qk_nope_head_dim
-        k_nope, v = up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
-        return expand_key(k_nope, k_pe), v
+        k_nope, v = projections.up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
+        return projections.expand_key(k_nope, k_pe), v
 
     @cached_property
     def queries(self) -> torch.Tensor:
@@ -164,13 +162,13 @@ class LayerBatch(LatentBatch[LayerCase]):
     def keys_by_request(self) -> Iterator[torch.Tensor]:
         return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
-    def calls(self) -> tuple[CallOfARank | CallOnRanks]:
+    def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new = self.new_of(map(torch.arange, self.totals))
         kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         # A prefill merges chunks of context, a decode ranks.
-        return (CallOnRanks.of(parts, max(parts[0].merges, len(parts) - 1)),)
+        return (calls.CallOnRanks.of(parts, max(parts[0].merges, len(parts) - 1)),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, each = self.case, self.case.heads // self.case.ranks

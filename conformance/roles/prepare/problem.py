@@ -11,8 +11,7 @@ from mla_conformance.backends import prepare as interface
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis, steps, tolerance, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.operands import Draw, lay_out, start_loc
+from mla_conformance.problems import calls, operands
 from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
@@ -22,7 +21,7 @@ from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCall(KernelCall):
+class PrepareCall(calls.KernelCall):
     """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
 
     metadata: interface.PrepareMetadata
@@ -34,15 +33,15 @@ class PrepareCall(KernelCall):
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
 
-class PrepareBatch(Draw[PrepareCase]):
+class PrepareBatch(operands.Draw[PrepareCase]):
     def calls(self) -> tuple[PrepareCall]:
-        case, starts = self.case, start_loc(self.case.q)
+        case, starts = self.case, operands.start_loc(self.case.q)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(starts[-1], *shape, generator=self.generator)
 
         q = self.padded(self.by_request(KINDS, normal(case.heads, case.head_dim), starts).to(self.dtype))
-        q = lay_out("q", q, q, case)
+        q = operands.lay_out("q", q, q, case)
         # Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves.
         k = self.padded(self.by_request(KINDS, normal(case.head_dim), starts).to(self.dtype))
         weights = self.padded(normal(case.heads).to(self.dtype if case.fused else torch.float32))
@@ -90,7 +89,7 @@ class GoldenPrepared(Golden):
     factors: torch.Tensor
 
 
-def golden_prepared(problem: Problem) -> GoldenPrepared:
+def golden_prepared(problem: calls.Problem) -> GoldenPrepared:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())

@@ -10,8 +10,7 @@ import torch
 
 from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems import cached_batch, memory
-from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems import cached_batch, calls, memory
 from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
@@ -19,7 +18,7 @@ from mla_conformance.roles.sparse.case import SparseCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseCall(AttentionCall):
+class SparseCall(calls.AttentionCall):
     """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, float64."""
 
     slots: torch.Tensor  # [S] int64, where the key of each token stands
@@ -40,7 +39,7 @@ class SparseCall(AttentionCall):
     def name(self) -> str:
         return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
-    def operands(self) -> AttentionOperands:
+    def operands(self) -> calls.AttentionOperands:
         return self.attended(causal=False, sink=self.named["attn_sink"])
 
 
@@ -209,7 +208,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return sink.to(self.device)
 
     @property
-    def whole(self) -> AttentionOperands | None:
+    def whole(self) -> calls.AttentionOperands | None:
         whole = super().whole
         return whole and replace(whole, causal=False, selected=self.selected.to(self.device))
 

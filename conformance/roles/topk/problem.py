@@ -11,8 +11,7 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import steps, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
-from mla_conformance.problems import memory, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import calls, memory, operands
 from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
@@ -22,7 +21,7 @@ _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKCall(KernelCall):
+class TopKCall(calls.KernelCall):
     """``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]."""
 
     metadata: topk.TopKMetadata
@@ -109,7 +108,7 @@ class GoldenWindows(Golden):
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
 
-def golden_windows(problem: Problem) -> GoldenWindows:
+def golden_windows(problem: calls.Problem) -> GoldenWindows:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)

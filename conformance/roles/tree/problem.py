@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends import roles, tree
-from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.calls import AttentionOperands
+from mla_conformance.problems import cached_batch, calls
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DECODE, DecodeBatch, DecodeCall
@@ -29,7 +28,7 @@ class TreeCall(DecodeCall):
         parts = self.metadata.tree_mask.split([new**2 for new in lengths])
         return [part.view(new, new) for part, new in zip(parts, lengths, strict=True)]
 
-    def operands(self) -> AttentionOperands:
+    def operands(self) -> calls.AttentionOperands:
         starts = (self.query_start_loc, self.key_start_loc)
         selected = torch.full((len(self.q), max(self.key_lens)), NO_KEY, device=self.q.device)
         for rows, keys, mask in zip(*map(segments, starts), self.masks, strict=True):
@@ -47,7 +46,7 @@ class TreeCall(DecodeCall):
 
 
 def _packed(masks: Sequence[torch.Tensor]) -> dict[str, Any]:
-    starts = int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
+    starts = cached_batch.int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
     return {"tree_mask": torch.cat([mask.flatten() for mask in masks]), "tree_mask_start_loc": starts}
 
 
