@@ -1,6 +1,6 @@
 """From a case of a cache operation to its calls, one for each rank, and their judge: every byte written (SPEC 9)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -8,7 +8,6 @@ import torch
 
 from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, verdict
 from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
@@ -188,15 +187,6 @@ def golden_bytes(problem: calls.Problem) -> golden.Golden:
 
 class CacheJudge(steps.Steps):
     writes: ClassVar = verdict.Check.WRITTEN
-
-    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        return iter(())
-
-    def _expected_form(self, returned: Returned) -> steps.Form:
-        return []
-
-    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
-        return iter(())
 
 
 CACHE = RoleDefinition(

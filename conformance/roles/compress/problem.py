@@ -6,8 +6,8 @@ from functools import cached_property, partial
 
 import torch
 
-from mla_conformance.backends import compress, roles
 from mla_conformance.backends import compress as interface
+from mla_conformance.backends import roles
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import Pages, int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
@@ -63,7 +63,7 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
 class CompressStep:
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
-    metadata: compress.CompressMetadata  # of its batch
+    metadata: interface.CompressMetadata  # of its batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class CompressBatch(Draw[CompressCase]):
         # The slot of an entry stands beside the last of its tokens.
         slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
         entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
-        metadata = compress.CompressMetadata(
+        metadata = interface.CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),

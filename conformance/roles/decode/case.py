@@ -1,6 +1,6 @@
 """Cases of a decode backend, absorbed queries against a paged cache, and what varies in them. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -34,11 +34,7 @@ DECODE = space.Space(
         dimensions.MAXIMA,
     ),
     rules=(
-        space.Rule(
-            "an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model",
-            ("cache", "dims", "dtype"),
-            dimensions.room,
-        ),
+        replace(dimensions.ROOM, why="an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model"),
         batches.LONE_PADDING,
         dimensions.WITH_LSE,
         *batches.BATCH_RULES,
