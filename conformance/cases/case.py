@@ -98,8 +98,8 @@ class Case(ABC):
     # own fields of a class that do not stand behind the common ones in ids, each with the one before it
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}  # how much longer requests are in :meth:`varied`
-    # fields that profiles name, each with what is usual and how another value is named
-    asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    # what profiles name, each with how another value than the field's default is named, or than one that is told
+    asked: ClassVar[Mapping[str, str | tuple[Any, str]]] = {}
     causal: ClassVar[bool] = True  # whether new tokens attend to each other, as in all calls but a chunk of context
     absorbed: ClassVar[bool] = False  # whether queries attend to latents, each of which is both key and value
 
@@ -360,8 +360,13 @@ class Case(ABC):
     @property
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""
-        told = ((getattr(self, name), usual, words) for name, (usual, words) in self.asked.items())
-        return tuple(words.format(value) for value, usual, words in told if value != usual)
+        return tuple(self.named(self.asked))
+
+    def named(self, asked: Mapping[str, str | tuple[Any, str]]) -> Iterator[str]:
+        for name, told in asked.items():
+            usual, words = told if isinstance(told, tuple) else (self.defaults()[name], told)
+            if getattr(self, name) != usual:
+                yield words.format(getattr(self, name))
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""

@@ -22,7 +22,7 @@ COMPUTES = (Call.SLOT_MAPPING, Call.GLOBAL_SLOTS)
 SMALL_LATENTS = (grammar.Data.TINY_VALUES, "tiny_tiles")
 _OF_INDEX = (Call.WRITE_INDEX, Call.GATHER_INDEX)
 _COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
-_USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
+_SHUFFLED_PAGE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,14 @@ class CacheCase(cached.CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        return (
-            f"page_{self.page}" if self.page != _USUAL_PAGE else "",
-            self.cache if self.call not in COMPUTES and self.cache != "auto" else "",
-            self.scales if self.scales != "float32" else "",
-            "dcp" if self.ranks > 1 else "",
-            "dequantise" if self.dequantise else "",
-            "compressed" if self.ratio > 1 else "",
-            "outside" if self.outside else "",
-            self.slots if self.slots != SLOT_DTYPES[0] else "",
-        )
+        named = {
+            "page": "page_{}",
+            **({} if self.call in COMPUTES else {"cache": "{}"}),
+            "scales": "{}",
+            "ranks": "dcp",
+        }
+        named |= {"dequantise": "dequantise", "ratio": "compressed", "outside": "outside", "slots": "{}"}
+        return tuple(self.named(named))
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -27,14 +27,8 @@ class CompressCase(cached.CacheOperation):
     role: ClassVar[Role] = Role.COMPRESS
     calls: ClassVar[tuple[Call, ...]] = (Call.COMPRESS,)
     asked: ClassVar = {
-        "dtype": ("bf16", "{}"),
-        "inputs": ("float32", "inputs_{}"),
-        "ratio": (None, "ratio_{}"),
-        "overlap": (False, "overlap"),
-        "norm": (True, "unnormed"),
-        "head_dim": (128, "head_dim_{}"),
-        "page": (64, "page_{}"),
-        "state_page": (4, "state_page_{}"),
+        **{"dtype": "{}", "inputs": "inputs_{}", "ratio": (None, "ratio_{}"), "overlap": "overlap", "norm": "unnormed"},
+        **{"head_dim": (128, "head_dim_{}"), "page": "page_{}", "state_page": "state_page_{}"},
     }
     asks = Case.asks
 

@@ -20,7 +20,7 @@ class PrefillCase(Case):
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
-    asked: ClassVar = {"quant": ("none", "quant_output"), "merge": ("golden", "own_merge")}
+    asked: ClassVar = {"quant": "quant_output", "merge": "own_merge"}
     # Ids are older than roles with fields of their own.
     follows: ClassVar[Mapping[str, str]] = {
         "planner": "workspace",

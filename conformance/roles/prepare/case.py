@@ -16,7 +16,6 @@ VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
 """What queries and keys are like; ``problem.py`` says what each reveals."""
 PAIRS = ("halves", "neighbours")
 BLOCK = 128  # columns that share a scale
-_USUAL_HEADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +28,13 @@ class PrepareCase(Case):
     causal: ClassVar[bool] = False  # no token meets another
     # Beyond DeepSeek-V3.2's: the first columns in halves, transformed, with folded weights.
     asked: ClassVar = {
-        "dtype": ("bf16", "{}"),
-        "pairs": ("halves", "{}"),
-        "rope_last": (False, "rope_last"),
-        "hadamard": (True, "untransformed"),
-        "scales": ("float32", "{}"),
-        "fold": (True, "unfolded"),
-        "heads": (_USUAL_HEADS, "heads_{}"),
-        "head_dim": (BLOCK, "head_dim_{}"),
+        **{"dtype": "{}", "pairs": "{}", "rope_last": "rope_last", "hadamard": "untransformed", "scales": "{}"},
+        **{"fold": "unfolded", "heads": "heads_{}", "head_dim": (BLOCK, "head_dim_{}")},
     }
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    heads: int = at_least(1, _USUAL_HEADS)
+    heads: int = at_least(1, 64)
     data: str = one_of(VALUES, "normal", "what queries and keys are like", joined=True)
     pairs: str = one_of(PAIRS, "halves", "what is rotated together, columns R/2 apart or neighbours")
     rope_last: bool = given(False, "whether the last R columns are rotated, not the first")

@@ -87,12 +87,8 @@ class SparseCase(CachedCase):
             *super().asks,
             f"heads_{self.heads}" if self.heads % _TILE else "",
             "topk" if self.topk % _TILE else "",
-            "topk_length" if self.length else "",
-            str(self.space) if self.space != IndexSpace.SLOT else "",
-            "duplicates" if self.repeats else "",
-            "sink" if self.sink != "none" else "",
-            f"extra_{self.extra}" if self.has_extra else "",
-            "lse" if self.lse else "",
+            *self.named({"length": "topk_length", "space": "{}", "repeats": "duplicates", "sink": "sink"}),
+            *self.named({"extra": "extra_{}", "lse": (False, "lse")}),
         )
 
     def contradictions(self) -> Iterator[str]:

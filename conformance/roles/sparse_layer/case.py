@@ -16,7 +16,6 @@ INDEX_DIM = 128  # D, columns of an index key
 MOST_QUERIES = 12  # of a latent query of 1536 columns, as DeepSeek's
 WHOLE = 64
 LATENTS = (grammar.Data.NORMAL, grammar.Data.INTEGERS)
-_USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,10 @@ class SparseLayerCase(cached.CachedCase):
     role: ClassVar[Role] = Role.SPARSE_LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_LAYER,)
     causal: ClassVar[bool] = False  # the lists alone say what is seen
+    asked: ClassVar = {
+        **{"index_cache": "index_{}", "index_heads": (64, "index_heads_{}"), "topk": (2048, "topk")},
+        **{"shared": "shared", "tp": "tp"},
+    }
 
     dtype: str = one_of(("bf16", "fp16"), "bf16")
     dims: str = "32-32-32-128"
@@ -79,17 +82,6 @@ class SparseLayerCase(cached.CachedCase):
     def sizes(self) -> Sizes:
         """A key is the hidden state that its entry was made from."""
         return super().sizes._replace(key=self.hidden_size)
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return (
-            *super().asks,
-            f"index_{self.index_cache}" if self.index_cache != CODES else "",
-            f"index_heads_{self.index_heads}" if self.index_heads != _USUAL_HEADS else "",
-            "topk" if self.topk != _USUAL_TOPK else "",
-            "shared" if self.shared else "",
-            "tp" if self.tp > 1 else "",
-        )
 
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in range(self.decodes))}

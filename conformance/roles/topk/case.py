@@ -31,7 +31,6 @@ LOGITS = (
 """What logits are like; ``problem.py`` says what each reveals."""
 TIED = ("zeros", "subnormal")
 """Those of which some are equal and differ in their bits, so that a kernel's own order of ties is not theirs."""
-_USUAL = 64
 _STEPS = 4  # each logit is ordered, selected and judged in float64
 
 
@@ -46,18 +45,13 @@ class TopKCase(Case):
     calls: ClassVar[tuple[Call, ...]] = (Call.SELECT,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
     # Beyond 64 columns of rows that start at column 0.
-    asked: ClassVar = {
-        "packed": (False, "row_starts"),
-        "dtype": ("fp32", "{}"),
-        "topk": (_USUAL, "topk_{}"),
-        "pool": (1, "pool_{}"),
-    }
+    asked: ClassVar = {"packed": "row_starts", "dtype": "{}", "topk": "topk_{}", "pool": "pool_{}"}
 
     dtype: str = one_of(("fp32", "bf16", "fp16"), "fp32")
     dims: str = "small"
     heads: int = at_least(1, 1)
     data: str = one_of(LOGITS, "normal", "what the logits are like", joined=True)
-    topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
+    topk: int = at_least(1, 64, "columns selected for each row, or their tokens")
     packed: bool = given(
         False, "whether the columns of the requests stand behind one another, so that rows start at those of their own"
     )
