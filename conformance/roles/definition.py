@@ -9,7 +9,6 @@ import torch
 
 from mla_conformance.backends import foreign, operands, roles
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import Space
 from mla_conformance.judging.golden import Golden, golden_attention
@@ -22,26 +21,22 @@ KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_ro
 """The arguments that the constructors of attention kernels have in common."""
 
 
+_CALLED = {
+    **{"num_heads": "heads", "scale": "softmax_scale", "mla_dimensions": "dimensions", "block_size": "page"},
+    **{"kv_cache_dtype": "cache", "tile_scales": "scales", "scale_format": "scales", "dcp_world_size": "ranks"},
+    **{"index_space": "space", "topk_tokens": "topk", "topk_length": "length", "duplicates": "repeats"},
+    **{"row_starts": "packed", "compress_ratio": "ratio", "state_block_size": "state_page", "paged": "is_paged"},
+    **{"fold_scales": "fold", "index_n_heads": "index_heads", "skip_topk": "shared", "tp_size": "tp"},
+    **{"index_kv_cache_dtype": "index_cache"},
+}
+"""What configurations and constructors call otherwise than cases do."""
+
+
 def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """What is told of a case of any role, by the names that configurations and constructors have for it."""
-    dims = case.dimensions
-    found = {
-        "call": case.call,
-        "dtype": dtype,
-        "num_heads": case.heads,
-        "scale": case.softmax_scale,
-        "kv_lora_rank": case.kv_lora_rank,
-        "mla_dimensions": dims,
-        **{name: getattr(dims, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
-    }
-    if isinstance(case, CachedCase):
-        found |= {
-            "kv_cache_dtype": case.cache,
-            "tile_scales": case.scales,
-            "block_size": case.page,
-            "dcp_world_size": case.ranks,
-        }
-    return found
+    dims = {name: getattr(case.dimensions, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    found = {name: getattr(case, own) for name, own in _CALLED.items() if hasattr(case, own)}
+    return {"call": case.call, "dtype": dtype, "kv_lora_rank": case.kv_lora_rank, **dims, **found}
 
 
 def filled(table: Any, case: Case, told: Mapping[str, Any]) -> Any:

@@ -177,8 +177,7 @@ CACHE = Space(
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
         replace(dimensions.ROW_LAYOUT, only=Only("call", WRITES, "operands that are written have a layout")),
         *dimensions.storage(most=15),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), dimensions.room),

@@ -194,7 +194,7 @@ CACHE = RoleDefinition(
     batch=CacheBatch,
     config=cache.MLACacheSelectorConfig,
     constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
-    facts=lambda case, dtype: {"slot_dtype": SLOT_DTYPES[case.slots], "compress_ratio": case.ratio},
+    facts=lambda case, dtype: {"slot_dtype": SLOT_DTYPES[case.slots]},
     golden=golden_bytes,
     judge=CacheJudge,
 )

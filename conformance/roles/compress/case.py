@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
+from mla_conformance.cases.dimensions import AROUND, DTYPE, ROW_LAYOUT, numbers, spare_blocks, storage
 from mla_conformance.cases.space import Dimension, Row, Space, exactly, measured, never, plain, rule, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
@@ -157,8 +157,7 @@ COMPRESS = Space(
         numbers("state page", "state_page", _STATE_PAGES),
         ROW_LAYOUT,
         *storage(most=15),
-        PADDING,
-        POISONS,
+        *AROUND,
     ),
     rules=(
         rule(

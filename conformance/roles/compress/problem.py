@@ -218,7 +218,6 @@ COMPRESS = RoleDefinition(
     facts=lambda case, dtype: {
         "compression": filled(interface.Compression, case, {"eps": EPS}),
         "input_dtype": input_dtype(case, dtype),
-        "state_block_size": case.state_page,
     },
     golden=golden_bytes,
     judge=CacheJudge,

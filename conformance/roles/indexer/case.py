@@ -90,8 +90,7 @@ INDEXER = Space(
         values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
         *dimensions.INPUTS,
         *dimensions.storage(_PAGED),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(

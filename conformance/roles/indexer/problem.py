@@ -175,11 +175,8 @@ INDEXER = RoleDefinition(
     constructed=("num_heads", "head_dim", "kv_cache_dtype"),
     facts=lambda case, dtype: {
         "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",
-        "paged": case.is_paged,
         "block_size": case.page if case.is_paged else 1,
         "head_dim": case.head_dim,
-        "topk_tokens": case.topk,
-        "index_space": case.space,
     },
     golden=golden_scores,
     judge=IndexJudge,

@@ -262,8 +262,7 @@ LAYER = space.Space(
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
         *dimensions.INPUTS,
         *dimensions.storage(),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         dimensions.ROOM,

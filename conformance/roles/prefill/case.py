@@ -196,8 +196,7 @@ PREFILL = space.Space(
         dimensions.numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
         replace(dimensions.LSE, only=_NEW),
         *dimensions.INPUTS,
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(

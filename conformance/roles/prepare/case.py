@@ -8,7 +8,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, classes, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
-from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import AROUND, DTYPE, LAYOUT, SCALE, numbers
 from mla_conformance.cases.space import Row, Rule, Space, by_length, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
@@ -115,8 +115,7 @@ PREPARE = Space(
         by_length("positions", _POSITIONS, lambda case: case.kv),
         LAYOUT,
         SCALE,
-        PADDING,
-        POISONS,
+        *AROUND,
     ),
     rules=(
         never("weights take one scale of a query", {"dims": (_WIDE,), "weights": ("folded",)}),

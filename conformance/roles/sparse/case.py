@@ -157,8 +157,7 @@ SPARSE = Space(
         dimensions.LSE,
         *dimensions.INPUTS,
         *dimensions.storage(PAGED),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(

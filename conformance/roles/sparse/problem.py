@@ -273,10 +273,7 @@ SPARSE = RoleDefinition(
     facts=lambda case, dtype: {
         "call": "decode" if case.is_paged else "prefill",
         "block_size": case.page if case.is_paged else 1,
-        "index_space": case.space,
-        "topk_length": case.length,
         "sink": case.sink != "none",
-        "duplicates": case.repeats,
         "extra_kv_cache_dtype": case.extra if case.has_extra else None,
         "extra_block_size": case.extra_page if case.has_extra else 0,
         "extra_topk": case.extra_topk if case.has_extra else 0,

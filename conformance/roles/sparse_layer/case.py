@@ -220,8 +220,7 @@ SPARSE_LAYER = Space(
         dimensions.numbers("layers", "layers", classes.Numbers({"1": ((1,),), "several": (range(2, 9),)})),
         dimensions.LAYOUT,
         dimensions.SCALE,
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         dimensions.ROOM,

@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import COLUMNS, KEYS, LAYOUT, MAXIMA, PADDING, POISONS, against, numbers
+from mla_conformance.cases.dimensions import AROUND, COLUMNS, KEYS, LAYOUT, MAXIMA, against, numbers
 from mla_conformance.cases.space import (
     Only,
     Row,
@@ -159,8 +159,7 @@ TOPK = Space(
         counted("columns", COLUMNS, lambda case: case.topk),
         by_length("keys", KEYS, batches.totals, of=lambda case, total: (total - 1, case.topk)),
         LAYOUT,
-        PADDING,
-        POISONS,
+        *AROUND,
         MAXIMA,
     ),
     rules=(

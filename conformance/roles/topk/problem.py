@@ -254,7 +254,6 @@ TOPK = _TopK(
     batch=TopKBatch,
     config=topk.MLATopKSelectorConfig,
     constructed=(),
-    facts=lambda case, dtype: {"topk_tokens": case.topk, "row_starts": case.packed},
     golden=golden_windows,
     judge=TopKJudge,
 )
