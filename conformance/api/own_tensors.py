@@ -153,7 +153,7 @@ def _sparse(x: Any) -> SparseCall:
     seen = calls.longest_lists(selected, queries)
     return SparseCall(
         q=q, k=keys, v=keys[..., :rank], query_start_loc=queries, key_start_loc=(0,) * len(queries),
-        given={"q": q, **({"kv_cache": stored, "k_scale": x.k_scale} if paged else {"kv": stored})},
+        given={"q": q, "kv_cache" if paged else "kv": stored, "k_scale": x.k_scale},
         named={name: each for name, each in named.items() if name != "kv"}, selected=selected, slots=used,
         metadata=list_metadata(told, x.block_table, x.index_space),
         case=forms.latent_case("sparse_lse", x.scale, q, rank, lengths, seen, **about),

@@ -39,6 +39,11 @@ class SparseCall(calls.AttentionCall):
     def name(self) -> str:
         return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
+    def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
+        """Gathered keys are plain: a prefill takes no scale of codes."""
+        given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
+        return super(SparseCall, replace(self, given=given)).invoke(backend, out)
+
     def operands(self) -> calls.AttentionOperands:
         return self.attended(causal=False, sink=self.named["attn_sink"])
 
@@ -226,10 +231,8 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
         if case.is_paged:
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page, _GUARDS)
-            stored = {"kv_cache": pages.cache, "k_scale": self.k_scale}
-        else:  # which are plain, and have no scale of codes
+        else:
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
-            stored = {"kv": pages.cache}
         if extra is not None:
             keys = torch.cat((keys, extra.keys))
         named = self._lists(lists, self._numbers(lists, lengths, pages))
@@ -241,7 +244,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         told = self.metadata(lengths, rank)
         return SparseCall(
             **self.attended(keys, lengths),
-            given={"q": query, **stored},
+            given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
