@@ -21,8 +21,10 @@ from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.topk.problem import TopKCall
 
-_USUAL = {"causal": True, "kv_lora_rank": 512, "k_scale": 1.0, "topk_tokens": 0, "max_seqlen_q": 0, "max_seqlen_k": 0}
-_USUAL |= {"kv_cache_dtype": "auto", "extra_kv_cache_dtype": "auto"}
+_USUAL: Mapping[str, Any] = {
+    **{"causal": True, "kv_lora_rank": 512, "kv_cache_dtype": "auto", "k_scale": 1.0, "extra_kv_cache_dtype": "auto"},
+    **{"topk_tokens": 0, "max_seqlen_q": 0, "max_seqlen_k": 0},
+}
 _LATENTS = "kv_lora_rank cu_seqlens_q kv_cache_dtype k_scale"
 _SECOND = "extra_kv_cache extra_kv_cache_dtype extra_topk_indices extra_topk_length"
 _LONGEST = "max_seqlen_q max_seqlen_k"
@@ -46,7 +48,7 @@ _ASKED: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 
 
 def _signature(needed: str, further: str, usual: Mapping[str, Any]) -> Signature:
-    defaults = dict.fromkeys(needed.split(), Parameter.empty)
+    defaults: dict[str, Any] = dict.fromkeys(needed.split(), Parameter.empty)
     defaults |= {name: {**_USUAL, **usual}.get(name) for name in further.split()}
     return Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, default in defaults.items()])
 

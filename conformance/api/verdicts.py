@@ -12,8 +12,9 @@ import torch
 from mla_conformance.api import own_tensors, own_tests
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.kernels import LAST, Function, HandedInputs, find_torch_device, kernel_around, name_of
-from mla_conformance.backends import decode, foreign, references, roles
+from mla_conformance.backends import decode, foreign, references
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis import explain, reach
 from mla_conformance.driving.driver import Observation, Returned
@@ -22,7 +23,8 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall, Problem
-from mla_conformance.report import causes, terminal
+from mla_conformance.report import terminal
+from mla_conformance.report.causes import advice, symptom
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial, judged_trial
 from mla_conformance.vocabulary.capabilities import find_capability
@@ -62,16 +64,16 @@ class FunctionVerdict:
 @dataclass(frozen=True, kw_only=True)
 class _FunctionSubject(Subject):
     kernel: Any  # a class of the case's role
-    role: roles.Role
+    role: Role
 
     @property
-    def roles(self) -> tuple[roles.Role, ...]:
+    def roles(self) -> tuple[Role, ...]:
         return (self.role,)
 
-    def missing_role(self, role: roles.Role) -> list[str]:
+    def missing_role(self, role: Role) -> list[str]:
         return [] if self.kernel.function is not results else ["only its own test calls it"]
 
-    def class_of(self, role: roles.Role) -> Any:
+    def class_of(self, role: Role) -> Any:
         return self.kernel
 
     @property
@@ -186,7 +188,7 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
-    if (kind := (*function, causes.symptom(record))) not in _LOOKED_FOR:
+    if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
         _LOOKED_FOR.add(kind)
         said = f"{foreign.cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
         own_tests.say_meanwhile(said)
@@ -204,7 +206,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         own_tests.JUDGED.append(record)
     lines = terminal.wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    told = causes.advice(record if expression else record.with_fields(explanation=UNLIKE))
+    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
         lines += terminal.wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := reach.heat_of(trial, record):

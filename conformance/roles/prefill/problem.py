@@ -50,7 +50,8 @@ class PrefillCall(AttentionCall):
         return owned if self.output_scale is None else {**owned, "output_scale": self.output_scale}
 
     def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
-        call = super(PrefillCall, replace(self, metadata=None)).regrouped(case, requests, queries)
+        bare: Any = {"metadata": None}
+        call = super(PrefillCall, replace(self, **bare)).regrouped(case, requests, queries)
         keys = rows_of(self.key_start_loc, requests, queries).to(self.k.device)
         chunks = () if self.chunk_idx is None else one_chunk(call.key_lens)
         lengths = [stop - start for start, stop in pairwise(call.query_start_loc)]
