@@ -16,7 +16,6 @@ from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, rows_of, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
-from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -165,7 +164,7 @@ class PrefillBatch(Draw[PrefillCase]):
     def _latent_context(
         self, dtype: torch.dtype
     ) -> tuple[tuple[ContextChunk, ...], list[ContextKeys], tuple[torch.Tensor, torch.Tensor]]:
-        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected.
+        """Random latents, of which a plan's chunks are gathered and up-projected.
 
         Returns the plan, keys and values of the new tokens and of each chunk, and block table and workspace.
         """
@@ -187,31 +186,24 @@ class PrefillBatch(Draw[PrefillCase]):
         widths = (dims.qk_nope_head_dim, dims.v_head_dim)
         weights = kv_b_proj(*((normal(rank, case.heads, width) * rank**-0.5).to(dtype) for width in widths)).to(device)
         cached, new = latents(sum(case.kv)), latents(sum(case.q))
-        cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
         workspace = memory.poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
         every = [keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))]
         for chunk in chunks:
-            gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
-            workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
-            every.append(keys_of(*gathered, chunk.key_start_loc))
-        return chunks, every, (block_table, workspace)
+            parts = zip(start_loc(case.kv), chunk.starts, chunk.seq_lens, strict=False)
+            rows = torch.cat([torch.arange(length) + first + start for first, start, length in parts])
+            kv_c, k_pe = (x[rows].to(device) for x in cached)
+            workspace[: chunk.num_tokens] = torch.cat((kv_c, k_pe), dim=-1)
+            every.append(keys_of(kv_c, k_pe, chunk.key_start_loc))
+        return chunks, every, (self._block_table(), workspace)
 
-    def _paged_cache(self, dtype: torch.dtype, latents: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
-        case, device = self.case, self.device
-        pages = [-(-length // case.page) for length in case.kv]
-        # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
-        blocks = (torch.randperm(sum(pages), generator=self.drawing(case.seed)) + 1).split(pages)
-        block_table, slots = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32), []
-        for row, ids, length in zip(block_table, blocks, case.kv, strict=True):
-            row[: len(ids)] = ids
-            slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
-        width = case.kv_lora_rank + case.rope_dim
-        cache = memory.poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
-        kv_c, k_pe = (x.to(device) for x in latents)
-        write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
-        return cache, block_table.to(device)
+    def _block_table(self) -> torch.Tensor:
+        """[B, max blocks] int32; block 0 stands for the null block that engines keep and never hand out."""
+        counts = -(-torch.tensor(self.case.kv) // self.case.page)
+        blocks = torch.randperm(int(counts.sum()), generator=self.drawing(self.case.seed)) + 1
+        table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+        table[torch.arange(table.shape[1]) < counts[:, None]] = blocks.int()
+        return table.to(self.device)
 
 
 class _Prefill(RoleDefinition):
