@@ -1,6 +1,7 @@
 """``mla.assert_close``: an author's own tensors are judged as the same tensors of a case are, and bad ones refused."""
 
 import importlib.util
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 
 import mla_conformance as mla
 from mla_conformance.api import verdicts
-from mla_conformance.api.own_forms import TABLES
 from mla_conformance.api.own_tensors import INPUTS
 from mla_conformance.files.whole import InputError
 from mla_conformance.roles.indexer.problem import GoldenScores
@@ -165,6 +165,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(spoil: Callable[[Any], dict[
 
 
 def test_the_tables_list_what_is_asked_for() -> None:
-    assert INPUTS.keys() == TABLES.keys()
+    tables = tomllib.loads((EXAMPLES.parents[2] / "ci" / "functions.toml").read_text(encoding="utf-8"))
+    assert INPUTS.keys() == tables.keys()
     for role, inputs in INPUTS.items():
-        assert set(inputs.parameters) <= set(TABLES[role]["inputs"]), role
+        assert set(inputs.parameters) <= set(tables[role]["inputs"]), role
