@@ -214,11 +214,10 @@ class PrepareJudge(steps.Steps):
         return verdict.failed(verdict.Check.PREPARED, text, place.to_json())
 
 
-def preparation(case: Any, **facts: Any) -> interface.IndexPreparation:
-    """The conventions of an indexer, as a case tells them that names them so."""
-    told = {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
-    made: interface.IndexPreparation = filled(interface.IndexPreparation, case, told | facts)
-    return made
+def preparation(case: Any, scales: str, eps: float, **facts: Any) -> Any:
+    """The conventions of an indexer, where a case tells of its pairs."""
+    facts |= {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
+    return filled(interface.IndexPreparation, case, {"scale_format": scales, "eps": eps, **facts})
 
 
 PREPARE = RoleDefinition(
@@ -226,9 +225,7 @@ PREPARE = RoleDefinition(
     batch=PrepareBatch,
     config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
-    facts=lambda case, dtype: {
-        "preparation": preparation(case, scale_format=case.scales, fold_scales=case.fold, eps=case.eps / 1e6)
-    },
+    facts=lambda case, dtype: {"preparation": preparation(case, case.scales, case.eps / 1e6, fold_scales=case.fold)},
     golden=golden_prepared,
     judge=PrepareJudge,
 )

@@ -231,13 +231,14 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         entries = cache_layout.encode(x, x[:, :0], case.index_cache, case.cache_scale, case.index_scales)
         return cache_layout.decode_rows(entries, case.index_cache, case.cache_scale, INDEX_DIM, 0)[0]
 
-    def _query_latent(self, hidden: Tensor) -> Tensor:
+    def query_latent(self, hidden: Tensor) -> Tensor:
+        """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
         return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
 
     def _indexed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all, float64."""
         layer, new = self.layer, self.new
-        q = index_queries(self._query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
+        q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
         k = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
         return q, index_weights(hidden[new], layer.index), k
 
@@ -245,11 +246,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         """Of the new tokens, which see those before them and their own."""
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
         return index_scores(q, weights, k, **starts)
-
-    @cached_property
-    def query_latent(self) -> Tensor:
-        """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
-        return self._query_latent(self.hidden)
 
     @cached_property
     def keys(self) -> Tensor:

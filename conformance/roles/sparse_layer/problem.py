@@ -25,6 +25,7 @@ from mla_conformance.roles.sparse_layer import hidden_states, weights
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 _INDEX_SEED = 10**6
+_INDEXER = {"head_dim": INDEX_DIM, "hadamard": False, "fold_scales": True}
 _BEHIND = 2  # rows of the buffer behind those of the batch
 _UNTOUCHED = 0x5A5A5A5A
 
@@ -55,10 +56,6 @@ class SparseLayerCall(CallOfARank):
 
     def invoke(self, backend: sparse_layer.MLASparseLayerBackend, out: memory.Guarded | None) -> Any:
         self.reset()
-        return self.run(backend)
-
-    def run(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
-        """The call on memory as it is; its result by heads and values."""
         return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
     def on_rank(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
@@ -140,7 +137,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = layer.queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
+        asked = layer.queries(self.query_latent(self.hidden), self.positions[self.new], w, self.layer.spec)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         q, k, v = (x.to(self.device) for x in found)
@@ -208,14 +205,7 @@ SPARSE_LAYER = _SparseLayer(
         "num_heads": case.heads // case.tp,
         "is_neox_style": case.layer_pairs == "halves",
         "rms_norm_eps": weights.EPSILON,
-        "preparation": preparation(
-            case,
-            head_dim=INDEX_DIM,
-            hadamard=False,
-            scale_format=case.index_scales,
-            fold_scales=True,
-            eps=weights.EPSILON,
-        ),
+        "preparation": preparation(case, case.index_scales, weights.EPSILON, **_INDEXER),
         "tp_rank": 0,
     },
     judge=SparseLayerJudge,
