@@ -78,24 +78,20 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
             wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-        calls = list[DecodeCall]()
+        calls, given = list[DecodeCall](), {"ql_nope": ql_nope, "q_pe": q_pe}
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
-            metadata = decode.MLACommonDecodeMetadata(
-                **self.metadata(lengths, rank),
-                block_table=pages.block_table,
-                dcp_tot_seq_lens=cached_batch.int32(self.totals, self.device) if case.ranks > 1 else None,
+            told = {"block_table": pages.block_table, **self.metadata(lengths, rank)}
+            told |= {"dcp_tot_seq_lens": cached_batch.int32(self.totals, self.device)} if case.ranks > 1 else {}
+            call = DecodeCall(
+                **self.attended(self.keys[every], lengths),
+                given={**given, "kv_cache": pages.cache, "k_scale": self.k_scale},
+                metadata=decode.MLACommonDecodeMetadata(**told),
+                case=case,
             )
-            calls.append(
-                DecodeCall(
-                    **self.attended(self.keys[every], lengths),
-                    given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
-                    metadata=metadata,
-                    case=case,
-                )
-            )
+            calls.append(call)
         return tuple(calls)
 
 

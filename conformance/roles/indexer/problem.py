@@ -71,24 +71,19 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
             if codes:
                 k, scale = (part.contiguous() for part in k.tensor_split([case.head_dim], dim=1))
                 k, k_scale = k.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
-        return (
-            IndexerCall(
-                q=queries,
-                k=self.keys,
-                query_start_loc=self.query_start_loc,
-                key_start_loc=operands.start_loc(self.totals),
-                given={
-                    "q": operands.lay_out("q", queries, queries, case),
-                    "weights": weights,
-                    "k": k,
-                    **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
-                },
-                named={"k_scale": k_scale},
-                slots=pages.slots,
-                metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
-                case=case,
-            ),
+        given = {"q": operands.lay_out("q", queries, queries, case), "weights": weights, "k": k}
+        call = IndexerCall(
+            q=queries,
+            k=self.keys,
+            query_start_loc=self.query_start_loc,
+            key_start_loc=operands.start_loc(self.totals),
+            given=given | ({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
+            named={"k_scale": k_scale},
+            slots=pages.slots,
+            metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
+            case=case,
         )
+        return (call,)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,13 @@ _ASKED = {
 """What a capability asks of a layer's class that later generations have no more."""
 
 
+_OF_MLA = {
+    **{"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
+    "attn_type": attention_impl.AttentionType.DECODER,
+}
+"""What the class of any layer here is asked."""
+
+
 class _Layer(RoleDefinition):
     def kernel(self, kernel: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayersOnRanks:
         if case.ranks == 1:
@@ -224,20 +231,9 @@ class _Layer(RoleDefinition):
         return LayersOnRanks([Layer(kernel, case, dtype, device, group) for group in lockstep.groups], lockstep)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        reasons = foreign.reasons_of(
-            kernel.validate_configuration(
-                head_size=sum(case.latent_dims),
-                dtype=dtype,
-                kv_cache_dtype=case.cache,
-                block_size=case.page,
-                use_mla=True,
-                has_sink=False,
-                use_sparse=False,
-                use_mm_prefix=False,
-                device_capability=capability,
-                attn_type=attention_impl.AttentionType.DECODER,
-            )
-        )
+        told = {"head_size": sum(case.latent_dims), "dtype": dtype, "kv_cache_dtype": case.cache}
+        told |= {"block_size": case.page, "device_capability": capability}
+        reasons = foreign.reasons_of(kernel.validate_configuration(**told, **_OF_MLA))
         if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
             reasons.append("its builder takes no requests, prefills first")
         written = getattr(kernel, "tile_scales", "float32")
@@ -251,14 +247,10 @@ class _Layer(RoleDefinition):
         if missing:
             reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
         if hasattr(kernel, "unsupported_batch"):
-            form = mla_batch.BatchForm(
-                decodes=tuple(case.q[index] for index in case.decoding),
-                prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
-                padding=case.pad * case.padding_counts,
-                kv_cache_dtype=case.cache,
-                dtype=dtype,
-                dimensions=case.dimensions,
-            )
+            decodes = tuple(case.q[index] for index in case.decoding)
+            prefills = tuple(q for index, q in enumerate(case.q) if index not in case.decoding)
+            padding = case.pad * case.padding_counts
+            form = mla_batch.BatchForm(decodes, prefills, padding, case.cache, dtype, case.dimensions)
             reasons += foreign.reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
         if reasons:
             return reasons

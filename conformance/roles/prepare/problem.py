@@ -54,17 +54,16 @@ class PrepareBatch(operands.Draw[PrepareCase]):
         positions = torch.tensor(own + [0] * case.pad, dtype=torch.int64)
         rotation = Rotation.plain(case.rope_dim, interleaved=case.pairs == "neighbours")
         table = rotation.table(torch.arange(int(positions.max()) + 1)).float()
-        return (
-            PrepareCall(
-                q=q,
-                k=k,
-                given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-                metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
-                query_start_loc=starts,
-                key_start_loc=starts,
-                case=case,
-            ),
+        call = PrepareCall(
+            q=q,
+            k=k,
+            given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
+            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
+            query_start_loc=starts,
+            key_start_loc=starts,
+            case=case,
         )
+        return (call,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

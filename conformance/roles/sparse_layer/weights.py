@@ -52,15 +52,10 @@ class DrawnLayer:
         )
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
         frequencies = tuple(turn * math.pi / 2 for turn in turns)
+        ranks = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": latent}
         spec = layer.LayerSpec(
             model=case.id,
-            dims=dimensions.ModelDimensions(
-                hidden_size=case.hidden_size,
-                num_heads=case.heads,
-                q_lora_rank=case.q_lora_rank,
-                kv_lora_rank=latent,
-                head=dims,
-            ),
+            dims=dimensions.ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, head=dims, **ranks),
             scale=case.softmax_scale,
             rotation=Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours"),
             q_norm=EPSILON,

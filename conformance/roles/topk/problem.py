@@ -58,17 +58,16 @@ class TopKBatch(operands.Draw[TopKCase]):
         starts, lengths = torch.tensor(windows, dtype=torch.int32, device=self.device).mT.contiguous()
         own = starts.clone() if case.packed else None
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
-        return (
-            TopKCall(
-                q=logits,
-                k=logits,
-                given={"logits": logits, "topk_tokens": case.topk, **pools},
-                query_start_loc=operands.start_loc(case.q),
-                key_start_loc=operands.start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
-                metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
-                case=case,
-            ),
+        call = TopKCall(
+            q=logits,
+            k=logits,
+            given={"logits": logits, "topk_tokens": case.topk, **pools},
+            query_start_loc=operands.start_loc(case.q),
+            key_start_loc=operands.start_loc(case.totals),
+            metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
+            case=case,
         )
+        return (call,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
