@@ -69,8 +69,7 @@ class CachedBatch(Draw[AnyCached]):
         parts = cache_layout.decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
-    def keys_by_request(self) -> Iterator[torch.Tensor]:
-        """[S, N, L + R] of each request, on the CPU."""
+    def keys_by_request(self) -> Iterator[torch.Tensor]:  # [S, N, L + R] of each request, on the CPU
         keys = self.keys.float().cpu().expand(-1, self.case.heads, -1)
         return (keys[seen] for seen in segments(start_loc(self.totals)))
 

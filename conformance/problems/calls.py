@@ -67,8 +67,7 @@ class KernelCall(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def name(self) -> str:
-        """How messages call it."""
+    def name(self) -> str:  # how messages call it
         return str(self.case.call).replace("_", " ")
 
     @property
@@ -90,8 +89,7 @@ class KernelCall(ABC):
         return {f"{self.called.get(name, name)} of {self.name}": x for name, x in tensors.items()}
 
     @property
-    def reached(self) -> Iterable[torch.Tensor]:
-        """Memory that is handed over, and looked at afterwards."""
+    def reached(self) -> Iterable[torch.Tensor]:  # memory that is handed over, and looked at afterwards
         return [*self.owned().values(), *(image.cache for image in self.written.values())]
 
     def handed(self) -> Self:
@@ -156,7 +154,6 @@ class KernelCall(ABC):
             backend.prepare_metadata(self.metadata)
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
-        """Make the call, on memory as it was before; what the backend returns."""
         self.reset()
         written = {name: image.cache for name, image in self.written.items()}
         named = {name: x for name, x in self.named.items() if x is not None}
@@ -215,7 +212,6 @@ class AttentionCall(KernelCall):
         """The attention that the call computes."""
 
     def attended(self, **meant: Any) -> AttentionOperands:
-        """Its queries, keys and values as they are, and what else they mean."""
         meant = {"selected": self.selected, "dequantised": getattr(self.case, "holds_codes", False), **meant}
         return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
 
@@ -273,7 +269,6 @@ class CallOnRanks(AttentionCall):
 
     @staticmethod
     def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOfARank | CallOnRanks":
-        """The call of all of them; where there is one, its own."""
         if len(parts) == 1:
             return parts[0]
         qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}

@@ -147,8 +147,7 @@ class CudaRoom:
 
 
 def _give_back(inside: Any, held: Any, handle: Any, reserved: Any, whole: Any) -> None:
-    """Every call of its own: after a fault the driver refuses them all."""
-    library = _library()
+    library = _library()  # which refuses all calls after a fault
     library.cuCtxSynchronize()
     library.cuMemUnmap(inside, held)
     library.cuMemRelease(handle)
@@ -190,7 +189,6 @@ class Fence:
         return self.only in ("", name)
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
-        """A copy of the bytes [n] uint8 of a storage."""
         size = source.numel()
         room = _room(name, source, size)
         start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if self.side is Side.END else 0

@@ -73,8 +73,7 @@ def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
 
 
-def _ramp(k: torch.Tensor) -> torch.Tensor:
-    """The last channel of the keys rises from -1 to 1 along the key axis."""
+def _ramp(k: torch.Tensor) -> torch.Tensor:  # the last channel rises from -1 to 1 along the key axis
     slope = torch.linspace(-1.0, 1.0, k.shape[0]).view(-1, 1, 1).expand(-1, k.shape[1], 1) if k.shape[0] else k[..., :1]
     return torch.cat([k[..., :-1] * 0.25, slope.to(k)], dim=-1)
 
@@ -228,8 +227,7 @@ def rows_of(locations: Sequence[int], requests: Sequence[int], most: int | None 
     return torch.cat([torch.arange(locations[each], locations[each + 1])[:most] for each in requests])
 
 
-def edges(keys: int, case: Case) -> list[int]:
-    """Key positions next to a boundary, most telling first."""
+def edges(keys: int, case: Case) -> list[int]:  # key positions next to a boundary, most telling first
     candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
     candidates += [(keys - 1) // size * size for size in (case.page, 64, 128)]
     candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]

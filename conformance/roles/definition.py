@@ -21,7 +21,7 @@ KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_ro
 """The arguments that the constructors of attention kernels have in common."""
 
 
-_CALLED = {
+_CALLED = {  # what configurations and constructors call otherwise than cases do
     **{"num_heads": "heads", "scale": "softmax_scale", "mla_dimensions": "dimensions", "block_size": "page"},
     **{"kv_cache_dtype": "cache", "tile_scales": "scales", "scale_format": "scales", "dcp_world_size": "ranks"},
     **{"index_space": "space", "topk_tokens": "topk", "topk_length": "length", "duplicates": "repeats"},
@@ -29,7 +29,6 @@ _CALLED = {
     **{"fold_scales": "fold", "index_n_heads": "index_heads", "skip_topk": "shared", "tp_size": "tp"},
     **{"index_kv_cache_dtype": "index_cache"},
 }
-"""What configurations and constructors call otherwise than cases do."""
 
 
 def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -90,7 +89,6 @@ class RoleDefinition:
         return kernel(**given, vllm_config=None)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """What of a case a class declares unsupported, whatever the device has."""
         return foreign.reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
 

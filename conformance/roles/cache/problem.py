@@ -154,7 +154,6 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}
 
     def _global(self, rank: int) -> Arguments:
-        """The slots of positions that each row's list names in any order, both ends of pages first."""
         case, table = self.case, self._table(self.held(rank)[0])
         request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))
         listed = torch.full((len(request) + case.pad, case.topk), -1)

@@ -46,8 +46,7 @@ class CompressCase(cached.CacheOperation):
     def columns(self) -> int:
         return self.head_dim * (2 if self.overlap else 1)
 
-    def steps(self) -> Iterator[dict[int, range]]:
-        """The tokens of each request that has some, call by call."""
+    def steps(self) -> Iterator[dict[int, range]]:  # the tokens of each request that has some, call by call
         before = {request: range(kv) for request, kv in enumerate(self.kv) if kv}
         yield from [before] if before else []
         size = self.chunk or max(self.q)
@@ -99,7 +98,6 @@ def _new(q: int, ratio: int) -> str:
 
 
 def _of_first(name: str, labels: tuple[str, ...], of: Callable[..., str]) -> Dimension:
-    """Of the first request, and of each one."""
     return measured(name, labels, lambda case: of(case, 0), of_request=of)
 
 

@@ -80,7 +80,6 @@ class CompressCall(CacheCall):
         return named
 
     def invoke(self, backend: interface.MLACompressBackend, out: Guarded | None) -> None:
-        """Every call, on memory as the one before has left it."""
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
         for step in self.steps:
@@ -101,8 +100,7 @@ class CompressBatch(Draw[CompressCase]):
         return made.flatten(1).to(input_dtype(self.case, self.dtype))
 
     @cached_property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """ape [m, C · D] and the norm's [D], float32."""
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:  # ape [m, C · D] and the norm's [D], float32
         drawing = self.drawing(self.case.seed)
         ape = torch.randn(self.case.ratio, self.case.columns, generator=drawing)
         return ape, 1 + 0.5 * torch.randn(self.case.head_dim, generator=drawing)

@@ -39,8 +39,7 @@ class IndexerCase(cached.CachedCase):
         return not self.gathered
 
     @property
-    def sizes(self) -> Sizes:
-        """An output has as many scores as the longest request; heads share a key."""
+    def sizes(self) -> Sizes:  # an output has as many scores as the longest request; heads share a key
         return Sizes(self.head_dim, self.heads * self.head_dim, max(self.totals), self.head_dim)
 
     @property

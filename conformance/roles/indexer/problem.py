@@ -117,7 +117,6 @@ class IndexJudge(steps.SelectionSteps):
     expectation: GoldenScores
 
     def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        """Visible scores, or how often each token was selected; of an observation whose form is right."""
         (returned,), (golden, budget) = observation.returned, self._golden()
         if returned.call.selects:
             yield steps.selected(
@@ -141,7 +140,6 @@ class IndexJudge(steps.SelectionSteps):
             yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
 
     def _golden(self) -> tuple[IndexScores, torch.Tensor]:
-        """Scores and their budgets."""
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
         allowed = tolerance.roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         scores = self.expectation.scores

@@ -68,7 +68,6 @@ class LayerCall(calls.CallOfARank):
         return self.written["kv_cache"]
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Prefills and decodes each together, without padding."""
         if case.ranks > 1:  # which entries a rank writes goes by the whole batch
             raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
         new = rows_of(self.query_start_loc, requests)
@@ -103,7 +102,6 @@ class LayerCall(calls.CallOfARank):
         return self.invoke(backend, None)
 
     def invoke(self, backend: Any, out: memory.Guarded | None) -> Any:
-        """``forward`` on the cache as it was before; its result by heads."""
         self.reset()
         result = backend.forward(self, None if out is None else out.view)
         if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
@@ -111,7 +109,6 @@ class LayerCall(calls.CallOfARank):
         return result
 
     def operands(self) -> calls.AttentionOperands:
-        """Attention over keys and values as a prefill has them; a decode computes the same."""
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
         whole = self.attended(
             causal=True,
@@ -132,7 +129,6 @@ class LayerCall(calls.CallOfARank):
         return tuple(ends)
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
-        """Heads of ranks that share the tokens, side by side."""
         expected = (*self.q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)

@@ -79,8 +79,7 @@ def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> 
 
 class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
     @cached_property
-    def latents(self) -> Latents:
-        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
+    def latents(self) -> Latents:  # kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU
         case: Any = self.case
         latent, rope = case.latent_dims
         kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
@@ -121,8 +120,7 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
 
 class LayerBatch(LatentBatch[LayerCase]):
     @cached_property
-    def weight(self) -> torch.Tensor:
-        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head."""
+    def weight(self) -> torch.Tensor:  # [L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head
         case, dims = self.case, self.case.dimensions
         draw = _dense if case.weights == "dense" else selection
         generator = self.drawing(case.model) if case.model else self.generator
@@ -153,8 +151,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         return projections.expand_key(k_nope, k_pe), v
 
     @cached_property
-    def queries(self) -> torch.Tensor:
-        """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
+    def queries(self) -> torch.Tensor:  # [T, N, P + R] in the model's dtype, on the device; rows of padding are poison
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
         return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
@@ -209,18 +206,16 @@ class LayerBatch(LatentBatch[LayerCase]):
         return [index not in self.case.decoding for index in range(len(self.case.q))]
 
 
-_ASKED = {
+_ASKED = {  # what a capability asks of a layer's class that later generations have no more
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
     "graph_replay": ("get_state_cls",),
 }
-"""What a capability asks of a layer's class that later generations have no more."""
 
 
-_OF_MLA = {
+_OF_MLA = {  # what the class of any layer here is asked
     **{"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
     "attn_type": attention_impl.AttentionType.DECODER,
 }
-"""What the class of any layer here is asked."""
 
 
 class _Layer(RoleDefinition):

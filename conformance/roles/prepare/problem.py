@@ -112,8 +112,7 @@ class _Part:
     values: torch.Tensor  # [n, H, D] float64, the golden ones
     error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
 
-    def blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, H, C, columns] of [n, H, D]."""
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:  # [n, H, C, columns] of [n, H, D]
         return x.unflatten(-1, (self.scales.shape[-1], -1))
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,7 +213,6 @@ class PrepareJudge(steps.Steps):
 
 
 def preparation(case: Any, scales: str, eps: float, **facts: Any) -> Any:
-    """The conventions of an indexer, where a case tells of its pairs."""
     facts |= {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
     return filled(interface.IndexPreparation, case, {"scale_format": scales, "eps": eps, **facts})
 

@@ -76,8 +76,7 @@ class SparseCase(CachedCase):
         return tuple(map(sum, zip(main, extra, strict=True)))
 
     @property
-    def sizes(self) -> Sizes:
-        """Heads share a key, whose first columns are its value."""
+    def sizes(self) -> Sizes:  # heads share a key, whose first columns are its value
         columns, output = 2 * self.kv_lora_rank + self.rope_dim, self.heads * self.kv_lora_rank
         return Sizes(columns, self.heads * columns, output, sum(self.latent_dims))
 

@@ -30,8 +30,7 @@ class SparseCall(calls.AttentionCall):
     called: ClassVar = {"q": "query", "kv": "kv_cache"}
 
     @property
-    def stored(self) -> torch.Tensor:
-        """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
+    def stored(self) -> torch.Tensor:  # the cache [blocks, page, width], or gathered keys [S, 1, D]
         found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
         return found
 
@@ -138,8 +137,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self.drawing(_LISTS_SEED + self.case.seed)
 
     @cached_property
-    def main(self) -> _Source:
-        """The tokens of the batch: a row may name those up to its own."""
+    def main(self) -> _Source:  # the tokens of the batch: a row may name those up to its own
         rows = [
             (first, total - queries + row + 1 if total else 0)
             for first, total, queries in zip(start_loc(self.totals), self.totals, self.query_lens, strict=False)
@@ -150,8 +148,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self._source(self.totals, self.entries, lists, self.case.cache)
 
     @cached_property
-    def extra(self) -> _Source | None:
-        """The second cache, all of which is before the rows."""
+    def extra(self) -> _Source | None:  # the second cache, all of which is before the rows
         if not self.case.has_extra:
             return None
         lengths, per_row = (*self.case.extra_lens, *(0,) * self.case.pad), torch.tensor(self.query_lens)
@@ -189,8 +186,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self.main.keys if self.extra is None else torch.cat((self.main.keys, self.extra.keys))
 
     @cached_property
-    def selected(self) -> torch.Tensor:
-        """[T, K + K'] int64 numbers of keys, or -1."""
+    def selected(self) -> torch.Tensor:  # [T, K + K'] int64 numbers of keys, or -1
         return self._joined(self.main.lists, len(self.main.keys))
 
     def _joined(self, lists: Lists, keys: int) -> torch.Tensor:
@@ -201,8 +197,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return torch.cat((lists.keys, torch.where(behind == NO_KEY, NO_KEY, behind + keys)), dim=1)
 
     @cached_property
-    def sink(self) -> torch.Tensor | None:
-        """[N] float32; infinite ones among them if the case says so."""
+    def sink(self) -> torch.Tensor | None:  # [N] float32; infinite ones among them if the case says so
         if self.case.sink == "none":
             return None
         drawn = torch.randn(self.case.heads, generator=self._drawing) * _SINK_SPREAD

@@ -55,13 +55,11 @@ class SparseLayerCase(cached.CachedCase):
         return tuple(min(self.topk, total) for total in self.totals)
 
     @property
-    def q_lora_rank(self) -> int:
-        """Columns of the latent query, each of which is one of an index query."""
+    def q_lora_rank(self) -> int:  # columns of the latent query, each of which is one of an index query
         return self.queries * INDEX_DIM
 
     @property
-    def queries(self) -> int:
-        """Different index queries of a token; the heads have them in turn."""
+    def queries(self) -> int:  # different index queries of a token; the heads have them in turn
         return min(self.index_heads, MOST_QUERIES)
 
     @property
@@ -80,7 +78,6 @@ class SparseLayerCase(cached.CachedCase):
 
     @property
     def sizes(self) -> Sizes:
-        """A key is the hidden state that its entry was made from."""
         return super().sizes._replace(key=self.hidden_size)
 
     def without(self, requests: range) -> dict[str, Any]:
@@ -133,7 +130,7 @@ _PAGES = classes.Numbers(
         "1": ((1,), (1, 2, 4)),
     }
 )
-_SELECTED = {
+_SELECTED = {  # index heads and K, those that stand for a class first
     "8 by 4 heads": ((4, 8), (4, 10), (4, 12), (5, 16), (3, 8)),
     "16 by 9 heads": ((9, 16), (8, 16), (8, 20), (9, 24), (7, 24)),
     "2 by 2 heads": ((2, 2), (2, 4), (3, 4)),
@@ -141,7 +138,6 @@ _SELECTED = {
     # The first is the least that engines' kernels take.
     "128 by 32 heads": ((32, 128), (64, 128), (32, 256), (24, 192), (64, 512), (64, 1024), (64, 2048)),
 }
-"""Index heads and K, those that stand for a class first."""
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200

@@ -76,8 +76,7 @@ class Topics:
         return Topics(torch.full((total,), -1).index_put((tokens,), torch.arange(len(tokens)) // _PAIR), size)
 
     @cached_property
-    def first(self) -> Tensor:
-        """[topics], the first token of each."""
+    def first(self) -> Tensor:  # [topics], the first token of each
         named = self.of >= 0
         start = torch.full((int(self.of.max()) + 1,), len(self.of))
         return start.scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amin")
@@ -113,8 +112,7 @@ class Topics:
 
     def query(
         self, bound: int, topk: int, heads: int, directions: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Queries [heads, D] and weights [heads] of a row that sees the first ``bound`` tokens."""
+    ) -> tuple[Tensor, Tensor]:  # queries [heads, D] and weights [heads] of a row that sees the first ``bound`` tokens
         whole, begun = (int((ends < bound).sum()) for ends in (self.last, self.first))
         order = torch.randperm(whole if bound > topk else len(directions), generator=generator)
         chosen, rest = order.tensor_split([topk // self.size])
@@ -136,12 +134,10 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def layer(self) -> DrawnLayer:
-        """The same for all batches of these sizes."""
         return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED))
 
     @cached_property
-    def counted(self) -> tuple[int, ...]:
-        """First new token of each request that is none of padding, and the end."""
+    def counted(self) -> tuple[int, ...]:  # first new token of each request that is none of padding, and the end
         return start_loc(self.case.q)
 
     @cached_property
@@ -243,7 +239,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return q, index_weights(hidden[new], layer.index), k
 
     def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> IndexScores:
-        """Of the new tokens, which see those before them and their own."""
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
         return index_scores(q, weights, k, **starts)
 
@@ -252,8 +247,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return self._indexed(self.hidden)[2]
 
     @cached_property
-    def lists(self) -> Tensor:
-        """[T, K] int64, positions that each new token attends to, -1 behind them."""
+    def lists(self) -> Tensor:  # [T, K] int64, positions that each new token attends to, -1 behind them
         columns, longest = self.case.topk, max(self.case.totals)
         seen = torch.arange(longest) < (self.positions[self.new] + 1).unsqueeze(1)
         if self.case.shared:

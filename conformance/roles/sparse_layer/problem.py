@@ -80,12 +80,10 @@ class SparseLayerCall(CallOfARank):
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 
     def operands(self) -> AttentionOperands:
-        """Attention to what is selected; values are picked latents, times 1 at most."""
         weights = torch.ones_like(self.v[0])
         return self.attended(causal=False, value_weights=weights)
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
-        """The sum of what ranks that share the heads return."""
         wrong = [result for result in results if not self.fits(result)]
         o_proj = torch.cat([part.weights.o_proj for part in parts], dim=1)
         return wrong[0] if wrong else self.by_heads(sum(results), o_proj)
@@ -128,8 +126,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         )
 
     @cached_property
-    def _latents(self) -> tuple[Tensor, Tensor]:
-        """kv_c [S, L] and k_pe [S, R] of the model's dtype."""
+    def _latents(self) -> tuple[Tensor, Tensor]:  # kv_c [S, L] and k_pe [S, R] of the model's dtype
         kv_c, k_pe = layer.latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
         return kv_c.to(self.dtype), k_pe.to(self.dtype)
 
@@ -168,8 +165,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         metadata = cached_batch.list_metadata(told, pages.block_table, roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
-    def _buffer(self) -> SelectedLists:
-        """With what an earlier layer has left, where this one reuses it."""
+    def _buffer(self) -> SelectedLists:  # with what an earlier layer has left, where this one reuses it
         case, lists = self.case, self.lists.int().to(self.device)
         guarded = memory.Guarded.allocate((len(lists) + case.pad + _BEHIND, case.topk), torch.int32, self.device)
         guarded.view.fill_(_UNTOUCHED)

@@ -24,11 +24,10 @@ from mla_conformance.cases.space import (
     values,
 )
 
-LOGITS = (
+LOGITS = (  # what logits are like; ``problem.py`` says what each reveals
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
     *("beyond_half", "subnormal", "infinite", "masked", "nan"),
 )
-"""What logits are like; ``problem.py`` says what each reveals."""
 TIED = ("zeros", "subnormal")
 """Those of which some are equal and differ in their bits, so that a kernel's own order of ties is not theirs."""
 _STEPS = 4  # each logit is ordered, selected and judged in float64
@@ -64,8 +63,7 @@ class TopKCase(Case):
         return tuple(kv + row for q, kv in zip(self.q, self.kv, strict=True) for row in range(q))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Columns that each row sees: of a pool it sees all tokens or none."""
+    def lengths(self) -> tuple[int, ...]:  # columns that each row sees: of a pool it sees all tokens or none
         return tuple(tokens // self.pool for tokens in self.tokens)
 
     @property

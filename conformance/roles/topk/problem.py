@@ -155,8 +155,7 @@ class PoolTokens:
         return (self.tokens // self.pool * self.pool).unsqueeze(1)
 
     @property
-    def _counts(self) -> torch.Tensor:
-        """[n, W] how many tokens of each whole pool are named."""
+    def _counts(self) -> torch.Tensor:  # [n, W] how many tokens of each whole pool are named
         width = int(self.tokens.max()) // self.pool if len(self.tokens) else 0
         at = (self.numbers // self.pool).where(self._seen & (self.numbers < self._whole), width)
         found = torch.zeros(len(at), width + 1, dtype=torch.int64, device=at.device)
@@ -168,7 +167,6 @@ class TopKJudge(steps.SelectionSteps):
     case: TopKCase
 
     def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
             scores = self.expectation.scores
             yield steps.selected(self._positions(numbers), scores, scores.magnitude)
@@ -242,7 +240,6 @@ class TopKJudge(steps.SelectionSteps):
 
 class _TopK(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """A class may know of no pools, nor of a field that asks for them."""
         if case.pool > 1 and not getattr(kernel, "supports_pools", False):
             return ["columns of several tokens not declared (supports_pools)"]
         return super().reasons(kernel, case, dtype, capability)
