@@ -1,7 +1,7 @@
 """Calls of a backend's interface, most of them also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self, TypeVar
@@ -118,26 +118,21 @@ class KernelCall(ABC):
         means = {"q": "T", **self.means}
         each = [(name, rows if of == "T" else keys, getattr(self, name)) for name, of in means.items() if of]
         per_row = {name for name, form in self.forms.items() if form.has("T")}
-        given, named = (
-            {name: x[rows.to(x.device)] if name in per_row and x is not None else x for name, x in arguments.items()}
-            for arguments in (self.given, self.named)
-        )
         new, seen = (start_loc([len(rows_of(each, [request], queries)) for request in requests]) for each in starts)
         return replace(
             self,
             **{name: x[at.to(x.device)] for name, at, x in each},
-            given=given,
-            named=named,
+            **self._arguments(lambda name, x: x if x is None or name not in per_row else x[rows.to(x.device)]),
             query_start_loc=new,
             key_start_loc=self.key_start_loc if self.means.get("k") == "" else seen,  # where all keys stay
             metadata=self.metadata and regrouped_metadata(self.metadata, requests, rows),
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:
-        given, named = (
-            {**held, **{n: x for n, x in arguments.items() if n in held}} for held in (self.given, self.named)
-        )
-        return replace(self, given=given, named=named)
+        return replace(self, **self._arguments(arguments.get))
+
+    def _arguments(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+        return {part: {name: change(name, x) for name, x in vars(self)[part].items()} for part in ("given", "named")}
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses, and what they mean."""
