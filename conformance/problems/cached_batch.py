@@ -140,10 +140,7 @@ def list_metadata(
 def write_pages(
     draw: Draw[AnyCached], entries: torch.Tensor, lengths: Sequence[int], layout: str, page: int, guards: int = 0
 ) -> Pages:
-    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0.
-
-    A block holds ``page`` of them. No number names the ``guards`` before the first block and behind the last.
-    """
+    """Entries [S, width] of requests end to end in blocks drawn from all but the null block 0, between guards."""
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // page)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1

@@ -109,10 +109,7 @@ class KernelCall(ABC):
         return tuple(rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The given requests in the given order; what is stored, such as a cache, stays as it is.
-
-        Of new tokens the first ``queries`` of each with their keys, where that is not None; only a prefill is cut.
-        """
+        """The given requests in this order, cut to ``queries`` new tokens if not None; a cache stays."""
         starts = self.query_start_loc, self.key_start_loc
         rows, keys = (rows_of(each, requests, queries) for each in starts)
         means = {"q": "T", **self.means}

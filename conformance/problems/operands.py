@@ -185,10 +185,7 @@ class Draw(Generic[AnyCase]):
     def queries_of(
         self, q: torch.Tensor, keys: Callable[[], Iterable[torch.Tensor]], *, causal: bool = True, each: bool = False
     ) -> torch.Tensor:
-        """[T, N, D] queries, which may be written over, as each request's regime makes them over its keys [S, N, D].
-
-        Where ``each`` row sees other ones, these are the keys of a row.
-        """
+        """[T, N, D] queries, in place, as regimes make them over keys [S, N, D] of requests, or of ``each`` row."""
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:
             return first.queries(Site(q, q[:0], self.case.softmax_scale, ()))

@@ -19,10 +19,7 @@ _STEPS = 8  # each column of a token's states is drawn, stored, read and judged 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressCase(cached.CacheOperation):
-    """The ``kv`` tokens of each request in one call, then its ``q`` in one or several.
-
-    An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
-    """
+    """``kv`` tokens of each request in one call, then ``q`` in several; entries of P + R columns, R of them rotated."""
 
     role: ClassVar[Role] = Role.COMPRESS
     calls: ClassVar[tuple[Call, ...]] = (Call.COMPRESS,)

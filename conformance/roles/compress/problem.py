@@ -27,11 +27,7 @@ Columns = Mapping[int, int]  # the page of each column of a request's table that
 
 
 def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
-    """Pages for states, by request and column, of each call, and how many are ever needed.
-
-    As in an engine, one that no group needs is dealt out again; all give back what they do not need before any gets
-    another.
-    """
+    """Pages for states, by request and column, of each call, and how many it takes: as in an engine dealt out again."""
     free, held, count = list[int](), dict[int, dict[int, int]](), 0
 
     def give_back(request: int, first: int) -> None:

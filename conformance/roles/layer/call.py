@@ -43,10 +43,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCall(calls.CallOfARank):
-    """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
-
-    Its heads are those of its rank, and its requests and cache what that rank holds.
-    """
+    """``forward`` of a rank, its heads, requests and cache; what q, k and v mean in float64, as wide as P + R and V."""
 
     query: torch.Tensor  # [T, N·(P + R)], as handed over
     kv_c: torch.Tensor  # [T, L]
@@ -177,10 +174,7 @@ class Layer:
         self._modules: dict[float, Any] = {}
 
     def load(self, linear: Linear | PackedLinear) -> None:
-        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed.
-
-        Weights that it has already are left alone, so that what an earlier call made of them stays.
-        """
+        """Load weights, or update dense ones in place, and process them; those it has stay as a call left them."""
         if isinstance(self._linear, Linear) and isinstance(linear, Linear):
             if torch.equal(self._linear.weight, linear.weight):
                 return
@@ -236,10 +230,7 @@ class Layer:
         return reported
 
     def attention_layer(self, case: LayerCase) -> Any:
-        """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'.
-
-        It is made once for each scale of a cache, and kept: a captured graph reads its tensors where they stood.
-        """
+        """The module with a case's scales, all different but k's; kept, as a captured graph reads its tensors."""
         if case.cache_scale not in self._modules:
             scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
             tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}

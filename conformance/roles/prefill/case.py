@@ -107,10 +107,7 @@ def _count(planner: str, contexts: grammar.Lengths, workspace: int, page: int) -
 
 
 def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> grammar.Lengths:
-    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short.
-
-    Where they are drawn, the longest stands anywhere, and others have a few lengths, in rounds or in runs.
-    """
+    """The longest in the middle, the same for most of the others, so that ids stay short; drawn ones stand anywhere."""
     if others == "equal":
         return (longest,) * requests
     if not draw:

@@ -164,10 +164,7 @@ class PrefillBatch(Draw[PrefillCase]):
     def _latent_context(
         self, dtype: torch.dtype
     ) -> tuple[tuple[ContextChunk, ...], list[ContextKeys], tuple[torch.Tensor, torch.Tensor]]:
-        """Random latents, of which a plan's chunks are gathered and up-projected.
-
-        Returns the plan, keys and values of the new tokens and of each chunk, and block table and workspace.
-        """
+        """Of random latents the planned chunks, k and v of new tokens and of each, block table and workspace."""
         case, device, generator = self.case, self.device, self.generator
         dims, rank = case.dimensions, case.kv_lora_rank
 

@@ -63,10 +63,7 @@ class Lists:
         return replace(self, keys=keys)
 
     def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
-        """[T, K] int32 as they are handed over, with ``numbers`` [T, K] int64 for the named keys.
-
-        ``behind`` says what stands from the length on; what is stale is drawn.
-        """
+        """[T, K] int32 with these numbers for the named keys; from the length on as ``behind`` says."""
         filling = torch.full_like(numbers, {"minus": NO_KEY, "zero": 0, "huge": _HUGE}.get(behind, NO_KEY))
         used = numbers[numbers != NO_KEY]
         if behind == "stale" and len(used):
@@ -104,10 +101,7 @@ def draw_lists(
 
 
 def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any.
-
-    One of each of so many equal parts of the range, so that no draw is as wide as the range is.
-    """
+    """[T, columns] different numbers below each row's bound in drawn order, of equal parts: no draw is as wide."""
     column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
     first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
     drawn = torch.rand(len(bounds), columns, generator=generator)

@@ -41,10 +41,7 @@ _LARGER = 4.0  # latents and keys before their norms, so that its epsilon is not
 
 
 def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns] float64 integers of mean 0 and mean square 4 in every 64 columns; a norm of them rounds nothing.
-
-    Divided by a power of two they are e4m3 codes under the scale of a largest magnitude of 7.
-    """
+    """[rows, columns] integers of mean 0 and mean square 4 in every 64, which neither norms nor e4m3 round."""
     block = torch.tensor([*_BLOCK, *(-x for x in _BLOCK)], dtype=torch.float64)
     order = torch.rand(rows, columns // len(block), len(block), generator=generator).argsort(dim=-1)
     return block[order].flatten(1)
@@ -89,10 +86,7 @@ class Topics:
         return end.where(torch.bincount(self.of[named]) == self.size, len(self.of))
 
     def keys(self, columns: int, generator: torch.Generator) -> Tensor:
-        """[total, columns] integers: keys before their norm, each around a mean of its own.
-
-        Tokens that are of no topic have one of two.
-        """
+        """[total, columns] integers before a norm, each around its own mean; without a topic one of two."""
         total, others = len(self.of), self.of < 0
         own, few = (drawn_blocks(rows, columns, generator) for rows in (total, _OTHERS))
         if self.size > _PAIR:
@@ -150,10 +144,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others.
-
-        Drawn again where keys are too much alike for what an index cache rounds.
-        """
+        """[S, hidden] in the model's dtype, drawn again where an index cache's rounding could matter."""
         for _ in range(_MOST_DRAWS):
             hidden = self._drawn()
             if self.case.shared or (gap := self._gap(hidden)) >= MARGIN:
@@ -204,10 +195,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return _of_one_size(normed / self.layer.weights.q_norm), weights
 
     def _gap(self, hidden: Tensor) -> float:
-        """How far the last token that a row selects stands above the best that it leaves out, in its best score.
-
-        The least of all rows, by golden scores and by those of queries and keys as the index cache holds them.
-        """
+        """How far the last selected score exceeds the best one left out, in rows' best scores; also as stored."""
         columns, (q, weights, k) = self.case.topk, self._indexed(hidden)
         golden = self._scored(q, weights, k)
         rows = golden.bounds > columns
