@@ -78,10 +78,6 @@ def _ramp(k: torch.Tensor) -> torch.Tensor:  # the last channel rises from -1 to
     return torch.cat([k[..., :-1] * 0.25, slope.to(k)], dim=-1)
 
 
-def _along_ramp(site: Site) -> torch.Tensor:
-    return _with_last(16.0 / site.scale, site.q)
-
-
 def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
     """Values -2 ... 2, three of four of them 0: products and sums are exact in every dtype."""
     return torch.where(x.abs() > 1.15, x.round().clamp(-2, 2), torch.zeros_like(x))
@@ -98,22 +94,31 @@ def _low_rank(x: torch.Tensor) -> torch.Tensor:
     return x[:1] * x[..., :1].sign() + 0.05 * x
 
 
+def _of_q(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Site], torch.Tensor]:
+    return lambda site: change(site.q)
+
+
+def _along_ramp(site: Site) -> torch.Tensor:
+    return _with_last(16.0 / site.scale, site.q)
+
+
+_IN_CHANNEL, _OUT_OF_CHANNEL = partial(_with_last, _CHANNEL), partial(_with_last, -_CHANNEL)
 REGIMES: dict[str, Regime] = {
     Data.NORMAL: Regime("N(0,1) queries, keys and values"),
     Data.NEEDLE: Regime(
         "one dominant key at an edge of a sequence, page, chunk or tile, another for each row and head, over a tail: "
         "a lost or leaked key changes everything",
-        lambda site: _aligned(site, 4.0),
+        partial(_aligned, above=4.0),
         by_element=False,
     ),
     Data.HOT_TAIL: Regime(
         "one key holds more than half of the mass over a diffuse tail: mass lost in the tail",
-        lambda site: _aligned(site, 1.0),
+        partial(_aligned, above=1.0),
         by_element=False,
     ),
     Data.HOT_ONES: Regime(
         "a hot key over a diffuse tail with V = 1: the weights must add up",
-        lambda site: _aligned(site, 1.0),
+        partial(_aligned, above=1.0),
         values=torch.ones_like,
         by_element=False,
     ),
@@ -123,33 +128,20 @@ REGIMES: dict[str, Regime] = {
     Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", lambda site: site.q * 64.0),
     Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
     Data.NEGATIVE: Regime(
-        "all raw scores near -1.6e5: finite sentinels for masks and maxima",
-        lambda site: _with_last(-_CHANNEL, site.q),
-        partial(_with_last, _CHANNEL),
+        "all raw scores near -1.6e5: finite sentinels for masks and maxima", _of_q(_OUT_OF_CHANNEL), _IN_CHANNEL
     ),
-    Data.SHIFTED: Regime(
-        "all raw scores near +1.6e5: softmax is shift invariant",
-        lambda site: _with_last(_CHANNEL, site.q),
-        partial(_with_last, _CHANNEL),
-    ),
+    Data.SHIFTED: Regime("all raw scores near +1.6e5: softmax is shift invariant", _of_q(_IN_CHANNEL), _IN_CHANNEL),
     Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
     Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
     Data.ONES: Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
     Data.INTEGERS: Regime(
-        "sparse small integers, exact in every dtype",
-        lambda site: _sparse_integers(site.q),
-        _sparse_integers,
-        _sparse_integers,
+        "sparse small integers, exact in every dtype", _of_q(_sparse_integers), _sparse_integers, _sparse_integers
     ),
     Data.OUTLIERS: Regime(
         "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
     ),
     Data.LOW_RANK: Regime(
-        "rows that are nearly multiples of one another",
-        lambda site: _low_rank(site.q),
-        _low_rank,
-        _low_rank,
-        by_element=False,
+        "rows that are nearly multiples of one another", _of_q(_low_rank), _low_rank, _low_rank, by_element=False
     ),
     Data.TINY_VALUES: Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
     Data.ZERO_KEYS: Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
