@@ -194,10 +194,9 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     lacking = [unusual(case, wanted) for case in every if all(each.holds(case) for each in asked)]
     if not lacking:
         raise InputError(f"cases: no {space.role} case has {together} at once; expected fewer values")
-    more = ", ".join(min(lacking, key=len))
-    raise InputError(
-        f"cases: no {space.role} case has {together} and defaults otherwise; expected more values, such as {more}"
-    )
+    more = min(lacking, key=len)
+    expected = f"expected more values, such as {', '.join(more)}"
+    raise InputError(f"cases: no {space.role} case has {together} and defaults otherwise; {expected}")
 
 
 def unusual(case: Case, wanted: Mapping[str, object]) -> list[str]:
