@@ -6,23 +6,11 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, grammar
+from mla_conformance.cases import batches, grammar, space
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import AROUND, COLUMNS, KEYS, LAYOUT, MAXIMA, against, numbers
-from mla_conformance.cases.space import (
-    Only,
-    Row,
-    Rule,
-    Space,
-    by_length,
-    counted,
-    exactly,
-    measured,
-    plain,
-    rule,
-    values,
-)
+from mla_conformance.cases.space import Only, Row, Rule, by_length, counted, measured, plain, rule, values
 
 LOGITS = (  # what logits are like; ``problem.py`` says what each reveals
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -89,7 +77,7 @@ class TopKCase(Case):
             yield f"expected whole pools of {self.pool} in topk={self.topk}, and a tail of pools alone"
 
 
-_POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
+_POOLS = Numbers({**space.exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _LONGEST_OTHER = 64
 _MOST_LOGITS = 2**24
 _LOOSE = 100  # factor of the columns where maxima are loose, so that a small case has them
@@ -136,7 +124,7 @@ def _fields(row: Row, draw: Draw) -> grammar.Fields:
     return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
 
 
-TOPK = Space(
+TOPK = space.Space(
     role=Role.TOPK,
     capability="select_combinations",
     dimensions=(
