@@ -11,8 +11,7 @@ from torch import Tensor
 from mla_conformance.backends import roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
-from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks
+from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import CacheImage, SelectedLists
 from mla_conformance.reference import cache_layout, layer
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -31,7 +30,7 @@ _UNTOUCHED = 0x5A5A5A5A
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCall(CallOfARank):
+class SparseLayerCall(calls.CallOfARank):
     """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
 
     weights: sparse_layer.SparseLayerWeights  # of the layer
@@ -79,7 +78,7 @@ class SparseLayerCall(CallOfARank):
         wrong = ((name, image.difference()) for name, image in self.written.items())
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 
-    def operands(self) -> AttentionOperands:
+    def operands(self) -> calls.AttentionOperands:
         weights = torch.ones_like(self.v[0])
         return self.attended(causal=False, value_weights=weights)
 
@@ -90,9 +89,9 @@ class SparseLayerCall(CallOfARank):
 
 
 class SparseLayerBatch(hidden_states.HiddenStates):
-    def calls(self) -> tuple[CallOfARank | CallOnRanks]:
+    def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
-        return (CallOnRanks.of(tuple(map(self._call, range(self.case.tp)))),)
+        return (calls.CallOnRanks.of(tuple(map(self._call, range(self.case.tp)))),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         case = self.case
