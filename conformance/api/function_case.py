@@ -163,8 +163,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     listed = dict[Capability, list[Case]]()
     for entry in capabilities.CAPABILITIES.values():
         if entry.name not in arrays.SPACES or arrays.SPACES[entry.name].role is space.role:
-            # The smoke tier is chosen from all of them.
-            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
+            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)  # the smoke tier is chosen from all of them
             listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
     every = [case for cases in listed.values() for case in cases]
     asked = [_Asked.of(space, every, name, value) for name, value in wanted.items()]

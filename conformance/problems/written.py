@@ -126,8 +126,7 @@ class WrittenRows(Written):
             if 0 <= number < len(self.cache):
                 return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
             return f"bytes beside {self.name} were written"
-        # Codes by their bytes, which alone can be right.
-        compared = (self.cache[: len(self.low)], self.low, self.high)
+        compared = (self.cache[: len(self.low)], self.low, self.high)  # codes by their bytes, which alone can be right
         got, low, high = (x.view(torch.uint8) if x.element_size() == 1 else x for x in compared)
         wrong = ~((got >= low) & (got <= high))
         if not bool(wrong.any()):

@@ -71,8 +71,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # one column in sixteen a hundred times as large, which the transform spreads over all
     "outliers": lambda x: torch.where(torch.arange(x.shape[-1]) % 16 == 3, x * 100, x),
     "integers": lambda x: (2 * x).round(),
-    # a mean far from 0, which a LayerNorm takes away and a norm without it does not
-    "shifted": lambda x: x + 3,
+    "shifted": lambda x: x + 3,  # a mean far from 0, which a LayerNorm takes away and a norm without it does not
     "tiny_values": lambda x: x * 1e-3,
     # every other token is 0 throughout: a block without magnitude, a key without variance
     "zeros": lambda x: x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1)),

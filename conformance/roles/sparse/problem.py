@@ -246,8 +246,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         if self.case.space == roles.IndexSpace.SLOT:
             return lists.renumbered(pages.slots).keys
         if self.case.space == roles.IndexSpace.POSITION:
-            # A rank is handed what all others are, and finds its own.
-            lists, lengths = self.main.lists, self.totals
+            lists, lengths = self.main.lists, self.totals  # a rank is handed what all others are, and finds its own
         first = torch.tensor(start_loc(lengths))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
         return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 

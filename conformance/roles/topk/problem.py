@@ -76,12 +76,10 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ones": torch.ones_like,
     # all in one bin of a coarse histogram, whose ties only the last bits break
     "last_bits": lambda x: (_ONE_BIN | (x * 1e6).int() & _LOW_BITS).view(torch.float32),
-    # few winners, and all others exactly 0
-    "relu": lambda x: x.sub(1.5).relu(),
+    "relu": lambda x: x.sub(1.5).relu(),  # few winners, and all others exactly 0
     # zeros of both signs, a few numbers above and many below
     "zeros": lambda x: torch.where(x.abs() < 1.5, x * 0.0, x),
-    # all below 0, of all magnitudes
-    "negative": lambda x: -(10.0 ** (x * 8).clamp(-30, 30)),
+    "negative": lambda x: -(10.0 ** (x * 8).clamp(-30, 30)),  # all below 0, of all magnitudes
     "rising": lambda x: x.sort().values,
     "falling": lambda x: x.sort(descending=True).values,
     # every sixteenth a thousand times as large, of either sign
