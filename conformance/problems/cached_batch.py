@@ -30,9 +30,7 @@ class Pages:
     slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
-class CachedBatch(Draw[AnyCached]):
-    """The batch before its tokens are dealt out to ranks."""
-
+class CachedBatch(Draw[AnyCached]):  # the batch before its tokens are dealt out to ranks
     queries: Any  # [T, N, L + R] in the model's dtype, on the device; rows of padding are poison
 
     def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
@@ -75,7 +73,6 @@ class CachedBatch(Draw[AnyCached]):
 
     @property
     def whole(self) -> calls.AttentionOperands | None:
-        """Causal attention to the keys of all ranks, where results of ranks are merged."""
         if not self.case.is_merged:
             return None
         codes = self.case.holds_codes
@@ -139,8 +136,7 @@ def list_metadata(
 
 def write_pages(
     draw: Draw[AnyCached], entries: torch.Tensor, lengths: Sequence[int], layout: str, page: int, guards: int = 0
-) -> Pages:
-    """Entries [S, width] of requests end to end in blocks drawn from all but the null block 0, between guards."""
+) -> Pages:  # entries [S, width] of requests end to end in blocks drawn from all but the null block 0, between guards
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // page)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1

@@ -156,7 +156,6 @@ class KernelCall(ABC):
             image.reset()
 
     def wrong_writes(self) -> str:
-        """The first thing that the last call wrote otherwise than it must, in a sentence; empty if there is none."""
         return next(filter(None, (image.difference() for image in self.written.values())), "")
 
 
@@ -220,9 +219,7 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOfARank(AttentionCall):
-    """Of a whole layer, whose ranks may share heads or tokens."""
-
+class CallOfARank(AttentionCall):  # of a whole layer, whose ranks may share heads or tokens
     rank: int = 0  # whose it is
 
     returns_lse = False
@@ -251,9 +248,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOnRanks(AttentionCall):
-    """What several ranks do together."""
-
+class CallOnRanks(AttentionCall):  # what several ranks do together
     parts: tuple[CallOfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
     returns_lse = False

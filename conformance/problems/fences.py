@@ -140,7 +140,6 @@ class CudaRoom:
         weakref.finalize(self, _give_back, inside, held, handle, reserved, whole)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
-        """The bytes from an offset on, so many, as a uint8 tensor with a storage of its own."""
         interface = {"shape": (length,), "typestr": "|u1", "data": (self.address + offset, False), "version": 3}
         # What torch takes memory from that is not its own; it keeps this object for as long as the tensor lives.
         return torch.as_tensor(SimpleNamespace(room=self, __cuda_array_interface__=interface), device="cuda")
@@ -179,9 +178,7 @@ class Side(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fence:
-    """Operands with one side at a page that faults."""
-
+class Fence:  # operands with one side at a page that faults
     side: Side
     only: str = ""  # the name of the operand that is moved; every one if it is empty
 

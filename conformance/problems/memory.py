@@ -36,9 +36,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Written(ABC):
-    """Memory of the caller that a call writes, before it and after it."""
-
+class Written(ABC):  # memory of the caller that a call writes, before it and after it
     cache: torch.Tensor  # what the call is handed; a view if others share its storage
     before: torch.Tensor  # the bytes of its storage before the call; none where nothing resets them
 
@@ -119,7 +117,6 @@ def device_lost(device: torch.device) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory, of the machine or of the GPU, ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(said in str(error) for said in _RAN_OUT)
     )

@@ -224,7 +224,6 @@ def edges(keys: int, case: Case) -> list[int]:  # key positions next to a bounda
 
 
 def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Tensor:
-    """``x`` [tokens, N, width] with the same values in another memory layout."""
     layout = Layout(case.layout)
     if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
         return sliced((x,), case)[0]

@@ -63,9 +63,7 @@ class CompressStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCall(CacheCall):
-    """``run_compress`` for each step, in order; what all of them read is in ``named``."""
-
+class CompressCall(CacheCall):  # ``run_compress`` for each step, in order; what all of them read is in ``named``
     steps: tuple[CompressStep, ...]
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -139,7 +137,6 @@ class CompressBatch(Draw[CompressCase]):
         return tables, torch.randperm(count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
 
     def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the most [E, D] float64 of the entries of one request."""
         case, (ape, weight) = self.case, self.weights
         kv, score = self.projected[tokens].double().chunk(2, dim=1)
         k = windows(kv, case.ratio, case.overlap, 0.0)

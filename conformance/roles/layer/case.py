@@ -177,7 +177,6 @@ def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
 
 
 def _longer(order: str, queries: str, tokens: str) -> bool:
-    """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
         return True
     return TOKENS.first(tokens) > batches.most_queries(queries or "1")

@@ -24,9 +24,7 @@ ContextKeys = tuple[torch.Tensor, torch.Tensor]  # k [S, N, P + R] and v [S, N, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillCall(AttentionCall):
-    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V."""
-
+class PrefillCall(AttentionCall):  # ``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V
     chunk_idx: int | None  # the context chunk; None for new tokens
     metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
     prepares: bool  # whether it is the first of these calls, before which the metadata is handed over

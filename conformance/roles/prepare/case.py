@@ -19,9 +19,7 @@ BLOCK = 128  # columns that share a scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCase(Case):
-    """``q`` tokens of each request, behind ``kv`` others; a head has P + R columns of ``dims``."""
-
+class PrepareCase(Case):  # ``q`` tokens of each request, behind ``kv`` others; a head has P + R columns of ``dims``
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}

@@ -21,9 +21,7 @@ from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCall(calls.KernelCall):
-    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
-
+class PrepareCall(calls.KernelCall):  # ``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over
     metadata: interface.PrepareMetadata
     case: PrepareCase
 

@@ -19,9 +19,7 @@ LATENTS = (grammar.Data.NORMAL, grammar.Data.INTEGERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCase(cached.CachedCase):
-    """A question to a sparse layer; ``layout`` is that of the hidden states."""
-
+class SparseLayerCase(cached.CachedCase):  # A question to a sparse layer; ``layout`` is that of the hidden states
     role: ClassVar[Role] = Role.SPARSE_LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_LAYER,)
     causal: ClassVar[bool] = False  # the lists alone say what is seen

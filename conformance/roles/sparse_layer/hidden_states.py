@@ -124,8 +124,6 @@ class Topics:
 
 
 class HiddenStates(CachedBatch[SparseLayerCase]):
-    """Hidden states of a batch and what the golden layer makes of them, all on the CPU."""
-
     @cached_property
     def layer(self) -> DrawnLayer:
         return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED))

@@ -105,7 +105,6 @@ def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
 
 
 def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns], each column of which picks a row of its own."""
     return selection(rows, 1, columns, generator)[:, 0]
 
 

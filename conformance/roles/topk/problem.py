@@ -21,9 +21,7 @@ _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKCall(calls.KernelCall):
-    """``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]."""
-
+class TopKCall(calls.KernelCall):  # ``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]
     metadata: topk.TopKMetadata
     case: TopKCase
 

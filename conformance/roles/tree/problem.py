@@ -15,9 +15,7 @@ from mla_conformance.roles.tree.case import TreeCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeCall(DecodeCall):
-    """``run_tree_decode``; each query attends to the keys of a list."""
-
+class TreeCall(DecodeCall):  # ``run_tree_decode``; each query attends to the keys of a list
     metadata: tree.MLATreeMetadata
 
     interface: ClassVar[Any] = tree.MLATreeBackend
@@ -51,8 +49,6 @@ def _packed(masks: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 class TreeBatch(DecodeBatch):
-    """A decode's batch, and the trees of its requests; rows of padding are trees of one token."""
-
     case: TreeCase
 
     def parents(self) -> list[list[int]]:
