@@ -6,16 +6,19 @@
 import os
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from unittest.mock import patch
 
+import torch
 from msgspec import structs
 
-from mla_conformance.api.own_forms import TABLES, table_lines
+from mla_conformance.api.own_forms import FORMS, IN_WORDS
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.certificate.certificate import Certificate
@@ -27,6 +30,7 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.scoreboard.board import Board, Entry
 
 ROOT = Path(__file__).parents[1]
+TABLES = tomllib.loads((ROOT / "ci" / "functions.toml").read_text(encoding="utf-8"))
 _NOISE = re.compile(
     r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n"
     r"|^exit status: 0 (done|written|rewritten); 2 usage$",
@@ -135,6 +139,23 @@ def failures(records: list[Certificate]) -> str:
         told = ", ".join(f"{backend} {number}" for backend, number in kernels.items())
         rows.append(f"- {told}: {reason}: `{example}`")
     return "\n".join(rows)
+
+
+def table_lines(role: str) -> list[str]:
+    """A table as a page shows it; inputs of which the same is said share a row."""
+    rows = []
+    for name, words in TABLES[role]["inputs"].items():
+        says, when = (words, "") if isinstance(words, str) else words
+        if (form := FORMS[role].get(name)) and (role, name) not in IN_WORDS:
+            dtype = f" {form.dtype}".replace("torch.", "") if isinstance(form.dtype, torch.dtype) else ""
+            shape = f"[{form.shape}]" if form.shape else "scalar"
+            says = f"{shape}{dtype}{says and ', '}{says}"
+        rows.append((name, says, when))
+    lines = ["| input | what | when |", "|---|---|---|"]
+    for (says, when), same in groupby(rows, lambda row: row[1:]):
+        names = ", ".join(f"`{name}`" for name, *_ in same)
+        lines.append(f"| {names} | {says} | {when} |".replace("  |", " |"))
+    return lines + [f"| *returns* `{name}` | {what} | |" for name, what in TABLES[role]["returns"].items()]
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:

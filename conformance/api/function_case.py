@@ -108,6 +108,11 @@ def why_no_function(case: Case) -> str:
     return "it asks for merge_attn_states, which a class has; certify one" if case.own_merge else ""
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else f"expected one of {', '.join(dict.fromkeys(known))}"
+
+
 @dataclass(frozen=True)
 class _Asked:
     """What was asked of one field, or of one dimension of the role's space."""
@@ -122,18 +127,14 @@ class _Asked:
         labels = {each.name.replace(" ", "_"): each.class_of for each in space.dimensions}
         known = [*listed[0].defaults(), *labels]
         if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(dict.fromkeys(known))}"
-            raise InputError(f"cases: unknown field {name!r} of a {space.role} case; {hint}")
+            raise InputError(f"cases: unknown field {name!r} of a {space.role} case; {_meant(name, known)}")
         values = tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
         asked = _Asked(name, values, labels.get(name, lambda case: None))
         for each in values:
             if any(_Asked(name, (each,), asked.label_of).holds(case, any) for case in listed):
                 continue
-            got = [getattr(case, name, None) for case in listed]
-            parts = {
-                part for each in got if each is not None for part in (each if isinstance(each, tuple) else (each,))
-            }
+            got = [getattr(case, name) for case in listed if getattr(case, name, None) is not None]
+            parts = {part for each in got for part in (each if isinstance(each, tuple) else (each,))}
             shown = [grammar.format_value(part) for part in sorted(parts)]
             shown += sorted({str(label) for case in listed if (label := asked.label_of(case)) is not None} - set(shown))
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
@@ -157,15 +158,12 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
     space = next(space for space in arrays.SPACES.values() if space.role == role)
     if tier not in list(Tier):
-        near = nearest(tier, Tier)
-        hint = f"did you mean {near}?" if near else f"expected one of {', '.join(Tier)}"
-        raise InputError(f"cases: unknown tier {tier!r}; {hint}")
+        raise InputError(f"cases: unknown tier {tier!r}; {_meant(tier, Tier)}")
     size = Tier(tier)
     listed = dict[Capability, list[Case]]()
     for entry in capabilities.CAPABILITIES.values():
         if entry.name not in arrays.SPACES or arrays.SPACES[entry.name].role is space.role:
-            # The smoke tier is chosen from all of them.
-            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
+            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)  # the smoke tier is chosen from all of them
             listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
     every = [case for cases in listed.values() for case in cases]
     asked = [_Asked.of(space, every, name, value) for name, value in wanted.items()]
@@ -178,10 +176,8 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         fitting = list(filter(fits, cases))
         if entry.name not in arrays.SPACES:
             usual = capabilities.smoke_of(entry.name, cases) if size is Tier.SMOKE else cases
-            fields_of = (unusual(case, wanted) for case in usual if all(each.holds(case) for each in asked))
-            left_out.update(
-                f"{name}={grammar.format_value(value)}" for fields in fields_of for name, value in [*fields.items()][:1]
-            )
+            lacking = [unusual(case, wanted) for case in usual if all(each.holds(case) for each in asked)]
+            left_out.update(told[0] for told in lacking if told)
         elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), capabilities.FITTED[size] if size is Tier.NIGHTLY else 0
@@ -197,13 +193,12 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     lacking = [unusual(case, wanted) for case in every if all(each.holds(case) for each in asked)]
     if not lacking:
         raise InputError(f"cases: no {space.role} case has {together} at once; expected fewer values")
-    more = ", ".join(f"{name}={grammar.format_value(value)}" for name, value in min(lacking, key=len).items())
-    raise InputError(
-        f"cases: no {space.role} case has {together} and defaults otherwise; expected more values, such as {more}"
-    )
+    more = min(lacking, key=len)
+    expected = f"expected more values, such as {', '.join(more)}"
+    raise InputError(f"cases: no {space.role} case has {together} and defaults otherwise; {expected}")
 
 
-def unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:
+def unusual(case: Case, wanted: Mapping[str, object]) -> list[str]:
     """The fields of a case that nobody asked for, and that a kernel may lack: several calls, or what is declared."""
     usual = case.defaults()
     found = {name: getattr(case, name) for name in AT_DEFAULT if name in usual and getattr(case, name) != usual[name]}
@@ -211,4 +206,4 @@ def unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:
         found["capability"] = case.capability
     if case.call not in CALLS[case.role]:
         found["call"] = case.call
-    return {name: value for name, value in found.items() if name not in wanted}
+    return [f"{name}={grammar.format_value(value)}" for name, value in found.items() if name not in wanted]

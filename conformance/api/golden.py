@@ -1,6 +1,6 @@
 """Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.judging import golden
 from mla_conformance.judging.tolerance import roundoffs, tolerance
-from mla_conformance.problems.calls import Problem
 from mla_conformance.reference import error_budget
 from mla_conformance.reference.index_scores import index_scores as reference_scores
 
@@ -54,7 +53,7 @@ def prefill(
     The budget is that of a kernel with operands of q's dtype that rounds as declared, by default in the strictest way.
     Without ``cu_seqlens_q`` all is one request; keys and values may have one head, which all share.
     """
-    return _result(own_tensors.prefill, **locals())
+    return _result("prefill", **locals())
 
 
 def decode(
@@ -74,7 +73,7 @@ def decode(
 
     Without ``cu_seqlens_q`` each request has one query; ``k_scale`` is what code 1.0 of an ``fp8`` cache stands for.
     """
-    return _result(own_tensors.decode, **locals())
+    return _result("decode", **locals())
 
 
 def sparse(
@@ -97,7 +96,7 @@ def sparse(
     given = locals()
     if kv.dtype == torch.uint8 or kv.shape[1] != 1:
         given["kv_cache"] = given.pop("kv")
-    return _result(own_tensors.sparse, **given)
+    return _result("sparse", **given)
 
 
 def index_scores(
@@ -121,8 +120,8 @@ def index_scores(
     return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
 
 
-def _result(make: Callable[..., Problem], *, declaration: Declaration, **inputs: Any) -> GoldenResult:
-    problem, numbers = make(**inputs), tolerance()
+def _result(role: str, *, declaration: Declaration, **inputs: Any) -> GoldenResult:
+    problem, numbers = own_tensors.own_problem(role, inputs), tolerance()
     (call,) = problem.attention
     operands, rounding = call.operands(), declaration.rounding_of(problem.dtype)
     state = golden.golden_state(problem, golden.JudgedRows(problem.query_start_loc), operands)

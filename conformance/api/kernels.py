@@ -8,12 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from mla_conformance.backends import decode, indexer, interface, sparse
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import MLADecodeBackend, output_of
-from mla_conformance.backends.indexer import MLAIndexerBackend
-from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
@@ -50,10 +47,10 @@ class _AsksAnything:
         if getattr(metadata, "dcp_world_size", 1) > 1:
             inputs |= {name: getattr(metadata, name, None) for name in _RANKS}
         result = self.function(**{name: value for name, value in inputs.items() if value is not None})
-        return result if lse else output_of(result)
+        return result if lse else decode.output_of(result)
 
 
-class _Prefill(_AsksAnything, MLAPrefillBackend):
+class _Prefill(_AsksAnything, interface.MLAPrefillBackend):
     told = _QUERIES
     own = ("scale",)
 
@@ -75,7 +72,7 @@ class _Prefill(_AsksAnything, MLAPrefillBackend):
         return self.ask(self._prefill_metadata, q=q, k=k, v=v, cu_seqlens_k=starts, max_seqlen_k=longest, causal=False)
 
 
-class _Decode(_AsksAnything, MLADecodeBackend):
+class _Decode(_AsksAnything, decode.MLADecodeBackend):
     own = ("scale", "kv_lora_rank", "kv_cache_dtype")
 
     def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> Any:
@@ -100,16 +97,16 @@ def _asks(entry: Callable[..., Any], *layouts: str, lists: bool = True) -> Any:
     return run
 
 
-class _Sparse(_AsksAnything, MLASparseBackend):
+class _Sparse(_AsksAnything, sparse.MLASparseBackend):
     own = ("scale", "kv_lora_rank")
-    run_sparse_decode = _asks(MLASparseBackend.run_sparse_decode, "kv_cache_dtype", "extra_kv_cache_dtype")
-    run_sparse_prefill = _asks(MLASparseBackend.run_sparse_prefill)
+    run_sparse_decode = _asks(sparse.MLASparseBackend.run_sparse_decode, "kv_cache_dtype", "extra_kv_cache_dtype")
+    run_sparse_prefill = _asks(sparse.MLASparseBackend.run_sparse_prefill)
 
 
-class _Indexer(_AsksAnything, MLAIndexerBackend):
+class _Indexer(_AsksAnything, indexer.MLAIndexerBackend):
     own = ("kv_cache_dtype",)
-    run_index_logits = _asks(MLAIndexerBackend.run_index_logits, lists=False)
-    run_index_topk = _asks(MLAIndexerBackend.run_index_topk)
+    run_index_logits = _asks(indexer.MLAIndexerBackend.run_index_logits, lists=False)
+    run_index_topk = _asks(indexer.MLAIndexerBackend.run_index_topk)
 
 
 _KERNELS: dict[Role, type] = {

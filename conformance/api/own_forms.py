@@ -1,30 +1,27 @@
-"""What functions of each role are called with and return, as tables of the docs, and what own tensors are read with."""
+"""The forms of what functions of each role are called with, and what own tensors are read with."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import decode, indexer, interface, kernel, roles, sparse, topk
+from mla_conformance.backends import decode, indexer, interface, kernel, sparse, topk
 from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
-from mla_conformance.problems import cached_batch, operands
+from mla_conformance.problems import operands
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
 from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.reference.selected import NO_KEY
 
-TABLES = tomllib.loads((files("mla_conformance.api") / "tables.toml").read_text(encoding="utf-8"))
 _STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
 _DECODE = forms_of(decode.MLADecodeBackend.run_decode)
 _ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
 _LISTED = forms_of(sparse.MLASparseMetadata)
-_FORMS: Mapping[str, Mapping[str, Form]] = {
+FORMS: Mapping[str, Mapping[str, Form]] = {
     "prefill": {**forms_of(interface.MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
     "decode": {**forms_of(decode.MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
     "sparse": {
@@ -38,34 +35,17 @@ _FORMS: Mapping[str, Mapping[str, Form]] = {
     "indexer": {**_LISTED, **forms_of(indexer.MLAIndexerBackend.run_index_logits), **_STARTS},
     "top-k": {**forms_of(topk.TopKMetadata), **forms_of(topk.MLATopKBackend.run_top_k_per_row)},
 }
-_IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
+IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
 Starts = Tensor | Sequence[int] | None
-_DTYPES = {dtype: name for name, dtype in operands.TORCH_DTYPES.items() if dtype is not None}
+_DTYPES = {dtype: name for name, dtype in operands.TORCH_DTYPES.items()}
 _NOPE = 128  # columns of a head before absorption, which own tensors do not tell; no result depends on them
-
-
-def table_lines(role: str) -> list[str]:
-    """A table as a page shows it; inputs of which the same is said share a row."""
-    rows = []
-    for name, words in TABLES[role]["inputs"].items():
-        says, when = (words, "") if isinstance(words, str) else words
-        if (form := _FORMS[role].get(name)) and (role, name) not in _IN_WORDS:
-            dtype = f" {form.dtype}".replace("torch.", "") if isinstance(form.dtype, torch.dtype) else ""
-            shape = f"[{form.shape}]" if form.shape else "scalar"
-            says = f"{shape}{dtype}{says and ', '}{says}"
-        rows.append((name, says, when))
-    lines = ["| input | what | when |", "|---|---|---|"]
-    for (says, when), same in groupby(rows, lambda row: row[1:]):
-        names = ", ".join(f"`{name}`" for name, *_ in same)
-        lines.append(f"| {names} | {says} | {when} |".replace("  |", " |"))
-    return lines + [f"| *returns* `{name}` | {what} | |" for name, what in TABLES[role]["returns"].items()]
 
 
 def require(role: str, sizes: Mapping[str, int], **given: Tensor | None) -> None:
     """Refuse what is no tensor of the table's form, where a dimension without a size may have any."""
     for name, x in given.items():
-        form = _FORMS[role].get(name)
-        if x is None or form is None or (role, name) in _IN_WORDS:
+        form = FORMS[role].get(name)
+        if x is None or form is None or (role, name) in IN_WORDS:
             continue
         dims = form.shape.split(", ")
         wanted = [(sizes.get(dim.removesuffix(AT_LEAST)), dim.endswith(AT_LEAST)) for dim in dims]
@@ -203,39 +183,3 @@ def slots_of_positions(
     else:
         raise InputError("block_table: expected one where index_space is not slot, or workspace_starts, got neither")
     return slots.where(numbers != NO_KEY, NO_KEY)
-
-
-def lengths_told(
-    queries: Sequence[int], totals: Sequence[int], device: torch.device, longest: int = 0
-) -> dict[str, Any]:
-    """What the metadata of any call say of the lengths of its requests."""
-    lengths, cpu = lengths_of(queries), torch.device("cpu")
-    return {
-        "query_start_loc": cached_batch.int32(queries, device),
-        "seq_lens": cached_batch.int32(totals, device),
-        "max_query_len": max(lengths),
-        "max_seq_len": longest or max(1, *totals),
-        "query_lens_cpu": cached_batch.int32(lengths, cpu),
-        "seq_lens_cpu": cached_batch.int32(totals, cpu),
-    }
-
-
-def batch_of(
-    queries: Sequence[int],
-    totals: Sequence[int],
-    block_table: Tensor | None,
-    space: str,
-    device: torch.device,
-    longest: int = 0,
-    workspace_starts: Tensor | None = None,
-) -> sparse.MLASparseMetadata:
-    """What calls over keys of requests are told; of it the judge asks where rows belong, and the longest request."""
-    lengths = lengths_of(queries)
-    request = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return sparse.MLASparseMetadata(
-        **lengths_told(queries, totals, device, longest),
-        req_id_per_token=request.to(device),
-        block_table=block_table,
-        workspace_starts=workspace_starts,
-        index_space=roles.IndexSpace(space),
-    )

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.api import own_tests
+from mla_conformance.api import own_tensors, own_tests
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.kernels import LAST, Function, HandedInputs, find_torch_device, kernel_around, name_of
-from mla_conformance.api.own_tensors import problem_of
 from mla_conformance.backends import decode, foreign, references
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
@@ -135,7 +134,7 @@ def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs:
     values = tuple(given[:1]) if len(given) == 2 and given[1] is None else tuple(given)
     if not 1 <= len(values) <= 2:
         raise InputError(f"assert_close: expected an output, or an output and its LSE, got {len(values)} results")
-    problem = problem_of(inputs, lse=len(values) == 2)
+    problem = own_tensors.problem_of(inputs, lse=len(values) == 2)
     _require_right(problem, Context(), values, declaration)
 
 

@@ -71,6 +71,7 @@ class CachedCase(Case):
             f"scales_{self.scales}" if self.scales != "float32" else "",
             several if max(self.q) > 1 else "",
             "dcp" if self.ranks > 1 else "",
+            *self.named(self.asked),
         )
 
     def varied(self) -> Self:

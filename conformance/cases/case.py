@@ -75,8 +75,8 @@ class Case(ABC):
     # own fields of a class that do not stand behind the common ones in ids, each with the one before it
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}  # how much longer requests are in :meth:`varied`
-    # fields that profiles name, each with what is usual and how another value is named
-    asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    # what profiles name, each with how another value than the field's default is named, or than one that is told
+    asked: ClassVar[Mapping[str, str | tuple[Any, str]]] = {}
     causal: ClassVar[bool] = True  # whether new tokens attend to each other, as in all calls but a chunk of context
     absorbed: ClassVar[bool] = False  # whether queries attend to latents, each of which is both key and value
 
@@ -242,6 +242,14 @@ class Case(ABC):
     def kv_lora_rank(self) -> int:
         return dimensions_of(self.dims)[1]
 
+    @property
+    def head_dim(self) -> int:
+        return self.dimensions.qk_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.dimensions.qk_rope_head_dim
+
     @cached_property
     def softmax_scale(self) -> float:
         """The softmax scale as the backend receives it; a stored one where an author's own tensors have no percent."""
@@ -255,12 +263,12 @@ class Case(ABC):
     @property
     def own_merge(self) -> bool:
         """Whether the backend's own ``merge_attn_states`` merges partial states, not the reference."""
-        return False
+        return getattr(self, "merge", "golden") != "golden"
 
     @property
     def merges_in_place(self) -> bool:
         """Whether that merge is given the running state both as its prefix and as its output."""
-        return False
+        return getattr(self, "merge", "golden") == "in_place"
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -313,8 +321,13 @@ class Case(ABC):
     @property
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""
-        told = ((getattr(self, name), usual, words) for name, (usual, words) in self.asked.items())
-        return tuple(words.format(value) for value, usual, words in told if value != usual)
+        return tuple(self.named(self.asked))
+
+    def named(self, asked: Mapping[str, str | tuple[Any, str]]) -> Iterator[str]:
+        for name, told in asked.items():
+            usual, words = told if isinstance(told, tuple) else (self.defaults()[name], told)
+            if getattr(self, name) != usual:
+                yield words.format(getattr(self, name))
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""

@@ -56,6 +56,8 @@ PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), ran
 POISONS = space.values("poison", "poison", *POISON)
 LSE = space.plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
 MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,), range(2, 2**31))}, most=200))
+AROUND = (PADDING, POISONS)
+"""What is around a batch in memory."""
 
 
 def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:

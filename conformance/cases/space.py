@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from inspect import signature
 from itertools import chain
 from operator import contains
 from typing import Any
@@ -122,6 +123,17 @@ class Rule:
     def allows(self, row: Row) -> bool:
         classes = [row.get(name) for name in self.over]
         return None in classes or (NOTHING in classes and not self.always) or self._known(*classes)
+
+
+def rule(why: str, holds: Callable[..., bool], always: bool = False) -> Rule:
+    """Over the dimensions that the parameters are named after."""
+    return Rule(why, tuple(name.replace("_", " ") for name in signature(holds).parameters), holds, always)
+
+
+def spans(*labels: str) -> dict[str, Sequence[Sequence[int]]]:
+    """Classes of the numbers that their labels tell, as ``17 to 64`` or ``257 to 1,024``."""
+    ends = {label: [int(number) for number in label.replace(",", "").split(" to ")] for label in labels}
+    return {label: (range(least, most + 1),) for label, (least, most) in ends.items()}
 
 
 def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:

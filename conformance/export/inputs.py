@@ -69,7 +69,7 @@ def _decode_operands(call: DecodeCall, lines: list[str]) -> list[str]:
     latent, page = call.ql_nope.shape[-1], call.kv_cache.shape[1]
     entries, queries = _cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
     lines.append(_randn("latents", entries.shape, queries.dtype))
-    if call.holds_codes:
+    if call.case.holds_codes:
         scale = float(call.k_scale)
         lines += [f"latents = (latents.double() / {scale!r}).clamp(-448, 448).to({entries.dtype})  # codes"]
     lines += [_randn("queries", (call.query_start_loc[-1], *queries.shape[1:]), queries.dtype)]

@@ -84,7 +84,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     parts["modules"] = {} if own and own.path else program.modules
     parts["bounds"] = assigned({name: str(list(values)) for name, values in starts.items()})
     parts["operands"] = operands  # queries, keys and values of the request in rows a:b and c:d
-    parts["codes_scale"] = repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else ""
+    parts["codes_scale"] = repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.case.holds_codes else ""
     return {**parts, "budget": _budget(found)}
 
 

@@ -1,6 +1,6 @@
 """The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,9 +30,7 @@ class Pages:
     slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
-class CachedBatch(Draw[AnyCached]):
-    """The batch before its tokens are dealt out to ranks."""
-
+class CachedBatch(Draw[AnyCached]):  # the batch before its tokens are dealt out to ranks
     queries: Any  # [T, N, L + R] in the model's dtype, on the device; rows of padding are poison
 
     def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
@@ -55,7 +53,7 @@ class CachedBatch(Draw[AnyCached]):
     def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
         """[tokens, width] entries of a layout, so many of each request, on the CPU."""
         case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
-        width = rank + case.dimensions.qk_rope_head_dim
+        width = rank + case.rope_dim
         drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
         keys = self.by_request(KEYS, drawn, starts)[:, 0]
         kv_c = self.by_request(VALUES, keys[:, :rank], starts)
@@ -69,14 +67,12 @@ class CachedBatch(Draw[AnyCached]):
         parts = cache_layout.decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
 
-    def keys_by_request(self) -> Iterator[torch.Tensor]:
-        """[S, N, L + R] of each request, on the CPU."""
+    def keys_by_request(self) -> Iterator[torch.Tensor]:  # [S, N, L + R] of each request, on the CPU
         keys = self.keys.float().cpu().expand(-1, self.case.heads, -1)
         return (keys[seen] for seen in segments(start_loc(self.totals)))
 
     @property
     def whole(self) -> calls.AttentionOperands | None:
-        """Causal attention to the keys of all ranks, where results of ranks are merged."""
         if not self.case.is_merged:
             return None
         codes = self.case.holds_codes
@@ -86,6 +82,16 @@ class CachedBatch(Draw[AnyCached]):
         """What calls say of the queries over these keys [S, 1, L + R], so many of each request."""
         starts = {"query_start_loc": self.query_start_loc, "key_start_loc": start_loc(lengths)}
         return {"q": self.queries, "k": keys, "v": keys[..., : self.case.kv_lora_rank], **starts}
+
+    def metadata(self, lengths: Sequence[int], rank: int = 0) -> dict[str, Any]:
+        case = self.case
+        ranks = {"dcp_world_size": case.ranks, "dcp_rank": rank, "cp_kv_cache_interleave_size": case.interleave}
+        return batch_metadata(self.query_lens, lengths, self.device, case.inflate) | ranks
+
+    def new_of(self, held: Iterable[torch.Tensor]) -> torch.Tensor:
+        """[S] bool, which tokens are new of those at these positions of each request."""
+        batch = zip(held, self.totals, self.case.q, strict=False)
+        return torch.cat([own >= total - q for own, total, q in batch])
 
     def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
@@ -97,45 +103,40 @@ class CachedBatch(Draw[AnyCached]):
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
-def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -> dict[str, Any]:
-    """What metadata on a rank say of a batch over so many keys of each request; its maxima as the case says."""
-    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+def batch_metadata(
+    query_lens: Sequence[int], lengths: Sequence[int], device: torch.device, inflate: int = 1
+) -> dict[str, Any]:
+    """What any metadata say of requests of so many query tokens, each over so many keys; maxima times a factor."""
+    cpu = torch.device("cpu")
     return {
-        "query_start_loc": int32(batch.query_start_loc, device),
+        "query_start_loc": int32(start_loc(query_lens), device),
         "seq_lens": int32(lengths, device),
-        "max_query_len": max(batch.query_lens) * case.inflate,
-        "max_seq_len": max(1, *lengths) * case.inflate,
-        "query_lens_cpu": int32(batch.query_lens, cpu),
+        "max_query_len": max(query_lens) * inflate,
+        "max_seq_len": max(1, *lengths) * inflate,
+        "query_lens_cpu": int32(query_lens, cpu),
         "seq_lens_cpu": int32(lengths, cpu),
-        "dcp_world_size": case.ranks,
-        "dcp_rank": rank,
-        "cp_kv_cache_interleave_size": case.interleave,
     }
 
 
-def sparse_metadata(
-    batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
+def list_metadata(
+    told: dict[str, Any], table: torch.Tensor | None, space: str, *, paged: bool = True
 ) -> "sparse.MLASparseMetadata":
-    """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
+    """The same with lists; of keys that lie in no cache the table [B] tells where those of each request begin."""
     from mla_conformance.backends import sparse  # which cases without lists do without
 
-    request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
+    lengths = told["query_lens_cpu"]
     return sparse.MLASparseMetadata(
-        **batch_metadata(batch, lengths, rank),
-        req_id_per_token=request.int().to(batch.device),
-        block_table=pages.block_table if paged else None,
-        workspace_starts=None if paged else pages.block_table,
+        **told,
+        req_id_per_token=torch.arange(len(lengths)).repeat_interleave(lengths).to(told["seq_lens"]),
+        block_table=table if paged else None,
+        workspace_starts=None if paged else table,
         index_space=roles.IndexSpace(space),
     )
 
 
 def write_pages(
     draw: Draw[AnyCached], entries: torch.Tensor, lengths: Sequence[int], layout: str, page: int, guards: int = 0
-) -> Pages:
-    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but the null block 0.
-
-    A block holds ``page`` of them. No number names the ``guards`` before the first block and behind the last.
-    """
+) -> Pages:  # entries [S, width] of requests end to end in blocks drawn from all but the null block 0, between guards
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // page)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1

@@ -1,7 +1,7 @@
 """Calls of a backend's interface, most of them also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self, TypeVar
@@ -46,6 +46,7 @@ class KernelCall(ABC):
     k: torch.Tensor  # [S, N, D], or [S, 1, D] shared by all heads
     query_start_loc: tuple[int, ...]  # first query of each request, and the end
     key_start_loc: tuple[int, ...]  # first key of each request, and the end
+    case: Any = None  # what it was made from; it tells the entry, unless its class does
     metadata: Any = None  # of the batch, handed over before every call; None where every argument is in the call
     given: Mapping[str, Any] = field(default_factory=dict)  # arguments that stand in the order of the entry, by name
     named: Mapping[str, Any] = field(default_factory=dict)  # those that are handed over by name, or None
@@ -66,13 +67,12 @@ class KernelCall(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    @abstractmethod
-    def name(self) -> str:
-        """How messages call it."""
+    def name(self) -> str:  # how messages call it
+        return str(self.case.call).replace("_", " ")
 
     @property
     def entry(self) -> str:
-        return ""
+        return f"run_{self.case.call}"
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -89,8 +89,7 @@ class KernelCall(ABC):
         return {f"{self.called.get(name, name)} of {self.name}": x for name, x in tensors.items()}
 
     @property
-    def reached(self) -> Iterable[torch.Tensor]:
-        """Memory that is handed over, and looked at afterwards."""
+    def reached(self) -> Iterable[torch.Tensor]:  # memory that is handed over, and looked at afterwards
         return [*self.owned().values(), *(image.cache for image in self.written.values())]
 
     def handed(self) -> Self:
@@ -110,37 +109,27 @@ class KernelCall(ABC):
         return tuple(rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The given requests in the given order; what is stored, such as a cache, stays as it is.
-
-        Of new tokens the first ``queries`` of each with their keys, where that is not None; only a prefill is cut.
-        """
-        rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
+        """The given requests in this order, cut to ``queries`` new tokens if not None; a cache stays."""
+        starts = self.query_start_loc, self.key_start_loc
+        rows, keys = (rows_of(each, requests, queries) for each in starts)
         means = {"q": "T", **self.means}
         each = [(name, rows if of == "T" else keys, getattr(self, name)) for name, of in means.items() if of]
         per_row = {name for name, form in self.forms.items() if form.has("T")}
-        given, named = (
-            {name: x[rows.to(x.device)] if name in per_row and x is not None else x for name, x in arguments.items()}
-            for arguments in (self.given, self.named)
-        )
-        new, seen = (
-            start_loc([starts[request + 1] - starts[request] for request in requests])
-            for starts in (self.query_start_loc, self.key_start_loc)
-        )
+        new, seen = (start_loc([len(rows_of(each, [request], queries)) for request in requests]) for each in starts)
         return replace(
             self,
             **{name: x[at.to(x.device)] for name, at, x in each},
-            given=given,
-            named=named,
+            **self._arguments(lambda name, x: x if x is None or name not in per_row else x[rows.to(x.device)]),
             query_start_loc=new,
             key_start_loc=self.key_start_loc if self.means.get("k") == "" else seen,  # where all keys stay
             metadata=self.metadata and regrouped_metadata(self.metadata, requests, rows),
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:
-        given, named = (
-            {**held, **{n: x for n, x in arguments.items() if n in held}} for held in (self.given, self.named)
-        )
-        return replace(self, given=given, named=named)
+        return replace(self, **self._arguments(arguments.get))
+
+    def _arguments(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+        return {part: {name: change(name, x) for name, x in vars(self)[part].items()} for part in ("given", "named")}
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses, and what they mean."""
@@ -157,7 +146,6 @@ class KernelCall(ABC):
             backend.prepare_metadata(self.metadata)
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
-        """Make the call, on memory as it was before; what the backend returns."""
         self.reset()
         written = {name: image.cache for name, image in self.written.items()}
         named = {name: x for name, x in self.named.items() if x is not None}
@@ -168,7 +156,6 @@ class KernelCall(ABC):
             image.reset()
 
     def wrong_writes(self) -> str:
-        """The first thing that the last call wrote otherwise than it must, in a sentence; empty if there is none."""
         return next(filter(None, (image.difference() for image in self.written.values())), "")
 
 
@@ -208,16 +195,15 @@ class AttentionCall(KernelCall):
         return (*self.q.shape[:2], self.v.shape[-1])
 
     @property
-    @abstractmethod
-    def returns_lse(self) -> bool: ...
+    def returns_lse(self) -> bool:
+        return bool(self.case.lse)
 
     @abstractmethod
     def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
 
     def attended(self, **meant: Any) -> AttentionOperands:
-        """Its queries, keys and values as they are, and what else they mean."""
-        meant = {"selected": self.selected, **meant}
+        meant = {"selected": self.selected, "dequantised": getattr(self.case, "holds_codes", False), **meant}
         return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, **meant)
 
 
@@ -233,9 +219,7 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOfARank(AttentionCall):
-    """Of a whole layer, whose ranks may share heads or tokens."""
-
+class CallOfARank(AttentionCall):  # of a whole layer, whose ranks may share heads or tokens
     rank: int = 0  # whose it is
 
     returns_lse = False
@@ -264,16 +248,16 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOnRanks(AttentionCall):
-    """What several ranks do together."""
-
+class CallOnRanks(AttentionCall):  # what several ranks do together
     parts: tuple[CallOfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
     returns_lse = False
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @staticmethod
-    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOnRanks":
+    def of(parts: tuple[CallOfARank, ...], merges: int = 0) -> "CallOfARank | CallOnRanks":
+        if len(parts) == 1:
+            return parts[0]
         qkv: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts], dim=1) for name in ("q", "k", "v")}
         qkv |= {name: getattr(parts[0], name) for name in ("query_start_loc", "key_start_loc")}
         return CallOnRanks(parts=parts, **qkv, merges=merges)
@@ -296,7 +280,7 @@ class CallOnRanks(AttentionCall):
     def handed(self) -> Self:
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
-    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> "CallOnRanks":
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Any:
         return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts), self.merges)
 
     def overwritten(self, other: Self) -> Self:

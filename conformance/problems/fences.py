@@ -140,15 +140,13 @@ class CudaRoom:
         weakref.finalize(self, _give_back, inside, held, handle, reserved, whole)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
-        """The bytes from an offset on, so many, as a uint8 tensor with a storage of its own."""
         interface = {"shape": (length,), "typestr": "|u1", "data": (self.address + offset, False), "version": 3}
         # What torch takes memory from that is not its own; it keeps this object for as long as the tensor lives.
         return torch.as_tensor(SimpleNamespace(room=self, __cuda_array_interface__=interface), device="cuda")
 
 
 def _give_back(inside: Any, held: Any, handle: Any, reserved: Any, whole: Any) -> None:
-    """Every call of its own: after a fault the driver refuses them all."""
-    library = _library()
+    library = _library()  # which refuses all calls after a fault
     library.cuCtxSynchronize()
     library.cuMemUnmap(inside, held)
     library.cuMemRelease(handle)
@@ -180,9 +178,7 @@ class Side(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fence:
-    """Operands with one side at a page that faults."""
-
+class Fence:  # operands with one side at a page that faults
     side: Side
     only: str = ""  # the name of the operand that is moved; every one if it is empty
 
@@ -190,7 +186,6 @@ class Fence:
         return self.only in ("", name)
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
-        """A copy of the bytes [n] uint8 of a storage."""
         size = source.numel()
         room = _room(name, source, size)
         start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if self.side is Side.END else 0

@@ -73,14 +73,9 @@ def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
 
 
-def _ramp(k: torch.Tensor) -> torch.Tensor:
-    """The last channel of the keys rises from -1 to 1 along the key axis."""
+def _ramp(k: torch.Tensor) -> torch.Tensor:  # the last channel rises from -1 to 1 along the key axis
     slope = torch.linspace(-1.0, 1.0, k.shape[0]).view(-1, 1, 1).expand(-1, k.shape[1], 1) if k.shape[0] else k[..., :1]
     return torch.cat([k[..., :-1] * 0.25, slope.to(k)], dim=-1)
-
-
-def _along_ramp(site: Site) -> torch.Tensor:
-    return _with_last(16.0 / site.scale, site.q)
 
 
 def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
@@ -99,22 +94,31 @@ def _low_rank(x: torch.Tensor) -> torch.Tensor:
     return x[:1] * x[..., :1].sign() + 0.05 * x
 
 
+def _of_q(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Site], torch.Tensor]:
+    return lambda site: change(site.q)
+
+
+def _along_ramp(site: Site) -> torch.Tensor:
+    return _with_last(16.0 / site.scale, site.q)
+
+
+_IN_CHANNEL, _OUT_OF_CHANNEL = partial(_with_last, _CHANNEL), partial(_with_last, -_CHANNEL)
 REGIMES: dict[str, Regime] = {
     Data.NORMAL: Regime("N(0,1) queries, keys and values"),
     Data.NEEDLE: Regime(
         "one dominant key at an edge of a sequence, page, chunk or tile, another for each row and head, over a tail: "
         "a lost or leaked key changes everything",
-        lambda site: _aligned(site, 4.0),
+        partial(_aligned, above=4.0),
         by_element=False,
     ),
     Data.HOT_TAIL: Regime(
         "one key holds more than half of the mass over a diffuse tail: mass lost in the tail",
-        lambda site: _aligned(site, 1.0),
+        partial(_aligned, above=1.0),
         by_element=False,
     ),
     Data.HOT_ONES: Regime(
         "a hot key over a diffuse tail with V = 1: the weights must add up",
-        lambda site: _aligned(site, 1.0),
+        partial(_aligned, above=1.0),
         values=torch.ones_like,
         by_element=False,
     ),
@@ -124,33 +128,20 @@ REGIMES: dict[str, Regime] = {
     Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", lambda site: site.q * 64.0),
     Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
     Data.NEGATIVE: Regime(
-        "all raw scores near -1.6e5: finite sentinels for masks and maxima",
-        lambda site: _with_last(-_CHANNEL, site.q),
-        partial(_with_last, _CHANNEL),
+        "all raw scores near -1.6e5: finite sentinels for masks and maxima", _of_q(_OUT_OF_CHANNEL), _IN_CHANNEL
     ),
-    Data.SHIFTED: Regime(
-        "all raw scores near +1.6e5: softmax is shift invariant",
-        lambda site: _with_last(_CHANNEL, site.q),
-        partial(_with_last, _CHANNEL),
-    ),
+    Data.SHIFTED: Regime("all raw scores near +1.6e5: softmax is shift invariant", _of_q(_IN_CHANNEL), _IN_CHANNEL),
     Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
     Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
     Data.ONES: Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
     Data.INTEGERS: Regime(
-        "sparse small integers, exact in every dtype",
-        lambda site: _sparse_integers(site.q),
-        _sparse_integers,
-        _sparse_integers,
+        "sparse small integers, exact in every dtype", _of_q(_sparse_integers), _sparse_integers, _sparse_integers
     ),
     Data.OUTLIERS: Regime(
         "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
     ),
     Data.LOW_RANK: Regime(
-        "rows that are nearly multiples of one another",
-        lambda site: _low_rank(site.q),
-        _low_rank,
-        _low_rank,
-        by_element=False,
+        "rows that are nearly multiples of one another", _of_q(_low_rank), _low_rank, _low_rank, by_element=False
     ),
     Data.TINY_VALUES: Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
     Data.ZERO_KEYS: Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
@@ -186,10 +177,7 @@ class Draw(Generic[AnyCase]):
     def queries_of(
         self, q: torch.Tensor, keys: Callable[[], Iterable[torch.Tensor]], *, causal: bool = True, each: bool = False
     ) -> torch.Tensor:
-        """[T, N, D] queries, which may be written over, as each request's regime makes them over its keys [S, N, D].
-
-        Where ``each`` row sees other ones, these are the keys of a row.
-        """
+        """[T, N, D] queries, in place, as regimes make them over keys [S, N, D] of requests, or of ``each`` row."""
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:
             return first.queries(Site(q, q[:0], self.case.softmax_scale, ()))
@@ -223,14 +211,12 @@ def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
-    """[n] int64 numbers of the rows of these requests, one request after another."""
-    rows = segments(locations)
-    return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])
+def rows_of(locations: Sequence[int], requests: Sequence[int], most: int | None = None) -> torch.Tensor:
+    """[n] int64 numbers of the rows of these requests, or of the first few of each, one request after another."""
+    return torch.cat([torch.arange(locations[each], locations[each + 1])[:most] for each in requests])
 
 
-def edges(keys: int, case: Case) -> list[int]:
-    """Key positions next to a boundary, most telling first."""
+def edges(keys: int, case: Case) -> list[int]:  # key positions next to a boundary, most telling first
     candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
     candidates += [(keys - 1) // size * size for size in (case.page, 64, 128)]
     candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
@@ -238,7 +224,6 @@ def edges(keys: int, case: Case) -> list[int]:
 
 
 def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Tensor:
-    """``x`` [tokens, N, width] with the same values in another memory layout."""
     layout = Layout(case.layout)
     if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
         return sliced((x,), case)[0]

@@ -71,8 +71,8 @@ class CacheImage(Written):
         codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.latents[0].dtype)
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
-        expected = self._rows(self.after, chosen)
-        found = self._rows(storage_bytes(self.cache), chosen)
+        views = map(self._view, (self.after, storage_bytes(self.cache)))
+        expected, found = (kv_cache.read_entries(x, chosen, self.case.cache).view(self.cache.dtype) for x in views)
         for name, x, right, got in zip(
             ("latent" if self.case.latent_dims[1] else "key", "rope key"),
             given,
@@ -86,9 +86,6 @@ class CacheImage(Written):
                 row = int(off.any(dim=1).nonzero()[0])
                 return f"the {name} in slot {int(chosen[row])} of the cache is not the code nearest to the new token's"
         return ""
-
-    def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return kv_cache.read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
         """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
@@ -129,8 +126,7 @@ class WrittenRows(Written):
             if 0 <= number < len(self.cache):
                 return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
             return f"bytes beside {self.name} were written"
-        # Codes by their bytes, which alone can be right.
-        compared = (self.cache[: len(self.low)], self.low, self.high)
+        compared = (self.cache[: len(self.low)], self.low, self.high)  # codes by their bytes, which alone can be right
         got, low, high = (x.view(torch.uint8) if x.element_size() == 1 else x for x in compared)
         wrong = ~((got >= low) & (got <= high))
         if not bool(wrong.any()):
@@ -216,9 +212,8 @@ class SelectedLists(Written):
         changed[start : start + writable * row] = False
         if bool(changed.any()):
             return f"row {(int(changed.nonzero()[0]) - start) // row} was written, expected it as it was"
-        return "" if self.kept else self._wrong()
-
-    def _wrong(self) -> str:
+        if self.kept:
+            return ""
         got, expected = (x.sort(dim=1).values for x in (self.cache[: len(self.lists)], self.lists))
         wrong = (got != expected).any(dim=1) & ~self.free
         if not bool(wrong.any()):

@@ -1,7 +1,7 @@
 """What a role is: one table, from which everything that differs between roles is taken."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 
 from mla_conformance.backends import foreign, operands, roles
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import Space
 from mla_conformance.judging.golden import Golden, golden_attention
@@ -22,27 +21,29 @@ KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_ro
 """The arguments that the constructors of attention kernels have in common."""
 
 
+_CALLED = {  # what configurations and constructors call otherwise than cases do
+    **{"num_heads": "heads", "scale": "softmax_scale", "mla_dimensions": "dimensions", "block_size": "page"},
+    **{"kv_cache_dtype": "cache", "tile_scales": "scales", "scale_format": "scales", "dcp_world_size": "ranks"},
+    **{"index_space": "space", "topk_tokens": "topk", "topk_length": "length", "duplicates": "repeats"},
+    **{"row_starts": "packed", "compress_ratio": "ratio", "state_block_size": "state_page", "paged": "is_paged"},
+    **{"fold_scales": "fold", "index_n_heads": "index_heads", "skip_topk": "shared", "tp_size": "tp"},
+    **{"index_kv_cache_dtype": "index_cache"},
+}
+
+
 def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """What is told of a case of any role, by the names that configurations and constructors have for it."""
-    dims = case.dimensions
-    found = {
-        "call": case.call,
-        "dtype": dtype,
-        "num_heads": case.heads,
-        "scale": case.softmax_scale,
-        "lse": case.lse,
-        "kv_lora_rank": case.kv_lora_rank,
-        "mla_dimensions": dims,
-        **{name: getattr(dims, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
-    }
-    if isinstance(case, CachedCase):
-        found |= {
-            "kv_cache_dtype": case.cache,
-            "tile_scales": case.scales,
-            "block_size": case.page,
-            "dcp_world_size": case.ranks,
-        }
-    return found
+    dims = {name: getattr(case.dimensions, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    found = {name: getattr(case, own) for name, own in _CALLED.items() if hasattr(case, own)}
+    return {"call": case.call, "dtype": dtype, "kv_lora_rank": case.kv_lora_rank, **dims, **found}
+
+
+def filled(table: Any, case: Case, told: Mapping[str, Any]) -> Any:
+    """A table, each field of which is a fact that is told, or else what the case has by that name."""
+    fields = table.__annotations__
+    if missing := [name for name in fields if name not in told and not hasattr(case, name)]:
+        raise TypeError(f"role {case.role}: expected a fact for {table.__name__}.{missing[0]}, got none")
+    return table(**{name: told[name] if name in told else getattr(case, name) for name in fields})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class RoleDefinition:
     capabilities: str = ""
 
     def require_whole(self, case: Case) -> None:
-        dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+        dtype = TORCH_DTYPES[case.dtype]
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)
         told = self.told(case, dtype)
@@ -80,10 +81,7 @@ class RoleDefinition:
         return facts_of(case, dtype) | self.facts(case, dtype)
 
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
-        told = self.told(case, dtype) | otherwise
-        if missing := [name for name in self.config._fields if name not in told]:
-            raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
-        return self.config(**{name: told[name] for name in self.config._fields})
+        return filled(self.config, case, self.told(case, dtype) | otherwise)
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
         told = self.told(case, dtype)
@@ -91,7 +89,6 @@ class RoleDefinition:
         return kernel(**given, vllm_config=None)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """What of a case a class declares unsupported, whatever the device has."""
         return foreign.reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
 

@@ -16,8 +16,6 @@ from mla_conformance.roles.definition import RoleDefinition
 
 
 class _Definitions(dict[str, RoleDefinition]):
-    """By name; a role of this project is imported when it is first asked for."""
-
     def __missing__(self, role: str) -> RoleDefinition:
         if role not in ROLES or ROLES[role].file:
             raise KeyError(role)
@@ -25,8 +23,7 @@ class _Definitions(dict[str, RoleDefinition]):
         return self[role]
 
 
-DEFINITIONS = _Definitions()
-"""One from outside joins them (``trials/role_file.py``)."""
+DEFINITIONS = _Definitions()  # one from outside joins them (``trials/role_file.py``)
 
 
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
@@ -45,7 +42,6 @@ def golden_of(problem: Problem) -> golden.Golden:
 def judge(
     problem: Problem, expectation: golden.Golden, observation: Observation, declaration: Declaration
 ) -> verdict.Verdict:
-    """The verdict over one observation, by the tolerance table that the suite ships."""
     steps = DEFINITIONS[problem.case.role].judge
     return steps(problem, expectation, declaration, tolerance()).verdict(observation)
 

@@ -99,12 +99,11 @@ class WindowCall(DecodeCall):
 
     def operands(self) -> AttentionOperands:
         """What the golden result is of."""
-        starts, lengths = (self.query_start_loc, self.key_start_loc), self.key_lens
+        lengths = self.key_lens
         contexts = (torch.tensor(lengths) - torch.tensor(self.query_start_loc).diff()).tolist()
         tokens = RowLists.of(None, self.window, self.query_start_loc, contexts, self.q.device)
         selected = tokens and tokens.keys([0] * len(lengths), lengths)
-        means = {"causal": False, "dequantised": self.holds_codes, "selected": selected, "sink": self.sink}
-        return AttentionOperands(self.q, self.k, self.v, *starts, **means)
+        return self.attended(causal=False, selected=selected, sink=self.sink)
 
 
 class WindowBatch(DecodeBatch):

@@ -1,1 +1,0 @@
-"""Cache operations: entries written and gathered, slots computed."""

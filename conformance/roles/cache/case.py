@@ -8,7 +8,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, never, plain, rule, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -22,7 +22,7 @@ COMPUTES = (Call.SLOT_MAPPING, Call.GLOBAL_SLOTS)
 SMALL_LATENTS = (grammar.Data.TINY_VALUES, "tiny_tiles")
 _OF_INDEX = (Call.WRITE_INDEX, Call.GATHER_INDEX)
 _COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
-_USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
+_SHUFFLED_PAGE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,14 @@ class CacheCase(cached.CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        return (
-            f"page_{self.page}" if self.page != _USUAL_PAGE else "",
-            self.cache if self.call not in COMPUTES and self.cache != "auto" else "",
-            self.scales if self.scales != "float32" else "",
-            "dcp" if self.ranks > 1 else "",
-            "dequantise" if self.dequantise else "",
-            "compressed" if self.ratio > 1 else "",
-            "outside" if self.outside else "",
-            self.slots if self.slots != SLOT_DTYPES[0] else "",
-        )
+        named = {
+            "page": "page_{}",
+            **({} if self.call in COMPUTES else {"cache": "{}"}),
+            "scales": "{}",
+            "ranks": "dcp",
+        }
+        named |= {"dequantise": "dequantise", "ratio": "compressed", "outside": "outside", "slots": "{}"}
+        return tuple(self.named(named))
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -119,6 +117,15 @@ def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
+def _few_entries(requests: str, others: str, longest: str) -> bool:
+    return others != "equal" or batches.REQUESTS.least(requests) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
+
+
+def _few_listed(requests: str, share: str, longest: str, columns: str) -> bool:
+    rows = batches.REQUESTS.least(requests) + _asked(share, batches.LONGEST.least(longest))
+    return rows * dimensions.COLUMNS.first(columns) <= _MOST_LISTED
+
+
 def _fields(row: Row, draw: Draw) -> grammar.Fields:
     page, longest = first(
         (page, longest)
@@ -170,8 +177,7 @@ CACHE = Space(
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
         replace(dimensions.ROW_LAYOUT, only=Only("call", WRITES, "operands that are written have a layout")),
         *dimensions.storage(most=15),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), dimensions.room),
@@ -189,22 +195,8 @@ CACHE = Space(
         *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
         replace(batches.IN_BOTH, holds=lambda longest, tile: bool(batches.lengths(longest, tile, 4))),
         *batches.END_RULES,
-        Rule(
-            f"more than {_MOST_ENTRIES:,} entries",
-            ("requests", "others", "longest"),
-            lambda n, others, longest: (
-                others != "equal" or batches.REQUESTS.least(n) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
-            ),
-        ),
-        Rule(
-            f"more than {_MOST_LISTED:,} numbers in lists",
-            ("requests", "share", "longest", "columns"),
-            lambda n, share, longest, columns: (
-                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest)))
-                * dimensions.COLUMNS.first(columns)
-                <= _MOST_LISTED
-            ),
-        ),
+        rule(f"more than {_MOST_ENTRIES:,} entries", _few_entries),
+        rule(f"more than {_MOST_LISTED:,} numbers in lists", _few_listed),
     ),
     shape=_fields,
     small={

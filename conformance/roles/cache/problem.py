@@ -1,6 +1,6 @@
 """From a case of a cache operation to its calls, one for each rank, and their judge: every byte written (SPEC 9)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -8,10 +8,8 @@ import torch
 
 from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, verdict
-from mla_conformance.problems import cached_batch, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -30,7 +28,7 @@ Arguments = tuple[Mapping[str, Any], Mapping[str, CacheImage | WrittenRows]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCall(KernelCall):
+class CacheCall(calls.KernelCall):
     """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
 
     case: CachedCase
@@ -48,12 +46,7 @@ class CacheCall(KernelCall):
 
     @property
     def name(self) -> str:
-        name = str(self.case.call).replace("_", " ")
-        return f"{name} on rank {self.rank}" if self.case.ranks > 1 else name
-
-    @property
-    def entry(self) -> str:
-        return f"run_{self.case.call}"
+        return f"{super().name} on rank {self.rank}" if self.case.ranks > 1 else super().name
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch."""
@@ -93,11 +86,9 @@ class CacheBatch(LatentBatch[CacheCase]):
     def _write(self, rank: int) -> Arguments:
         case, (held, stored) = self.case, self.held(rank)
         pages = self._pages(stored, list(map(len, held)))
-        is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
-        image = CacheImage.of(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored]))
-        slots, stops = torch.full((sum(self.totals),), -1), operands.start_loc(self.totals)[1:]
+        image = CacheImage.of(case, pages, self.new_of(held), (self.latents[0][stored], self.latents[1][stored]))
+        slots, tokens = torch.full((sum(self.totals),), -1), self.new_of(map(torch.arange, self.totals))
         slots[stored] = pages.slots
-        tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
         mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
         kv_c, k_pe = operands.sliced([self.beside_poison(x[tokens], 2 * case.pad) for x in self.latents], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
@@ -163,7 +154,6 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}
 
     def _global(self, rank: int) -> Arguments:
-        """The slots of positions that each row's list names in any order, both ends of pages first."""
         case, table = self.case, self._table(self.held(rank)[0])
         request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))
         listed = torch.full((len(request) + case.pad, case.topk), -1)
@@ -189,7 +179,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"out": self._rows("out", right, right, behind=0)}
 
 
-def golden_bytes(problem: Problem) -> golden.Golden:
+def golden_bytes(problem: calls.Problem) -> golden.Golden:
     """Every row is judged; what is expected stands in the problem's own images."""
     return golden.Golden(golden.JudgedRows(problem.query_start_loc))
 
@@ -197,27 +187,13 @@ def golden_bytes(problem: Problem) -> golden.Golden:
 class CacheJudge(steps.Steps):
     writes: ClassVar = verdict.Check.WRITTEN
 
-    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        return iter(())
-
-    def _expected_form(self, returned: Returned) -> steps.Form:
-        return []
-
-    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
-        return iter(())
-
 
 CACHE = RoleDefinition(
     role=roles.Role.CACHE,
     batch=CacheBatch,
     config=cache.MLACacheSelectorConfig,
     constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
-    facts=lambda case, dtype: {
-        "slot_dtype": SLOT_DTYPES[case.slots],
-        "dequantise": case.dequantise,
-        "compress_ratio": case.ratio,
-        "outside": case.outside,
-    },
+    facts=lambda case, dtype: {"slot_dtype": SLOT_DTYPES[case.slots]},
     golden=golden_bytes,
     judge=CacheJudge,
 )

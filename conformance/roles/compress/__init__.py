@@ -1,1 +1,0 @@
-"""Compression: key states and gate scores of tokens to compressed entries, over several calls."""

@@ -9,8 +9,8 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
-from mla_conformance.cases.space import Dimension, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.dimensions import AROUND, DTYPE, ROW_LAYOUT, numbers, spare_blocks, storage
+from mla_conformance.cases.space import Dimension, Row, Space, exactly, measured, never, plain, rule, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
@@ -19,22 +19,13 @@ _STEPS = 8  # each column of a token's states is drawn, stored, read and judged 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressCase(cached.CacheOperation):
-    """The ``kv`` tokens of each request in one call, then its ``q`` in one or several.
-
-    An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
-    """
+    """``kv`` tokens of each request in one call, then ``q`` in several; entries of P + R columns, R of them rotated."""
 
     role: ClassVar[Role] = Role.COMPRESS
     calls: ClassVar[tuple[Call, ...]] = (Call.COMPRESS,)
     asked: ClassVar = {
-        "dtype": ("bf16", "{}"),
-        "inputs": ("float32", "inputs_{}"),
-        "ratio": (None, "ratio_{}"),
-        "overlap": (False, "overlap"),
-        "norm": (True, "unnormed"),
-        "head_dim": (128, "head_dim_{}"),
-        "page": (64, "page_{}"),
-        "state_page": (4, "state_page_{}"),
+        **{"dtype": "{}", "inputs": "inputs_{}", "ratio": (None, "ratio_{}"), "overlap": "overlap", "norm": "unnormed"},
+        **{"head_dim": (128, "head_dim_{}"), "page": "page_{}", "state_page": "state_page_{}"},
     }
     asks = Case.asks
 
@@ -49,19 +40,10 @@ class CompressCase(cached.CacheOperation):
     chunk: int = at_least(0, 0, "new tokens in a call; 0 for all")
 
     @property
-    def head_dim(self) -> int:
-        return self.dimensions.qk_head_dim
-
-    @property
-    def rope_dim(self) -> int:
-        return self.dimensions.qk_rope_head_dim
-
-    @property
     def columns(self) -> int:
         return self.head_dim * (2 if self.overlap else 1)
 
-    def steps(self) -> Iterator[dict[int, range]]:
-        """The tokens of each request that has some, call by call."""
+    def steps(self) -> Iterator[dict[int, range]]:  # the tokens of each request that has some, call by call
         before = {request: range(kv) for request, kv in enumerate(self.kv) if kv}
         yield from [before] if before else []
         size = self.chunk or max(self.q)
@@ -113,7 +95,6 @@ def _new(q: int, ratio: int) -> str:
 
 
 def _of_first(name: str, labels: tuple[str, ...], of: Callable[..., str]) -> Dimension:
-    """Of the first request, and of each one."""
     return measured(name, labels, lambda case: of(case, 0), of_request=of)
 
 
@@ -171,14 +152,12 @@ COMPRESS = Space(
         numbers("state page", "state_page", _STATE_PAGES),
         ROW_LAYOUT,
         *storage(most=15),
-        PADDING,
-        POISONS,
+        *AROUND,
     ),
     rules=(
-        Rule(
+        rule(
             "no such tokens leave so much of a group",
-            ("ratio", "before", "end", "new"),
-            lambda *classes: next(_tokens(*classes), None) is not None,
+            lambda ratio, before, end, new: any(_tokens(ratio, before, end, new)),
         ),
         never("groups of two have no such part", {"ratio": ("2",), "chunks": ("part of a group",)}),
         never("nothing new is in no chunks", {"new": ("none",), "chunks": _CHUNKS[1:], "requests": ("1",)}),
@@ -186,9 +165,8 @@ COMPRESS = Space(
             "groups of 128 are not gone through token by token",
             {"ratio": ("128",), "chunks": ("one by one",), "new": ("several groups", "a group at most")},
         ),
-        Rule(
+        rule(
             f"more than {_MOST_STATES:,} numbers in states",
-            ("requests", "ratio"),
             lambda requests, ratio: batches.REQUESTS.first(requests) * _RATIOS.first(ratio) <= _MOST_STATES // 2**9,
         ),
     ),

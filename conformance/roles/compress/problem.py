@@ -6,8 +6,8 @@ from functools import cached_property, partial
 
 import torch
 
-from mla_conformance.backends import compress, roles
 from mla_conformance.backends import compress as interface
+from mla_conformance.backends import roles
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import Pages, int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
@@ -17,7 +17,7 @@ from mla_conformance.reference.prepare_index import Prepared, pooled, rms_norm, 
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.definition import RoleDefinition, filled
 
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
@@ -27,11 +27,7 @@ Columns = Mapping[int, int]  # the page of each column of a request's table that
 
 
 def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
-    """Pages for states, by request and column, of each call, and how many are ever needed.
-
-    As in an engine, one that no group needs is dealt out again; all give back what they do not need before any gets
-    another.
-    """
+    """Pages for states, by request and column, of each call, and how many it takes: as in an engine dealt out again."""
     free, held, count = list[int](), dict[int, dict[int, int]](), 0
 
     def give_back(request: int, first: int) -> None:
@@ -63,13 +59,11 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
 class CompressStep:
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
-    metadata: compress.CompressMetadata  # of its batch
+    metadata: interface.CompressMetadata  # of its batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCall(CacheCall):
-    """``run_compress`` for each step, in order; what all of them read is in ``named``."""
-
+class CompressCall(CacheCall):  # ``run_compress`` for each step, in order; what all of them read is in ``named``
     steps: tuple[CompressStep, ...]
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -80,7 +74,6 @@ class CompressCall(CacheCall):
         return named
 
     def invoke(self, backend: interface.MLACompressBackend, out: Guarded | None) -> None:
-        """Every call, on memory as the one before has left it."""
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
         for step in self.steps:
@@ -101,8 +94,7 @@ class CompressBatch(Draw[CompressCase]):
         return made.flatten(1).to(input_dtype(self.case, self.dtype))
 
     @cached_property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """ape [m, C · D] and the norm's [D], float32."""
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:  # ape [m, C · D] and the norm's [D], float32
         drawing = self.drawing(self.case.seed)
         ape = torch.randn(self.case.ratio, self.case.columns, generator=drawing)
         return ape, 1 + 0.5 * torch.randn(self.case.head_dim, generator=drawing)
@@ -145,7 +137,6 @@ class CompressBatch(Draw[CompressCase]):
         return tables, torch.randperm(count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
 
     def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the most [E, D] float64 of the entries of one request."""
         case, (ape, weight) = self.case, self.weights
         kv, score = self.projected[tokens].double().chunk(2, dim=1)
         k = windows(kv, case.ratio, case.overlap, 0.0)
@@ -177,7 +168,7 @@ class CompressBatch(Draw[CompressCase]):
         # The slot of an entry stands beside the last of its tokens.
         slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
         entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
-        metadata = compress.CompressMetadata(
+        metadata = interface.CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
@@ -216,16 +207,8 @@ COMPRESS = RoleDefinition(
     config=interface.MLACompressSelectorConfig,
     constructed=("compression",),
     facts=lambda case, dtype: {
-        "compression": interface.Compression(
-            head_dim=case.head_dim,
-            rope_dim=case.rope_dim,
-            ratio=case.ratio,
-            overlap=case.overlap,
-            norm=case.norm,
-            eps=EPS,
-        ),
+        "compression": filled(interface.Compression, case, {"eps": EPS}),
         "input_dtype": input_dtype(case, dtype),
-        "state_block_size": case.state_page,
     },
     golden=golden_bytes,
     judge=CacheJudge,

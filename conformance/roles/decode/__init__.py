@@ -1,1 +1,0 @@
-"""Decode: queries against a paged cache of latents."""

@@ -1,6 +1,6 @@
 """Cases of a decode backend, absorbed queries against a paged cache, and what varies in them. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -26,19 +26,14 @@ DECODE = space.Space(
         *batches.batch("16", *batches.DECODE_QUERIES),
         *batches.pages(),
         *dimensions.ranks(),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.LSE,
         *dimensions.INPUTS,
         *dimensions.storage(),
         dimensions.MAXIMA,
     ),
     rules=(
-        space.Rule(
-            "an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model",
-            ("cache", "dims", "dtype"),
-            dimensions.room,
-        ),
+        replace(dimensions.ROOM, why="an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model"),
         batches.LONE_PADDING,
         dimensions.WITH_LSE,
         *batches.BATCH_RULES,

@@ -8,31 +8,29 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems import cached_batch, memory
+from mla_conformance.problems import cached_batch, memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import lay_out, segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 
 
-def rank_operands(
-    whole: AttentionOperands, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int
-) -> AttentionOperands:
+def on_rank(whole: AttentionOperands, metadata: decode.MLACommonDecodeMetadata, totals: list[int]) -> AttentionOperands:
     """Attention of each query, which stands for itself, to the keys of this rank that it sees.
 
     The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
     aligned triangle. ``totals`` are tokens of each request on all ranks.
     """
-    share = partial(local_length, rank=rank, world_size=world_size, interleave=interleave)
-    batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
+    interleave = metadata.cp_kv_cache_interleave_size
+    share = partial(local_length, rank=metadata.dcp_rank, world_size=metadata.dcp_world_size, interleave=interleave)
+    batch = zip(operands.segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
     seen = [
         slice(first, first + share(max(0, total - rows.stop + row + 1)))
         for rows, total, first in batch
         for row in range(rows.start, rows.stop)
     ]
     rows = torch.cat([torch.arange(keys.start, keys.stop, device=whole.k.device) for keys in seen])
-    queries, keys = tuple(range(len(seen) + 1)), start_loc([keys.stop - keys.start for keys in seen])
+    queries, keys = tuple(range(len(seen) + 1)), operands.start_loc([keys.stop - keys.start for keys in seen])
     return AttentionOperands(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
 
 
@@ -41,36 +39,26 @@ class DecodeCall(AttentionCall):
     """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
     metadata: decode.MLACommonDecodeMetadata
-    holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
-    lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
+    case: DecodeCase
 
-    entry = "run_decode"
     interface: ClassVar = decode.MLADecodeBackend
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
     def name(self) -> str:
-        return "decode" if self.metadata.dcp_world_size == 1 else f"rank {self.metadata.dcp_rank}"
+        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
     @property
     def returns_lse(self) -> bool:
-        return self.lse or self.metadata.dcp_world_size > 1
+        return self.case.lse or self.case.ranks > 1  # a case that is about outputs leaves it to others
 
     def invoke(self, backend: decode.MLADecodeBackend, out: memory.Guarded | None) -> Any:
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
 
     def operands(self) -> AttentionOperands:
-        whole, metadata = self.attended(causal=True, dequantised=self.holds_codes), self.metadata
-        if metadata.dcp_tot_seq_lens is None:
-            return whole
-        return rank_operands(
-            whole,
-            tuple(metadata.dcp_tot_seq_lens.tolist()),
-            rank=metadata.dcp_rank,
-            world_size=metadata.dcp_world_size,
-            interleave=metadata.cp_kv_cache_interleave_size,
-        )
+        whole, totals = self.attended(causal=True), self.metadata.dcp_tot_seq_lens
+        return whole if totals is None else on_rank(whole, self.metadata, totals.tolist())
 
 
 class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
@@ -85,30 +73,25 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
         q, case = self.queries, self.case
         ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
         if case.layout != Layout.KV_B_PROJ:
-            ql_nope, q_pe = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
+            ql_nope, q_pe = operands.lay_out("q", ql_nope, ql_nope, case), operands.lay_out("q", q_pe, q_pe, case)
         else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
             wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-        calls = list[DecodeCall]()
+        calls, given = list[DecodeCall](), {"ql_nope": ql_nope, "q_pe": q_pe}
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
             pages = cached_batch.write_pages(self, self.entries[every], lengths, case.cache, case.page)
-            metadata = decode.MLACommonDecodeMetadata(
-                **cached_batch.batch_metadata(self, lengths, rank),
-                block_table=pages.block_table,
-                dcp_tot_seq_lens=cached_batch.int32(self.totals, self.device) if case.ranks > 1 else None,
+            told = {"block_table": pages.block_table, **self.metadata(lengths, rank)}
+            told |= {"dcp_tot_seq_lens": cached_batch.int32(self.totals, self.device)} if case.ranks > 1 else {}
+            call = DecodeCall(
+                **self.attended(self.keys[every], lengths),
+                given={**given, "kv_cache": pages.cache, "k_scale": self.k_scale},
+                metadata=decode.MLACommonDecodeMetadata(**told),
+                case=case,
             )
-            calls.append(
-                DecodeCall(
-                    **self.attended(self.keys[every], lengths),
-                    given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
-                    metadata=metadata,
-                    holds_codes=case.holds_codes,
-                    lse=case.lse,
-                )
-            )
+            calls.append(call)
         return tuple(calls)
 
 

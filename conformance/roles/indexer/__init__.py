@@ -1,1 +1,0 @@
-"""Indexer: scores of cached tokens, and the best of them."""

@@ -39,8 +39,7 @@ class IndexerCase(cached.CachedCase):
         return not self.gathered
 
     @property
-    def sizes(self) -> Sizes:
-        """An output has as many scores as the longest request; heads share a key."""
+    def sizes(self) -> Sizes:  # an output has as many scores as the longest request; heads share a key
         return Sizes(self.head_dim, self.heads * self.head_dim, max(self.totals), self.head_dim)
 
     @property
@@ -59,7 +58,7 @@ class IndexerCase(cached.CachedCase):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.dimensions.qk_rope_head_dim or self.ranks > 1:
+        if self.rope_dim or self.ranks > 1:
             yield f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}"
 
 
@@ -90,8 +89,7 @@ INDEXER = Space(
         values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
         *dimensions.INPUTS,
         *dimensions.storage(_PAGED),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(

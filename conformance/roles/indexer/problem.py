@@ -10,8 +10,7 @@ from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, tolerance, verdict
-from mla_conformance.problems import cached_batch, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.reference.selected import NO_KEY
@@ -22,7 +21,7 @@ _MEAN_WEIGHT = 0.5  # weights have either sign, most of them that of a key that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerCall(KernelCall):
+class IndexerCall(calls.KernelCall):
     """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
     slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
@@ -37,10 +36,6 @@ class IndexerCall(KernelCall):
     @property
     def name(self) -> str:
         return "index top-k" if self.selects else "index logits"
-
-    @property
-    def entry(self) -> str:
-        return "run_index_topk" if self.selects else "run_index_logits"
 
     @property
     def selects(self) -> bool:
@@ -66,7 +61,7 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
         # [T, H] float32: those of the model times its scales, and times those of queries in codes.
         weights = _MEAN_WEIGHT + torch.randn(drawn.shape[:2], generator=self.generator)
         weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
-        k_scale = None
+        told, k_scale = self.metadata(self.totals), None
         if case.is_paged:
             pages = cached_batch.write_pages(self, entries, self.totals, case.cache, case.page)
             k = pages.cache
@@ -76,24 +71,19 @@ class IndexerBatch(cached_batch.CachedBatch[IndexerCase]):
             if codes:
                 k, scale = (part.contiguous() for part in k.tensor_split([case.head_dim], dim=1))
                 k, k_scale = k.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
-        return (
-            IndexerCall(
-                q=queries,
-                k=self.keys,
-                query_start_loc=self.query_start_loc,
-                key_start_loc=operands.start_loc(self.totals),
-                given={
-                    "q": operands.lay_out("q", queries, queries, case),
-                    "weights": weights,
-                    "k": k,
-                    **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
-                },
-                named={"k_scale": k_scale},
-                slots=pages.slots,
-                metadata=cached_batch.sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
-                case=case,
-            ),
+        given = {"q": operands.lay_out("q", queries, queries, case), "weights": weights, "k": k}
+        call = IndexerCall(
+            q=queries,
+            k=self.keys,
+            query_start_loc=self.query_start_loc,
+            key_start_loc=operands.start_loc(self.totals),
+            given=given | ({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
+            named={"k_scale": k_scale},
+            slots=pages.slots,
+            metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
+            case=case,
         )
+        return (call,)
 
 
 @dataclass(frozen=True)
@@ -101,13 +91,13 @@ class GoldenScores(golden.Golden):
     scores: IndexScores
 
 
-def golden_scores(problem: Problem) -> GoldenScores:
+def golden_scores(problem: calls.Problem) -> GoldenScores:
     (call,), rows = problem.calls, golden.choose_rows(problem)
     starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
     return GoldenScores(rows, index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
 
 
-def positions_of(call: KernelCall, rows: golden.JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+def positions_of(call: calls.KernelCall, rows: golden.JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
     if call.case.space == roles.IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, steps.NOTHING)
@@ -127,7 +117,6 @@ class IndexJudge(steps.SelectionSteps):
     expectation: GoldenScores
 
     def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        """Visible scores, or how often each token was selected; of an observation whose form is right."""
         (returned,), (golden, budget) = observation.returned, self._golden()
         if returned.call.selects:
             yield steps.selected(
@@ -151,7 +140,6 @@ class IndexJudge(steps.SelectionSteps):
             yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
 
     def _golden(self) -> tuple[IndexScores, torch.Tensor]:
-        """Scores and their budgets."""
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
         allowed = tolerance.roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         scores = self.expectation.scores
@@ -180,11 +168,8 @@ INDEXER = RoleDefinition(
     constructed=("num_heads", "head_dim", "kv_cache_dtype"),
     facts=lambda case, dtype: {
         "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",
-        "paged": case.is_paged,
         "block_size": case.page if case.is_paged else 1,
         "head_dim": case.head_dim,
-        "topk_tokens": case.topk,
-        "index_space": case.space,
     },
     golden=golden_scores,
     judge=IndexJudge,

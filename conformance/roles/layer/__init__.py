@@ -1,1 +1,0 @@
-"""Layer: a whole attention layer with its metadata, weights and cache."""

@@ -43,10 +43,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCall(calls.CallOfARank):
-    """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
-
-    Its heads are those of its rank, and its requests and cache what that rank holds.
-    """
+    """``forward`` of a rank, its heads, requests and cache; what q, k and v mean in float64, as wide as P + R and V."""
 
     query: torch.Tensor  # [T, N·(P + R)], as handed over
     kv_c: torch.Tensor  # [T, L]
@@ -60,7 +57,6 @@ class LayerCall(calls.CallOfARank):
     written: Mapping[str, CacheImage]
     case: LayerCase
 
-    name = "layer"
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
     takes: ClassVar = ("query", "kv_c", "k_pe")
 
@@ -69,15 +65,11 @@ class LayerCall(calls.CallOfARank):
         return self.written["kv_cache"]
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Prefills and decodes each together, without padding."""
         if case.ranks > 1:  # which entries a rank writes goes by the whole batch
             raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
         new = rows_of(self.query_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
-        chunks = chunking.plan_context_chunks(
-            contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page
-        )
         return replace(
             super().regrouped(case, requests, queries),
             **{name: getattr(self, name)[new] for name in self.takes},
@@ -85,7 +77,7 @@ class LayerCall(calls.CallOfARank):
             padding=-1,
             padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
-            merges=len(chunks),
+            merges=len(self.case.planned(contexts)),
         )
 
     def output_buffer(self) -> memory.Guarded | None:
@@ -107,7 +99,6 @@ class LayerCall(calls.CallOfARank):
         return self.invoke(backend, None)
 
     def invoke(self, backend: Any, out: memory.Guarded | None) -> Any:
-        """``forward`` on the cache as it was before; its result by heads."""
         self.reset()
         result = backend.forward(self, None if out is None else out.view)
         if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
@@ -115,23 +106,19 @@ class LayerCall(calls.CallOfARank):
         return result
 
     def operands(self) -> calls.AttentionOperands:
-        """Attention over keys and values as a prefill has them; a decode computes the same."""
-        case = self.case
         value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
         whole = self.attended(
             causal=True,
-            dequantised=case.holds_codes,
             value_weights=value_weights,
-            plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and case.ranks == 1 else (),
+            plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and self.case.ranks == 1 else (),
         )
-        if case.weights == "dense":
+        if self.case.weights == "dense":
             return replace(whole, projection=projections.Projection(self.latents, self.weight.to(self.latents)))
         return whole
 
-    def _ends(self, planner: Callable[..., tuple[chunking.ContextChunk, ...]]) -> tuple[tuple[int, ...], ...]:
+    def _ends(self, planner: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         prefills = [number for number, request in enumerate(self.requests) if request.is_prompt]
-        contexts = [self.requests[number].context_len for number in prefills]
-        chunks = planner(contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page)
+        chunks = self.case.planned([self.requests[number].context_len for number in prefills], planner)
         ends: list[tuple[int, ...]] = [()] * (len(self.query_start_loc) - 1)  # those of padding among them
         for place, number in enumerate(prefills):
             each = ((chunk.starts[place], chunk.seq_lens[place]) for chunk in chunks)
@@ -139,7 +126,6 @@ class LayerCall(calls.CallOfARank):
         return tuple(ends)
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
-        """Heads of ranks that share the tokens, side by side."""
         expected = (*self.q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)
@@ -171,7 +157,7 @@ class Layer:
         self.config = config = engine.layer_config(
             dtype=dtype,
             max_model_len=max(1, case.workspace // 8),
-            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+            head_size=sum(case.latent_dims),
             max_num_seqs=max(1, min(case.workspace // 4, case.workspace_tokens) // case.page),
             chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
             block_size=case.page,
@@ -188,10 +174,7 @@ class Layer:
         self._modules: dict[float, Any] = {}
 
     def load(self, linear: Linear | PackedLinear) -> None:
-        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed.
-
-        Weights that it has already are left alone, so that what an earlier call made of them stays.
-        """
+        """Load weights, or update dense ones in place, and process them; those it has stay as a call left them."""
         if isinstance(self._linear, Linear) and isinstance(linear, Linear):
             if torch.equal(self._linear.weight, linear.weight):
                 return
@@ -247,10 +230,7 @@ class Layer:
         return reported
 
     def attention_layer(self, case: LayerCase) -> Any:
-        """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'.
-
-        It is made once for each scale of a cache, and kept: a captured graph reads its tensors where they stood.
-        """
+        """The module with a case's scales, all different but k's; kept, as a captured graph reads its tensors."""
         if case.cache_scale not in self._modules:
             scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
             tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}

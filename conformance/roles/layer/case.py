@@ -1,19 +1,19 @@
 """Cases of a whole MLA layer, a batch of prefills and decodes over a paged cache that it writes into; no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice, product
 from typing import Any, ClassVar, NamedTuple
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, cached, dimensions
+from mla_conformance.cases import batches, cached, dimensions, space
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Row, Rule, Space, counted, exactly, measured, never, plain, values
-from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
+from mla_conformance.cases.space import NOTHING, Row, Rule, counted, measured, never, plain, rule, values
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, ContextChunk, plan_context_chunks
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -74,6 +74,11 @@ class LayerCase(cached.CachedCase):
         """Tokens of the workspace that a layer gathers context into: no layer has more than 128 Ki."""
         return min(self.workspace, MAX_WORKSPACE_TOKENS)
 
+    def planned(
+        self, contexts: Sequence[int], planner: Callable[..., tuple[ContextChunk, ...]] = plan_context_chunks
+    ) -> tuple[ContextChunk, ...]:
+        return planner(contexts, workspace_tokens=self.workspace_tokens, page_size=self.page)
+
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
 
@@ -103,14 +108,11 @@ class LayerCase(cached.CachedCase):
 
 TOKENS = Numbers(
     {
-        "17 to 64": (range(17, 65),),
-        "1": (range(1, 2),),
-        "2 to 16": ((9,), range(2, 17)),
-        "65 to 256": (range(65, 257),),
-        "257 to 1,024": (range(257, 1025),),
+        **{**space.spans("17 to 64"), **space.exactly(1), "2 to 16": ((9,), range(2, 17))},
+        **space.spans("65 to 256", "257 to 1,024"),
     }
 )
-CHUNKS = Numbers({**exactly(1, 0, 2), "3 to 8": (range(3, 9),), "9 to 64": (range(9, 65),)})
+CHUNKS = Numbers({**space.exactly(1, 0, 2), **space.spans("3 to 8", "9 to 64")})
 _MOST_KEYS = 2**20
 _TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
 _SHORT = 17
@@ -175,7 +177,6 @@ def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
 
 
 def _longer(order: str, queries: str, tokens: str) -> bool:
-    """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
         return True
     return TOKENS.first(tokens) > batches.most_queries(queries or "1")
@@ -235,7 +236,7 @@ def _decodes(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[i
     return found
 
 
-LAYER = Space(
+LAYER = space.Space(
     role=Role.LAYER,
     capability="layer_combinations",
     dimensions=(
@@ -260,8 +261,7 @@ LAYER = Space(
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
         *dimensions.INPUTS,
         *dimensions.storage(),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         dimensions.ROOM,
@@ -278,28 +278,21 @@ LAYER = Space(
         never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
         never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
         batches.LONE_PADDING,
-        Rule(
-            "prefills behind decodes are longer, by which they are known",
-            ("order", "queries", "tokens"),
-            _longer,
-            always=True,
-        ),
+        rule("prefills behind decodes are longer, by which they are known", _longer, always=True),
         never("without contexts of prefills some have none", {"chunks": ("0",), "others": ("shorter", "equal")}),
         Rule(
             _TOO_MANY,
             ("others", "longest", "heads"),
             lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest),
         ),
-        Rule(_TOO_MANY, ("requests", "others", "longest", "heads"), _few_keys),
-        Rule(
+        rule(_TOO_MANY, _few_keys),
+        rule(
             _TOO_MANY,
-            ("ranks", "longest"),
             lambda ranks, longest: dimensions.RANKS.first(ranks) * batches.LONGEST.least(longest) <= _MOST_KEYS,
         ),
-        Rule(
+        rule(
             "a request is no shorter than its new tokens",
-            ("tokens", "longest"),
-            lambda new, longest: TOKENS.least(new) <= batches.LONGEST.parts[longest][0][-1],
+            lambda tokens, longest: TOKENS.least(tokens) <= batches.LONGEST.parts[longest][0][-1],
         ),
         batches.IN_BOTH,
         *batches.END_RULES,

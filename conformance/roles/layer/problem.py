@@ -11,13 +11,9 @@ import torch
 from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
-from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import CallOnRanks
+from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage
-from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
+from mla_conformance.reference import cache_layout, projections
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.layer.call import Layer, LayerCall, LayersOnRanks
@@ -41,26 +37,6 @@ def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     keys = operands.REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
     latent, rope = keys.tensor_split([kv_c.shape[1]], dim=-1)
     return operands.REGIMES[kind].values(latent), rope
-
-
-def away_from_ties(case: CachedCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-    """The latents of a cache of codes without those that two codes are equally near to.
-
-    There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and decodes
-    another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
-    """
-    if case.cache == "auto":
-        return kv_c, k_pe
-    scale, found = torch.tensor(case.cache_scale, dtype=torch.float32).double(), []
-    for latent, rope in zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True):
-        if case.cache == "fp8":
-            found.append((_aside(latent, scale), _aside(rope, scale)))
-        else:
-            entries = encode(latent, rope, case.cache, case.cache_scale, case.scales)
-            scales = entries[:, _TILES].contiguous().view(torch.float32).double()
-            found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
-    kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
-    return kv_c, k_pe
 
 
 def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -103,8 +79,7 @@ def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> 
 
 class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
     @cached_property
-    def latents(self) -> Latents:
-        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
+    def latents(self) -> Latents:  # kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU
         case: Any = self.case
         latent, rope = case.latent_dims
         kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
@@ -114,8 +89,24 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
         return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
     def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-        """The latents without those that may rightly be stored in two ways."""
-        return away_from_ties(self.case, kv_c, k_pe)
+        """The latents of a cache of codes without those that two codes are equally near to.
+
+        There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and
+        decodes another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
+        """
+        case: Any = self.case
+        if case.cache == "auto":
+            return kv_c, k_pe
+        scale, found = torch.tensor(case.cache_scale, dtype=torch.float32).double(), []
+        for latent, rope in zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True):
+            if case.cache == "fp8":
+                found.append((_aside(latent, scale), _aside(rope, scale)))
+            else:
+                entries = cache_layout.encode(latent, rope, case.cache, case.cache_scale, case.scales)
+                scales = entries[:, _TILES].contiguous().view(torch.float32).double()
+                found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
+        kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
+        return kv_c, k_pe
 
     def beside_poison(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """With rows of padding of another poison than the cache's, so that it shows where they were written."""
@@ -124,24 +115,23 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
 
     @cached_property
     def entries(self) -> torch.Tensor:
-        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+        return cache_layout.encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
 
 class LayerBatch(LatentBatch[LayerCase]):
     @cached_property
-    def weight(self) -> torch.Tensor:
-        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head."""
+    def weight(self) -> torch.Tensor:  # [L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head
         case, dims = self.case, self.case.dimensions
         draw = _dense if case.weights == "dense" else selection
         generator = self.drawing(case.model) if case.model else self.generator
         widths = (dims.qk_nope_head_dim, dims.v_head_dim)
-        return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
+        return projections.kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 
     @cached_property
     def seen(self) -> Latents:
         """kv_c [S, L] and k_pe [S, R] float64 on the device: as stored, but new tokens of a prefill as they came."""
         case, entries = self.case, self.entries.to(self.device)
-        stored = decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
+        stored = cache_layout.decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
         # Tokens that a prefill attends to without reading them from the cache.
         batch = zip(case.q, case.kv, self._prefills, strict=True)
         flags = [prefill and token >= kv for q, kv, prefill in batch for token in range(q + kv)]
@@ -157,28 +147,25 @@ class LayerBatch(LatentBatch[LayerCase]):
 
     def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         nope = self.case.dimensions.qk_nope_head_dim
-        k_nope, v = up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
-        return expand_key(k_nope, k_pe), v
+        k_nope, v = projections.up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
+        return projections.expand_key(k_nope, k_pe), v
 
     @cached_property
-    def queries(self) -> torch.Tensor:
-        """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
+    def queries(self) -> torch.Tensor:  # [T, N, P + R] in the model's dtype, on the device; rows of padding are poison
         case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
         return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
 
     def keys_by_request(self) -> Iterator[torch.Tensor]:
         return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
-    def calls(self) -> tuple[LayerCall | CallOnRanks]:
+    def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
-        ends = zip(operands.start_loc(self.totals)[1:], self.case.q, strict=False)
-        new = torch.cat([torch.arange(end - q, end) for end, q in ends])
+        new = self.new_of(map(torch.arange, self.totals))
         kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         # A prefill merges chunks of context, a decode ranks.
-        merges = max(parts[0].merges, len(parts) - 1)
-        return (parts[0] if self.case.ranks == 1 else CallOnRanks.of(parts, merges),)
+        return (calls.CallOnRanks.of(parts, max(parts[0].merges, len(parts) - 1)),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, each = self.case, self.case.heads // self.case.ranks
@@ -186,12 +173,10 @@ class LayerBatch(LatentBatch[LayerCase]):
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = cached_batch.write_pages(self, self.entries[rows], lengths, case.cache, case.page)
-        new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
         k, v = (x[:, heads] for x in projected)
         queries = self.queries[:, heads]
-        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
             q=queries[: self.query_start_loc[-1]],
             k=k,
@@ -206,8 +191,12 @@ class LayerBatch(LatentBatch[LayerCase]):
             requests=tuple(starmap(mla_batch.LayerRequest, batch)),
             padding=case.pad or -1,
             padding_counts=case.padding_counts,
-            written={"kv_cache": CacheImage.of(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))},
-            merges=len(chunks),
+            written={
+                "kv_cache": CacheImage.of(
+                    case, pages, self.new_of(held), (self.latents[0][rows], self.latents[1][rows])
+                )
+            },
+            merges=len(case.planned(case.prefill_contexts)),
             rank=rank,
             case=case,
         )
@@ -217,11 +206,16 @@ class LayerBatch(LatentBatch[LayerCase]):
         return [index not in self.case.decoding for index in range(len(self.case.q))]
 
 
-_ASKED = {
+_ASKED = {  # what a capability asks of a layer's class that later generations have no more
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
     "graph_replay": ("get_state_cls",),
 }
-"""What a capability asks of a layer's class that later generations have no more."""
+
+
+_OF_MLA = {  # what the class of any layer here is asked
+    **{"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
+    "attn_type": attention_impl.AttentionType.DECODER,
+}
 
 
 class _Layer(RoleDefinition):
@@ -232,20 +226,9 @@ class _Layer(RoleDefinition):
         return LayersOnRanks([Layer(kernel, case, dtype, device, group) for group in lockstep.groups], lockstep)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        reasons = foreign.reasons_of(
-            kernel.validate_configuration(
-                head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
-                dtype=dtype,
-                kv_cache_dtype=case.cache,
-                block_size=case.page,
-                use_mla=True,
-                has_sink=False,
-                use_sparse=False,
-                use_mm_prefix=False,
-                device_capability=capability,
-                attn_type=attention_impl.AttentionType.DECODER,
-            )
-        )
+        told = {"head_size": sum(case.latent_dims), "dtype": dtype, "kv_cache_dtype": case.cache}
+        told |= {"block_size": case.page, "device_capability": capability}
+        reasons = foreign.reasons_of(kernel.validate_configuration(**told, **_OF_MLA))
         if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
             reasons.append("its builder takes no requests, prefills first")
         written = getattr(kernel, "tile_scales", "float32")
@@ -259,14 +242,10 @@ class _Layer(RoleDefinition):
         if missing:
             reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
         if hasattr(kernel, "unsupported_batch"):
-            form = mla_batch.BatchForm(
-                decodes=tuple(case.q[index] for index in case.decoding),
-                prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
-                padding=case.pad * case.padding_counts,
-                kv_cache_dtype=case.cache,
-                dtype=dtype,
-                dimensions=case.dimensions,
-            )
+            decodes = tuple(case.q[index] for index in case.decoding)
+            prefills = tuple(q for index, q in enumerate(case.q) if index not in case.decoding)
+            padding = case.pad * case.padding_counts
+            form = mla_batch.BatchForm(decodes, prefills, padding, case.cache, dtype, case.dimensions)
             reasons += foreign.reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
         if reasons:
             return reasons

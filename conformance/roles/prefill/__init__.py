@@ -1,1 +1,0 @@
-"""Prefill: attention of new tokens to each other and to chunks of a context."""

@@ -6,10 +6,10 @@ from functools import cache, partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, dimensions, grammar
+from mla_conformance.cases import batches, dimensions, grammar, space
 from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, by_length, counted, measured, never, plain, rule, values
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18  # slices of contexts that a plan may have; those of the suite have up to 138
@@ -20,7 +20,7 @@ class PrefillCase(Case):
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
-    asked: ClassVar = {"quant": ("none", "quant_output"), "merge": ("golden", "own_merge")}
+    asked: ClassVar = {"quant": "quant_output", "merge": "own_merge"}
     # Ids are older than roles with fields of their own.
     follows: ClassVar[Mapping[str, str]] = {
         "planner": "workspace",
@@ -44,14 +44,6 @@ class PrefillCase(Case):
     @property
     def is_merged(self) -> bool:
         return self.call == Call.CHUNKED_CONTEXT
-
-    @property
-    def own_merge(self) -> bool:
-        return self.merge != "golden"
-
-    @property
-    def merges_in_place(self) -> bool:
-        return self.merge == "in_place"
 
     @property
     def profile(self) -> str:
@@ -78,24 +70,11 @@ def slices_of(contexts: Sequence[int], workspace: int) -> int:
 
 TOKENS = Numbers(
     {
-        "65 to 256": (range(65, 257),),
-        "1": ((1,),),
-        "2 to 16": (range(2, 17),),
-        "17 to 64": (range(17, 65),),
-        "257 to 1,024": (range(257, 1025),),
-        "> 2^10": (range(1025, 2049),),
-        "> 2^11": (range(2049, 4097),),
+        **{**space.spans("65 to 256"), **space.exactly(1), **space.spans("2 to 16", "17 to 64", "257 to 1,024")},
+        **{"> 2^10": (range(1025, 2049),), "> 2^11": (range(2049, 4097),)},
     }
 )
-CHUNKS = Numbers(
-    {
-        "2": ((2,),),
-        "1": ((1,),),
-        "3 to 8": (range(3, 9),),
-        "9 to 64": (range(9, 65),),
-        "more than 64": (range(65, 2**16),),
-    }
-)
+CHUNKS = Numbers({**space.exactly(2, 1), **space.spans("3 to 8", "9 to 64"), "more than 64": (range(65, 2**16),)})
 OUTPUT_SCALES = Numbers(
     {
         "usual": ((13_000,), range(5_000, 100_000)),
@@ -128,10 +107,7 @@ def _count(planner: str, contexts: grammar.Lengths, workspace: int, page: int) -
 
 
 def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> grammar.Lengths:
-    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short.
-
-    Where they are drawn, the longest stands anywhere, and others have a few lengths, in rounds or in runs.
-    """
+    """The longest in the middle, the same for most of the others, so that ids stay short; drawn ones stand anywhere."""
     if others == "equal":
         return (longest,) * requests
     if not draw:
@@ -153,9 +129,12 @@ def _workspaces(contexts: grammar.Lengths, planner: str, page: int, chunks: str,
             yield room
 
 
-def _planned(requests: str, others: str, context: str, tile: str, planner: str, page: str, chunks: str) -> bool:
-    contexts = _spread(batches.REQUESTS.first(requests), batches.lengths(context, tile, _BEYOND[others])[0], others)
-    return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
+def _planned(
+    requests: str, contexts: str, context: str, context_tile: str, planner: str, page: str, chunks: str
+) -> bool:
+    longest = batches.lengths(context, context_tile, _BEYOND[contexts])[0]
+    lengths = _spread(batches.REQUESTS.first(requests), longest, contexts)
+    return any(any(_workspaces(lengths, planner, size, chunks)) for size in batches.PAGES.some[page])
 
 
 def _fields(row: Row, draw: Draw) -> grammar.Fields:
@@ -179,13 +158,12 @@ def _fields(row: Row, draw: Draw) -> grammar.Fields:
 _BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
 
 
-def _few(most: int, lengths: Numbers, requests: str, others: str, longest: str, heads: str) -> bool:
-    least = lengths.least(longest)
+def _few(most: int, least: int, requests: str, others: str, heads: str) -> bool:
     whole = batches.REQUESTS.least(requests) * (least if others == "equal" else _SHORT) + least
     return batches.HEADS.first(heads) * whole <= most
 
 
-PREFILL = Space(
+PREFILL = space.Space(
     role=Role.PREFILL,
     capability="combinations",
     dimensions=(
@@ -215,8 +193,7 @@ PREFILL = Space(
         dimensions.numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
         replace(dimensions.LSE, only=_NEW),
         *dimensions.INPUTS,
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(
@@ -226,28 +203,23 @@ PREFILL = Space(
         never("of several requests none is alone", {"requests": batches.SEVERAL, "others": ("alone",)}),
         never("of several requests none is alone", {"requests": batches.SEVERAL, "contexts": ("alone",)}),
         never("of several requests none is alone", {"others": _BESIDE, "contexts": ("alone",)}),
-        Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
+        rule("no length is in both classes", lambda tokens, tile: bool(_tokens(tokens, tile))),
         never("no length is shorter than one, but none", {"tokens": ("1",), "others": ("shorter",)}),
-        Rule(
+        rule(
             "no length is in both classes",
-            ("contexts", "context", "context tile"),
-            lambda others, context, tile: bool(batches.lengths(context, tile, _BEYOND[others])),
+            lambda contexts, context, context_tile: bool(batches.lengths(context, context_tile, _BEYOND[contexts])),
         ),
-        Rule(
+        rule(
             f"more than {_MOST_ROWS:,} rows times heads",
-            ("requests", "others", "tokens", "heads"),
-            partial(_few, _MOST_ROWS, TOKENS),
+            lambda requests, others, tokens, heads: _few(_MOST_ROWS, TOKENS.least(tokens), requests, others, heads),
         ),
-        Rule(
+        rule(
             f"more than {_MOST_KEYS:,} keys times heads",
-            ("requests", "contexts", "context", "heads"),
-            partial(_few, _MOST_KEYS, batches.LONGEST),
+            lambda requests, contexts, context, heads: _few(
+                _MOST_KEYS, batches.LONGEST.least(context), requests, contexts, heads
+            ),
         ),
-        Rule(
-            "no workspace makes so many chunks",
-            ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"),
-            _planned,
-        ),
+        rule("no workspace makes so many chunks", _planned),
     ),
     shape=_fields,
     small={

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -13,9 +14,8 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_
 from mla_conformance.cases.case import Call
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, segments, start_loc, stored
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, lay_out, rows_of, start_loc, stored
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
-from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -24,14 +24,11 @@ ContextKeys = tuple[torch.Tensor, torch.Tensor]  # k [S, N, P + R] and v [S, N, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillCall(AttentionCall):
-    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V."""
-
+class PrefillCall(AttentionCall):  # ``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V
     chunk_idx: int | None  # the context chunk; None for new tokens
     metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
     prepares: bool  # whether it is the first of these calls, before which the metadata is handed over
-    lse: bool  # whether new tokens are asked for the LSE
-    out_dtype: torch.dtype | None  # dtype of the output tensor that is handed in; None where none is
+    case: PrefillCase
 
     @property
     def name(self) -> str:
@@ -39,7 +36,7 @@ class PrefillCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        return self.lse or self.chunk_idx is not None
+        return self.case.lse or self.chunk_idx is not None
 
     def owned(self) -> dict[str, torch.Tensor]:
         owned = {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
@@ -50,30 +47,19 @@ class PrefillCall(AttentionCall):
         return owned if self.output_scale is None else {**owned, "output_scale": self.output_scale}
 
     def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Of new tokens the keys are cut with the queries."""
-        rows, keys = (
-            [torch.arange(s.start, s.stop, device=self.q.device) for s in segments(starts)]
-            for starts in (self.query_start_loc, self.key_start_loc)
-        )
-        new = [rows[request][:queries] for request in requests]
-        seen = new if self.chunk_idx is None else [keys[request] for request in requests]
-        query_lens, key_lens = (list(map(len, each)) for each in (new, seen))
-        return replace(
-            self,
-            q=self.q[torch.cat(new)],
-            k=self.k[torch.cat(seen)],
-            v=self.v[torch.cat(seen)],
-            query_start_loc=start_loc(query_lens),
-            key_start_loc=start_loc(key_lens),
-            metadata=assemble_metadata(
-                case, query_lens, () if self.chunk_idx is None else one_chunk(key_lens), self.q.dtype, self.q.device
-            ),
-        )
+        bare: Any = {"metadata": None}
+        call = super(PrefillCall, replace(self, **bare)).regrouped(case, requests, queries)
+        keys = rows_of(self.key_start_loc, requests, queries).to(self.k.device)
+        chunks = () if self.chunk_idx is None else one_chunk(call.key_lens)
+        lengths = [stop - start for start, stop in pairwise(call.query_start_loc)]
+        metadata = assemble_metadata(case, lengths, chunks, self.q.dtype, self.q.device)
+        return replace(call, k=self.k[keys], v=self.v[keys], metadata=metadata)
 
     def output_buffer(self) -> memory.Guarded | None:
-        if self.chunk_idx is not None or self.out_dtype is None:
+        if self.chunk_idx is not None or not (self.case.out or self.output_scale is not None):
             return None
-        return memory.Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
+        dtype = output_dtype(self.q.dtype) if self.output_scale is None else torch.float8_e4m3fn
+        return memory.Guarded.allocate(self.result_shape, dtype, self.q.device)
 
     def prepare(self, backend: interface.MLAPrefillBackend) -> None:
         if self.prepares:
@@ -86,7 +72,7 @@ class PrefillCall(AttentionCall):
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
         optional = {} if out is None else {"out": out.view}
         optional |= {} if self.output_scale is None else {"output_scale": self.output_scale}
-        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
+        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.case.lse, **optional)
 
     def operands(self) -> AttentionOperands:
         return self.attended(causal=self.chunk_idx is None)
@@ -106,7 +92,7 @@ def assemble_metadata(
 ) -> MLACommonPrefillMetadata:
     """``pages`` are the block table of a cache, and the workspace that chunks were gathered from it into."""
     if pages is None:
-        room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+        room = max((1, *(chunk.num_tokens for chunk in chunks))), case.kv_lora_rank + case.rope_dim
         workspace = memory.poison(room, output_dtype(dtype), device, case.poison)
         pages = torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device), workspace
     planned = chunked_context_metadata(chunks, pages[1], device) if chunks else None
@@ -131,7 +117,7 @@ class PrefillBatch(Draw[PrefillCase]):
         else:
             new = case.call == Call.NEW_TOKENS
             lengths, chunks, indices = (case.q, (), (None,)) if new else (case.kv, one_chunk(case.kv), (0,))
-            starts, widths = (start_loc(lengths),), (case.dimensions.qk_head_dim, case.dimensions.v_head_dim)
+            starts, widths = (start_loc(lengths),), (case.head_dim, case.dimensions.v_head_dim)
             k, v = (self._normal(starts[0][-1], case.heads, width) for width in widths)
             every = [(self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0]))]
         keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
@@ -141,9 +127,7 @@ class PrefillBatch(Draw[PrefillCase]):
             torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
         )
         metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, pages)
-        quantised = case.quant == "fp8"
-        scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if quantised else None
-        out_dtype = torch.float8_e4m3fn if quantised else output_dtype(self.dtype) if case.out else None
+        scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if case.quant == "fp8" else None
         calls = []
         for chunk_idx, (k, v), start in zip(indices, keys, starts, strict=True):
             rows = [self.padded(x.to(device)) for x in (q, k, v)]
@@ -156,8 +140,7 @@ class PrefillBatch(Draw[PrefillCase]):
                 chunk_idx=chunk_idx,
                 metadata=metadata,
                 prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
-                lse=case.lse,
-                out_dtype=out_dtype,
+                case=case,
                 output_scale=scale,
             )
             calls.append(call)
@@ -173,16 +156,13 @@ class PrefillBatch(Draw[PrefillCase]):
     def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
-        q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
+        q = self._normal(sum(case.q), case.heads, case.head_dim).float()
         return stored(self.queries_of(q, lambda: keys, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
 
     def _latent_context(
         self, dtype: torch.dtype
     ) -> tuple[tuple[ContextChunk, ...], list[ContextKeys], tuple[torch.Tensor, torch.Tensor]]:
-        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected.
-
-        Returns the plan, keys and values of the new tokens and of each chunk, and block table and workspace.
-        """
+        """Of random latents the planned chunks, k and v of new tokens and of each, block table and workspace."""
         case, device, generator = self.case, self.device, self.generator
         dims, rank = case.dimensions, case.kv_lora_rank
 
@@ -201,31 +181,24 @@ class PrefillBatch(Draw[PrefillCase]):
         widths = (dims.qk_nope_head_dim, dims.v_head_dim)
         weights = kv_b_proj(*((normal(rank, case.heads, width) * rank**-0.5).to(dtype) for width in widths)).to(device)
         cached, new = latents(sum(case.kv)), latents(sum(case.q))
-        cache, block_table = self._paged_cache(dtype, cached)
         chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
         workspace = memory.poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
         every = [keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))]
         for chunk in chunks:
-            gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
-            workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
-            every.append(keys_of(*gathered, chunk.key_start_loc))
-        return chunks, every, (block_table, workspace)
+            parts = zip(start_loc(case.kv), chunk.starts, chunk.seq_lens, strict=False)
+            rows = torch.cat([torch.arange(length) + first + start for first, start, length in parts])
+            kv_c, k_pe = (x[rows].to(device) for x in cached)
+            workspace[: chunk.num_tokens] = torch.cat((kv_c, k_pe), dim=-1)
+            every.append(keys_of(kv_c, k_pe, chunk.key_start_loc))
+        return chunks, every, (self._block_table(), workspace)
 
-    def _paged_cache(self, dtype: torch.dtype, latents: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
-        case, device = self.case, self.device
-        pages = [-(-length // case.page) for length in case.kv]
-        # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
-        blocks = (torch.randperm(sum(pages), generator=self.drawing(case.seed)) + 1).split(pages)
-        block_table, slots = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32), []
-        for row, ids, length in zip(block_table, blocks, case.kv, strict=True):
-            row[: len(ids)] = ids
-            slots.append(ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page)
-        width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-        cache = memory.poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
-        kv_c, k_pe = (x.to(device) for x in latents)
-        write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
-        return cache, block_table.to(device)
+    def _block_table(self) -> torch.Tensor:
+        """[B, max blocks] int32; block 0 stands for the null block that engines keep and never hand out."""
+        counts = -(-torch.tensor(self.case.kv) // self.case.page)
+        blocks = torch.randperm(int(counts.sum()), generator=self.drawing(self.case.seed)) + 1
+        table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+        table[torch.arange(table.shape[1]) < counts[:, None]] = blocks.int()
+        return table.to(self.device)
 
 
 class _Prefill(RoleDefinition):

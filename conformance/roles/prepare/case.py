@@ -8,7 +8,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, classes, grammar
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
-from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import AROUND, DTYPE, LAYOUT, SCALE, numbers
 from mla_conformance.cases.space import Row, Rule, Space, by_length, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
@@ -16,32 +16,23 @@ VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
 """What queries and keys are like; ``problem.py`` says what each reveals."""
 PAIRS = ("halves", "neighbours")
 BLOCK = 128  # columns that share a scale
-_USUAL_HEADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCase(Case):
-    """``q`` tokens of each request, behind ``kv`` others; a head has P + R columns of ``dims``."""
-
+class PrepareCase(Case):  # ``q`` tokens of each request, behind ``kv`` others; a head has P + R columns of ``dims``
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
     causal: ClassVar[bool] = False  # no token meets another
     # Beyond DeepSeek-V3.2's: the first columns in halves, transformed, with folded weights.
     asked: ClassVar = {
-        "dtype": ("bf16", "{}"),
-        "pairs": ("halves", "{}"),
-        "rope_last": (False, "rope_last"),
-        "hadamard": (True, "untransformed"),
-        "scales": ("float32", "{}"),
-        "fold": (True, "unfolded"),
-        "heads": (_USUAL_HEADS, "heads_{}"),
-        "head_dim": (BLOCK, "head_dim_{}"),
+        **{"dtype": "{}", "pairs": "{}", "rope_last": "rope_last", "hadamard": "untransformed", "scales": "{}"},
+        **{"fold": "unfolded", "heads": "heads_{}", "head_dim": (BLOCK, "head_dim_{}")},
     }
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    heads: int = at_least(1, _USUAL_HEADS)
+    heads: int = at_least(1, 64)
     data: str = one_of(VALUES, "normal", "what queries and keys are like", joined=True)
     pairs: str = one_of(PAIRS, "halves", "what is rotated together, columns R/2 apart or neighbours")
     rope_last: bool = given(False, "whether the last R columns are rotated, not the first")
@@ -54,14 +45,6 @@ class PrepareCase(Case):
     )
     fused: bool = given(False, "whether keys and weights, of the model's dtype, are columns of one projection")
     eps: int = at_least(1, 1, "of the keys' norm, in millionths")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dimensions.qk_head_dim
-
-    @property
-    def rope_dim(self) -> int:
-        return self.dimensions.qk_rope_head_dim
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
@@ -130,8 +113,7 @@ PREPARE = Space(
         by_length("positions", _POSITIONS, lambda case: case.kv),
         LAYOUT,
         SCALE,
-        PADDING,
-        POISONS,
+        *AROUND,
     ),
     rules=(
         never("weights take one scale of a query", {"dims": (_WIDE,), "weights": ("folded",)}),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,39 +11,35 @@ from mla_conformance.backends import prepare as interface
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis, steps, tolerance, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.operands import Draw, lay_out, start_loc
+from mla_conformance.problems import calls, operands
 from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.definition import RoleDefinition, filled
 from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCall(KernelCall):
-    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
-
+class PrepareCall(calls.KernelCall):  # ``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over
     metadata: interface.PrepareMetadata
     case: PrepareCase
 
     name = "index preparation"
-    entry = "run_prepare_index"
     token_dims: ClassVar = (0, 0, 0, 0)
     interface: ClassVar = interface.MLAPrepareBackend
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
 
-class PrepareBatch(Draw[PrepareCase]):
+class PrepareBatch(operands.Draw[PrepareCase]):
     def calls(self) -> tuple[PrepareCall]:
-        case, starts = self.case, start_loc(self.case.q)
+        case, starts = self.case, operands.start_loc(self.case.q)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(starts[-1], *shape, generator=self.generator)
 
         q = self.padded(self.by_request(KINDS, normal(case.heads, case.head_dim), starts).to(self.dtype))
-        q = lay_out("q", q, q, case)
+        q = operands.lay_out("q", q, q, case)
         # Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves.
         k = self.padded(self.by_request(KINDS, normal(case.head_dim), starts).to(self.dtype))
         weights = self.padded(normal(case.heads).to(self.dtype if case.fused else torch.float32))
@@ -56,17 +52,16 @@ class PrepareBatch(Draw[PrepareCase]):
         positions = torch.tensor(own + [0] * case.pad, dtype=torch.int64)
         rotation = Rotation.plain(case.rope_dim, interleaved=case.pairs == "neighbours")
         table = rotation.table(torch.arange(int(positions.max()) + 1)).float()
-        return (
-            PrepareCall(
-                q=q,
-                k=k,
-                given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-                metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
-                query_start_loc=starts,
-                key_start_loc=starts,
-                case=case,
-            ),
+        call = PrepareCall(
+            q=q,
+            k=k,
+            given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
+            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
+            query_start_loc=starts,
+            key_start_loc=starts,
+            case=case,
         )
+        return (call,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -74,8 +69,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # one column in sixteen a hundred times as large, which the transform spreads over all
     "outliers": lambda x: torch.where(torch.arange(x.shape[-1]) % 16 == 3, x * 100, x),
     "integers": lambda x: (2 * x).round(),
-    # a mean far from 0, which a LayerNorm takes away and a norm without it does not
-    "shifted": lambda x: x + 3,
+    "shifted": lambda x: x + 3,  # a mean far from 0, which a LayerNorm takes away and a norm without it does not
     "tiny_values": lambda x: x * 1e-3,
     # every other token is 0 throughout: a block without magnitude, a key without variance
     "zeros": lambda x: x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1)),
@@ -91,7 +85,7 @@ class GoldenPrepared(Golden):
     factors: torch.Tensor
 
 
-def golden_prepared(problem: Problem) -> GoldenPrepared:
+def golden_prepared(problem: calls.Problem) -> GoldenPrepared:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
@@ -115,8 +109,7 @@ class _Part:
     values: torch.Tensor  # [n, H, D] float64, the golden ones
     error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
 
-    def blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, H, C, columns] of [n, H, D]."""
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:  # [n, H, C, columns] of [n, H, D]
         return x.unflatten(-1, (self.scales.shape[-1], -1))
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,23 +209,17 @@ class PrepareJudge(steps.Steps):
         return verdict.failed(verdict.Check.PREPARED, text, place.to_json())
 
 
+def preparation(case: Any, scales: str, eps: float, **facts: Any) -> Any:
+    facts |= {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
+    return filled(interface.IndexPreparation, case, {"scale_format": scales, "eps": eps, **facts})
+
+
 PREPARE = RoleDefinition(
     role=roles.Role.PREPARE,
     batch=PrepareBatch,
     config=interface.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
-    facts=lambda case, dtype: {
-        "preparation": interface.IndexPreparation(
-            head_dim=case.head_dim,
-            rope_dim=case.rope_dim,
-            rope_first=not case.rope_last,
-            is_neox_style=case.pairs == "halves",
-            hadamard=case.hadamard,
-            scale_format=case.scales,
-            fold_scales=case.fold,
-            eps=case.eps / 1e6,
-        )
-    },
+    facts=lambda case, dtype: {"preparation": preparation(case, case.scales, case.eps / 1e6, fold_scales=case.fold)},
     golden=golden_prepared,
     judge=PrepareJudge,
 )

@@ -1,1 +1,0 @@
-"""Sparse: attention to keys that lists select."""

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.cases import batches, dimensions, grammar
+from mla_conformance.cases import batches, classes, dimensions, grammar
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Labels, Numbers, first
 from mla_conformance.cases.space import Only, Row, Rule, Space, counted, never, plain, values
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -77,9 +76,8 @@ class SparseCase(CachedCase):
         return tuple(map(sum, zip(main, extra, strict=True)))
 
     @property
-    def sizes(self) -> Sizes:
-        """Heads share a key, whose first columns are its value."""
-        columns, output = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim, self.heads * self.kv_lora_rank
+    def sizes(self) -> Sizes:  # heads share a key, whose first columns are its value
+        columns, output = 2 * self.kv_lora_rank + self.rope_dim, self.heads * self.kv_lora_rank
         return Sizes(columns, self.heads * columns, output, sum(self.latent_dims))
 
     @property
@@ -88,12 +86,8 @@ class SparseCase(CachedCase):
             *super().asks,
             f"heads_{self.heads}" if self.heads % _TILE else "",
             "topk" if self.topk % _TILE else "",
-            "topk_length" if self.length else "",
-            str(self.space) if self.space != IndexSpace.SLOT else "",
-            "duplicates" if self.repeats else "",
-            "sink" if self.sink != "none" else "",
-            f"extra_{self.extra}" if self.has_extra else "",
-            "lse" if self.lse else "",
+            *self.named({"length": "topk_length", "space": "{}", "repeats": "duplicates", "sink": "sink"}),
+            *self.named({"extra": "extra_{}", "lse": (False, "lse")}),
         )
 
     def contradictions(self) -> Iterator[str]:
@@ -116,13 +110,13 @@ class SparseCase(CachedCase):
 
 PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
 _SECOND = Only("extra", EXTRA_CACHES[1:], "there is no second cache")
-_SECOND_COLUMNS = Labels(
+_SECOND_COLUMNS = classes.Labels(
     ("as long", "longer", "shorter"), lambda n: "longer" if n > 0 else "shorter" if n else "as long"
 )
 
 
-def _fields(row: Row, draw: Draw) -> grammar.Fields:
-    shape, columns = first(dimensions.shapes_with_columns(row, draw))
+def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
+    shape, columns = classes.first(dimensions.shapes_with_columns(row, draw))
     shorter = draw.near(1, columns - 1, "shorter") if draw and columns > 1 else max(1, columns // 2)
     second = {"as long": columns, "longer": columns + draw.near(columns, 4 * columns, "longer"), "shorter": shorter}
     listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
@@ -143,7 +137,7 @@ SPARSE = Space(
         values("extra", "extra", *EXTRA_CACHES, only=PAGED),
         counted("second list", _SECOND_COLUMNS, lambda case: case.extra_topk - case.topk, _SECOND),
         dimensions.numbers(
-            "second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
+            "second page", "extra_page", classes.Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
         ),
         values("dims", "dims", "r1", "128-0-128-512", "small"),
         dimensions.DTYPE,
@@ -162,8 +156,7 @@ SPARSE = Space(
         dimensions.LSE,
         *dimensions.INPUTS,
         *dimensions.storage(PAGED),
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
         dimensions.MAXIMA,
     ),
     rules=(

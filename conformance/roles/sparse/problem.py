@@ -10,8 +10,7 @@ import torch
 
 from mla_conformance.backends import roles, sparse
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems import cached_batch, memory
-from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems import cached_batch, calls, memory
 from mla_conformance.problems.operands import COUNTER_SEEDS, fill_normal, lay_out, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
@@ -19,7 +18,7 @@ from mla_conformance.roles.sparse.case import SparseCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseCall(AttentionCall):
+class SparseCall(calls.AttentionCall):
     """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, float64."""
 
     slots: torch.Tensor  # [S] int64, where the key of each token stands
@@ -31,32 +30,21 @@ class SparseCall(AttentionCall):
     called: ClassVar = {"q": "query", "kv": "kv_cache"}
 
     @property
-    def entry(self) -> str:
-        return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
-
-    @property
-    def stored(self) -> torch.Tensor:
-        """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
+    def stored(self) -> torch.Tensor:  # the cache [blocks, page, width], or gathered keys [S, 1, D]
         found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
         return found
 
     @property
     def name(self) -> str:
-        if self.metadata.dcp_world_size > 1:
-            return f"rank {self.metadata.dcp_rank}"
-        return "sparse decode" if self.case.is_paged else "sparse prefill"
-
-    @property
-    def returns_lse(self) -> bool:
-        return self.case.lse
+        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
 
     def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
         return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
-    def operands(self) -> AttentionOperands:
-        return self.attended(causal=False, dequantised=self.case.holds_codes, sink=self.named["attn_sink"])
+    def operands(self) -> calls.AttentionOperands:
+        return self.attended(causal=False, sink=self.named["attn_sink"])
 
 
 _HUGE = 2**31 - 1
@@ -68,11 +56,6 @@ class Lists:
     keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
     length: torch.Tensor  # [T] int64, columns up to the last key that is named
 
-    def named(self, keys: int) -> torch.Tensor:
-        found = torch.zeros(keys, dtype=torch.bool)
-        found[self.keys[self.keys != NO_KEY]] = True
-        return found
-
     def renumbered(self, numbers: torch.Tensor) -> "Lists":
         """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
         there, keys = self.keys != NO_KEY, torch.full_like(self.keys, NO_KEY)
@@ -80,10 +63,7 @@ class Lists:
         return replace(self, keys=keys)
 
     def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
-        """[T, K] int32 as they are handed over, with ``numbers`` [T, K] int64 for the named keys.
-
-        ``behind`` says what stands from the length on; what is stale is drawn.
-        """
+        """[T, K] int32 with these numbers for the named keys; from the length on as ``behind`` says."""
         filling = torch.full_like(numbers, {"minus": NO_KEY, "zero": 0, "huge": _HUGE}.get(behind, NO_KEY))
         used = numbers[numbers != NO_KEY]
         if behind == "stale" and len(used):
@@ -121,10 +101,7 @@ def draw_lists(
 
 
 def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any.
-
-    One of each of so many equal parts of the range, so that no draw is as wide as the range is.
-    """
+    """[T, columns] different numbers below each row's bound in drawn order, of equal parts: no draw is as wide."""
     column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
     first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
     drawn = torch.rand(len(bounds), columns, generator=generator)
@@ -154,8 +131,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self.drawing(_LISTS_SEED + self.case.seed)
 
     @cached_property
-    def main(self) -> _Source:
-        """The tokens of the batch: a row may name those up to its own."""
+    def main(self) -> _Source:  # the tokens of the batch: a row may name those up to its own
         rows = [
             (first, total - queries + row + 1 if total else 0)
             for first, total, queries in zip(start_loc(self.totals), self.totals, self.query_lens, strict=False)
@@ -166,8 +142,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self._source(self.totals, self.entries, lists, self.case.cache)
 
     @cached_property
-    def extra(self) -> _Source | None:
-        """The second cache, all of which is before the rows."""
+    def extra(self) -> _Source | None:  # the second cache, all of which is before the rows
         if not self.case.has_extra:
             return None
         lengths, per_row = (*self.case.extra_lens, *(0,) * self.case.pad), torch.tensor(self.query_lens)
@@ -177,7 +152,8 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
 
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
-            left = ~lists.named(len(entries))
+            left = torch.ones(len(entries), dtype=torch.bool)
+            left[lists.keys[lists.keys != NO_KEY]] = False
             hole = memory.poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
             entries.view(torch.uint8)[left] = hole.view(torch.uint8)
         return _Source(lengths, entries, self.meaning(entries, layout), lists)
@@ -204,8 +180,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return self.main.keys if self.extra is None else torch.cat((self.main.keys, self.extra.keys))
 
     @cached_property
-    def selected(self) -> torch.Tensor:
-        """[T, K + K'] int64 numbers of keys, or -1."""
+    def selected(self) -> torch.Tensor:  # [T, K + K'] int64 numbers of keys, or -1
         return self._joined(self.main.lists, len(self.main.keys))
 
     def _joined(self, lists: Lists, keys: int) -> torch.Tensor:
@@ -216,8 +191,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return torch.cat((lists.keys, torch.where(behind == NO_KEY, NO_KEY, behind + keys)), dim=1)
 
     @cached_property
-    def sink(self) -> torch.Tensor | None:
-        """[N] float32; infinite ones among them if the case says so."""
+    def sink(self) -> torch.Tensor | None:  # [N] float32; infinite ones among them if the case says so
         if self.case.sink == "none":
             return None
         drawn = torch.randn(self.case.heads, generator=self._drawing) * _SINK_SPREAD
@@ -228,7 +202,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return sink.to(self.device)
 
     @property
-    def whole(self) -> AttentionOperands | None:
+    def whole(self) -> calls.AttentionOperands | None:
         whole = super().whole
         return whole and replace(whole, causal=False, selected=self.selected.to(self.device))
 
@@ -256,14 +230,14 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
             second = cached_batch.write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
             named["extra_kv_cache"] = second.cache
             named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
-        metadata = cached_batch.sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank)
+        told = self.metadata(lengths, rank)
         return SparseCall(
             **self.attended(keys, lengths),
             given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
             named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
-            metadata=metadata,
+            metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
             case=case,
         )
 
@@ -272,8 +246,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         if self.case.space == roles.IndexSpace.SLOT:
             return lists.renumbered(pages.slots).keys
         if self.case.space == roles.IndexSpace.POSITION:
-            # A rank is handed what all others are, and finds its own.
-            lists, lengths = self.main.lists, self.totals
+            lists, lengths = self.main.lists, self.totals  # a rank is handed what all others are, and finds its own
         first = torch.tensor(start_loc(lengths))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
         return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 
@@ -291,11 +264,7 @@ SPARSE = RoleDefinition(
     facts=lambda case, dtype: {
         "call": "decode" if case.is_paged else "prefill",
         "block_size": case.page if case.is_paged else 1,
-        "topk": case.topk,
-        "index_space": case.space,
-        "topk_length": case.length,
         "sink": case.sink != "none",
-        "duplicates": case.repeats,
         "extra_kv_cache_dtype": case.extra if case.has_extra else None,
         "extra_block_size": case.extra_page if case.has_extra else 0,
         "extra_topk": case.extra_topk if case.has_extra else 0,

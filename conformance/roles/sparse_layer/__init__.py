@@ -1,1 +1,0 @@
-"""The role sparse_layer: a whole MLA layer with its indexer."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, classes, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, counted, exactly, measured, plain, rule, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS, ROTATED
@@ -16,16 +16,17 @@ INDEX_DIM = 128  # D, columns of an index key
 MOST_QUERIES = 12  # of a latent query of 1536 columns, as DeepSeek's
 WHOLE = 64
 LATENTS = (grammar.Data.NORMAL, grammar.Data.INTEGERS)
-_USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCase(cached.CachedCase):
-    """A question to a sparse layer; ``layout`` is that of the hidden states."""
-
+class SparseLayerCase(cached.CachedCase):  # A question to a sparse layer; ``layout`` is that of the hidden states
     role: ClassVar[Role] = Role.SPARSE_LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_LAYER,)
     causal: ClassVar[bool] = False  # the lists alone say what is seen
+    asked: ClassVar = {
+        **{"index_cache": "index_{}", "index_heads": (64, "index_heads_{}"), "topk": (2048, "topk")},
+        **{"shared": "shared", "tp": "tp"},
+    }
 
     dtype: str = one_of(("bf16", "fp16"), "bf16")
     dims: str = "32-32-32-128"
@@ -52,13 +53,11 @@ class SparseLayerCase(cached.CachedCase):
         return tuple(min(self.topk, total) for total in self.totals)
 
     @property
-    def q_lora_rank(self) -> int:
-        """Columns of the latent query, each of which is one of an index query."""
+    def q_lora_rank(self) -> int:  # columns of the latent query, each of which is one of an index query
         return self.queries * INDEX_DIM
 
     @property
-    def queries(self) -> int:
-        """Different index queries of a token; the heads have them in turn."""
+    def queries(self) -> int:  # different index queries of a token; the heads have them in turn
         return min(self.index_heads, MOST_QUERIES)
 
     @property
@@ -77,19 +76,7 @@ class SparseLayerCase(cached.CachedCase):
 
     @property
     def sizes(self) -> Sizes:
-        """A key is the hidden state that its entry was made from."""
         return super().sizes._replace(key=self.hidden_size)
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return (
-            *super().asks,
-            f"index_{self.index_cache}" if self.index_cache != CODES else "",
-            f"index_heads_{self.index_heads}" if self.index_heads != _USUAL_HEADS else "",
-            "topk" if self.topk != _USUAL_TOPK else "",
-            "shared" if self.shared else "",
-            "tp" if self.tp > 1 else "",
-        )
 
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in range(self.decodes))}
@@ -98,7 +85,7 @@ class SparseLayerCase(cached.CachedCase):
         yield from super().contradictions()
         if self.index_cache == PLAIN and self.index_scales != "float32":
             yield f"field index_scales: an index cache of {PLAIN} has no scales, got {self.index_scales}"
-        dims, rope = self.dimensions, self.dimensions.qk_rope_head_dim
+        dims, rope = self.dimensions, self.rope_dim
         if self.decodes > len(self.q):
             yield f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}"
         if self.ranks > 1:
@@ -141,7 +128,7 @@ _PAGES = classes.Numbers(
         "1": ((1,), (1, 2, 4)),
     }
 )
-_SELECTED = {
+_SELECTED = {  # index heads and K, those that stand for a class first
     "8 by 4 heads": ((4, 8), (4, 10), (4, 12), (5, 16), (3, 8)),
     "16 by 9 heads": ((9, 16), (8, 16), (8, 20), (9, 24), (7, 24)),
     "2 by 2 heads": ((2, 2), (2, 4), (3, 4)),
@@ -149,7 +136,6 @@ _SELECTED = {
     # The first is the least that engines' kernels take.
     "128 by 32 heads": ((32, 128), (64, 128), (32, 256), (24, 192), (64, 512), (64, 1024), (64, 2048)),
 }
-"""Index heads and K, those that stand for a class first."""
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _MOST_MORE = 1200
@@ -228,19 +214,14 @@ SPARSE_LAYER = Space(
         dimensions.numbers("layers", "layers", classes.Numbers({"1": ((1,),), "several": (range(2, 9),)})),
         dimensions.LAYOUT,
         dimensions.SCALE,
-        dimensions.PADDING,
-        dimensions.POISONS,
+        *dimensions.AROUND,
     ),
     rules=(
         dimensions.ROOM,
         batches.NOT_BOTH,
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),
-        Rule(
-            "ranks have equal shares of the heads",
-            ("heads", "ranks"),
-            lambda heads, ranks: int(heads) % int(ranks) == 0,
-        ),
+        rule("ranks have equal shares of the heads", lambda heads, ranks: int(heads) % int(ranks) == 0),
     ),
     shape=_fields,
     small={"requests": ("2 to 7", "1"), "heads": ("4", "1", "5"), "selected": ("8 by 4 heads", "2 by 2 heads")},

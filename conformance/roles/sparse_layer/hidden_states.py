@@ -41,10 +41,7 @@ _LARGER = 4.0  # latents and keys before their norms, so that its epsilon is not
 
 
 def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns] float64 integers of mean 0 and mean square 4 in every 64 columns; a norm of them rounds nothing.
-
-    Divided by a power of two they are e4m3 codes under the scale of a largest magnitude of 7.
-    """
+    """[rows, columns] integers of mean 0 and mean square 4 in every 64, which neither norms nor e4m3 round."""
     block = torch.tensor([*_BLOCK, *(-x for x in _BLOCK)], dtype=torch.float64)
     order = torch.rand(rows, columns // len(block), len(block), generator=generator).argsort(dim=-1)
     return block[order].flatten(1)
@@ -76,8 +73,7 @@ class Topics:
         return Topics(torch.full((total,), -1).index_put((tokens,), torch.arange(len(tokens)) // _PAIR), size)
 
     @cached_property
-    def first(self) -> Tensor:
-        """[topics], the first token of each."""
+    def first(self) -> Tensor:  # [topics], the first token of each
         named = self.of >= 0
         start = torch.full((int(self.of.max()) + 1,), len(self.of))
         return start.scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amin")
@@ -90,10 +86,7 @@ class Topics:
         return end.where(torch.bincount(self.of[named]) == self.size, len(self.of))
 
     def keys(self, columns: int, generator: torch.Generator) -> Tensor:
-        """[total, columns] integers: keys before their norm, each around a mean of its own.
-
-        Tokens that are of no topic have one of two.
-        """
+        """[total, columns] integers before a norm, each around its own mean; without a topic one of two."""
         total, others = len(self.of), self.of < 0
         own, few = (drawn_blocks(rows, columns, generator) for rows in (total, _OTHERS))
         if self.size > _PAIR:
@@ -113,8 +106,7 @@ class Topics:
 
     def query(
         self, bound: int, topk: int, heads: int, directions: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Queries [heads, D] and weights [heads] of a row that sees the first ``bound`` tokens."""
+    ) -> tuple[Tensor, Tensor]:  # queries [heads, D] and weights [heads] of a row that sees the first ``bound`` tokens
         whole, begun = (int((ends < bound).sum()) for ends in (self.last, self.first))
         order = torch.randperm(whole if bound > topk else len(directions), generator=generator)
         chosen, rest = order.tensor_split([topk // self.size])
@@ -132,16 +124,12 @@ class Topics:
 
 
 class HiddenStates(CachedBatch[SparseLayerCase]):
-    """Hidden states of a batch and what the golden layer makes of them, all on the CPU."""
-
     @cached_property
     def layer(self) -> DrawnLayer:
-        """The same for all batches of these sizes."""
         return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED))
 
     @cached_property
-    def counted(self) -> tuple[int, ...]:
-        """First new token of each request that is none of padding, and the end."""
+    def counted(self) -> tuple[int, ...]:  # first new token of each request that is none of padding, and the end
         return start_loc(self.case.q)
 
     @cached_property
@@ -150,15 +138,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def new(self) -> Tensor:
-        flags = [torch.arange(total) >= kv for total, kv in zip(self.case.totals, self.case.kv, strict=True)]
-        return torch.cat(flags)
+        return self.new_of(map(torch.arange, self.case.totals))
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others.
-
-        Drawn again where keys are too much alike for what an index cache rounds.
-        """
+        """[S, hidden] in the model's dtype, drawn again where an index cache's rounding could matter."""
         for _ in range(_MOST_DRAWS):
             hidden = self._drawn()
             if self.case.shared or (gap := self._gap(hidden)) >= MARGIN:
@@ -209,10 +193,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return _of_one_size(normed / self.layer.weights.q_norm), weights
 
     def _gap(self, hidden: Tensor) -> float:
-        """How far the last token that a row selects stands above the best that it leaves out, in its best score.
-
-        The least of all rows, by golden scores and by those of queries and keys as the index cache holds them.
-        """
+        """How far the last selected score exceeds the best one left out, in rows' best scores; also as stored."""
         columns, (q, weights, k) = self.case.topk, self._indexed(hidden)
         golden = self._scored(q, weights, k)
         rows = golden.bounds > columns
@@ -232,33 +213,27 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         entries = cache_layout.encode(x, x[:, :0], case.index_cache, case.cache_scale, case.index_scales)
         return cache_layout.decode_rows(entries, case.index_cache, case.cache_scale, INDEX_DIM, 0)[0]
 
-    def _query_latent(self, hidden: Tensor) -> Tensor:
+    def query_latent(self, hidden: Tensor) -> Tensor:
+        """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
         return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
 
     def _indexed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all, float64."""
         layer, new = self.layer, self.new
-        q = index_queries(self._query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
+        q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
         k = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
         return q, index_weights(hidden[new], layer.index), k
 
     def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> IndexScores:
-        """Of the new tokens, which see those before them and their own."""
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
         return index_scores(q, weights, k, **starts)
-
-    @cached_property
-    def query_latent(self) -> Tensor:
-        """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
-        return self._query_latent(self.hidden)
 
     @cached_property
     def keys(self) -> Tensor:
         return self._indexed(self.hidden)[2]
 
     @cached_property
-    def lists(self) -> Tensor:
-        """[T, K] int64, positions that each new token attends to, -1 behind them."""
+    def lists(self) -> Tensor:  # [T, K] int64, positions that each new token attends to, -1 behind them
         columns, longest = self.case.topk, max(self.case.totals)
         seen = torch.arange(longest) < (self.positions[self.new] + 1).unsqueeze(1)
         if self.case.shared:

@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import prepare, roles, sparse, sparse_layer
+from mla_conformance.backends import roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
-from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import AttentionOperands, CallOfARank, CallOnRanks
+from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import CacheImage, SelectedLists
 from mla_conformance.reference import cache_layout, layer
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -20,16 +19,18 @@ from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.call import LayersOnRanks
+from mla_conformance.roles.prepare.problem import preparation
 from mla_conformance.roles.sparse_layer import hidden_states, weights
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 _INDEX_SEED = 10**6
+_INDEXER = {"head_dim": INDEX_DIM, "hadamard": False, "fold_scales": True}
 _BEHIND = 2  # rows of the buffer behind those of the batch
 _UNTOUCHED = 0x5A5A5A5A
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCall(CallOfARank):
+class SparseLayerCall(calls.CallOfARank):
     """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
 
     weights: sparse_layer.SparseLayerWeights  # of the layer
@@ -37,7 +38,6 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
-    name, entry = "sparse layer", "run_sparse_layer"
     interface: ClassVar = sparse_layer.MLASparseLayerBackend
     means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T"}  # lists name keys by number: all stay
     takes: ClassVar = ("hidden_states", "positions", "cos_sin_cache", "weights", "metadata")
@@ -55,10 +55,6 @@ class SparseLayerCall(CallOfARank):
 
     def invoke(self, backend: sparse_layer.MLASparseLayerBackend, out: memory.Guarded | None) -> Any:
         self.reset()
-        return self.run(backend)
-
-    def run(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
-        """The call on memory as it is; its result by heads and values."""
         return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
     def on_rank(self, backend: sparse_layer.MLASparseLayerBackend) -> Any:
@@ -82,23 +78,20 @@ class SparseLayerCall(CallOfARank):
         wrong = ((name, image.difference()) for name, image in self.written.items())
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 
-    def operands(self) -> AttentionOperands:
-        """Attention to what is selected; values are picked latents, times 1 at most."""
+    def operands(self) -> calls.AttentionOperands:
         weights = torch.ones_like(self.v[0])
-        return self.attended(causal=False, dequantised=self.case.holds_codes, value_weights=weights)
+        return self.attended(causal=False, value_weights=weights)
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
-        """The sum of what ranks that share the heads return."""
         wrong = [result for result in results if not self.fits(result)]
         o_proj = torch.cat([part.weights.o_proj for part in parts], dim=1)
         return wrong[0] if wrong else self.by_heads(sum(results), o_proj)
 
 
 class SparseLayerBatch(hidden_states.HiddenStates):
-    def calls(self) -> tuple[SparseLayerCall | CallOnRanks]:
+    def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
-        parts = tuple(self._call(rank) for rank in range(self.case.tp))
-        return (parts[0] if self.case.tp == 1 else CallOnRanks.of(parts),)
+        return (calls.CallOnRanks.of(tuple(map(self._call, range(self.case.tp)))),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         case = self.case
@@ -132,8 +125,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         )
 
     @cached_property
-    def _latents(self) -> tuple[Tensor, Tensor]:
-        """kv_c [S, L] and k_pe [S, R] of the model's dtype."""
+    def _latents(self) -> tuple[Tensor, Tensor]:  # kv_c [S, L] and k_pe [S, R] of the model's dtype
         kv_c, k_pe = layer.latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
         return kv_c.to(self.dtype), k_pe.to(self.dtype)
 
@@ -141,7 +133,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = layer.queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
+        asked = layer.queries(self.query_latent(self.hidden), self.positions[self.new], w, self.layer.spec)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         q, k, v = (x.to(self.device) for x in found)
@@ -168,11 +160,11 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         entries = cache_layout.encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = cached_batch.write_pages(batch, entries, batch.totals, case.cache, case.page)
         image = CacheImage.of(case, pages, self.new, parts)
-        metadata = cached_batch.sparse_metadata(batch, pages, batch.totals, paged=True, space=roles.IndexSpace.POSITION)
+        told = batch.metadata(batch.totals)
+        metadata = cached_batch.list_metadata(told, pages.block_table, roles.IndexSpace.POSITION)
         return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
-    def _buffer(self) -> SelectedLists:
-        """With what an earlier layer has left, where this one reuses it."""
+    def _buffer(self) -> SelectedLists:  # with what an earlier layer has left, where this one reuses it
         case, lists = self.case, self.lists.int().to(self.device)
         guarded = memory.Guarded.allocate((len(lists) + case.pad + _BEHIND, case.topk), torch.int32, self.device)
         guarded.view.fill_(_UNTOUCHED)
@@ -208,21 +200,7 @@ SPARSE_LAYER = _SparseLayer(
         "num_heads": case.heads // case.tp,
         "is_neox_style": case.layer_pairs == "halves",
         "rms_norm_eps": weights.EPSILON,
-        "preparation": prepare.IndexPreparation(
-            head_dim=INDEX_DIM,
-            rope_dim=case.dimensions.qk_rope_head_dim,
-            rope_first=not case.rope_last,
-            is_neox_style=case.pairs == "halves",
-            hadamard=False,
-            scale_format=case.index_scales,
-            fold_scales=True,
-            eps=weights.EPSILON,
-        ),
-        "index_n_heads": case.index_heads,
-        "topk_tokens": case.topk,
-        "skip_topk": case.shared,
-        "index_kv_cache_dtype": case.index_cache,
-        "tp_size": case.tp,
+        "preparation": preparation(case, case.index_scales, weights.EPSILON, **_INDEXER),
         "tp_rank": 0,
     },
     judge=SparseLayerJudge,

@@ -27,7 +27,7 @@ class DrawnLayer:
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
-        dims, rope, latent = case.dimensions, case.dimensions.qk_rope_head_dim, case.kv_lora_rank
+        dims, rope, latent = case.dimensions, case.rope_dim, case.kv_lora_rank
         sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
         weights = projections.MLAWeights(
@@ -52,15 +52,10 @@ class DrawnLayer:
         )
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
         frequencies = tuple(turn * math.pi / 2 for turn in turns)
+        ranks = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": latent}
         spec = layer.LayerSpec(
             model=case.id,
-            dims=dimensions.ModelDimensions(
-                hidden_size=case.hidden_size,
-                num_heads=case.heads,
-                q_lora_rank=case.q_lora_rank,
-                kv_lora_rank=latent,
-                head=dims,
-            ),
+            dims=dimensions.ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, head=dims, **ranks),
             scale=case.softmax_scale,
             rotation=Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours"),
             q_norm=EPSILON,
@@ -110,7 +105,6 @@ def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
 
 
 def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns], each column of which picks a row of its own."""
     return selection(rows, 1, columns, generator)[:, 0]
 
 

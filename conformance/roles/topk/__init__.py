@@ -1,1 +1,0 @@
-"""Top-k: the columns with the largest of given logits, row by row."""

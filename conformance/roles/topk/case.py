@@ -6,20 +6,18 @@ from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches, grammar
+from mla_conformance.cases import batches, grammar, space
 from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import COLUMNS, KEYS, LAYOUT, MAXIMA, PADDING, POISONS, against, numbers
-from mla_conformance.cases.space import Only, Row, Rule, Space, by_length, counted, exactly, measured, plain, values
+from mla_conformance.cases.dimensions import AROUND, COLUMNS, KEYS, LAYOUT, MAXIMA, against, numbers
+from mla_conformance.cases.space import Only, Row, Rule, by_length, counted, measured, plain, rule, values
 
-LOGITS = (
+LOGITS = (  # what logits are like; ``problem.py`` says what each reveals
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
     *("beyond_half", "subnormal", "infinite", "masked", "nan"),
 )
-"""What logits are like; ``problem.py`` says what each reveals."""
 TIED = ("zeros", "subnormal")
 """Those of which some are equal and differ in their bits, so that a kernel's own order of ties is not theirs."""
-_USUAL = 64
 _STEPS = 4  # each logit is ordered, selected and judged in float64
 
 
@@ -34,18 +32,13 @@ class TopKCase(Case):
     calls: ClassVar[tuple[Call, ...]] = (Call.SELECT,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
     # Beyond 64 columns of rows that start at column 0.
-    asked: ClassVar = {
-        "packed": (False, "row_starts"),
-        "dtype": ("fp32", "{}"),
-        "topk": (_USUAL, "topk_{}"),
-        "pool": (1, "pool_{}"),
-    }
+    asked: ClassVar = {"packed": "row_starts", "dtype": "{}", "topk": "topk_{}", "pool": "pool_{}"}
 
     dtype: str = one_of(("fp32", "bf16", "fp16"), "fp32")
     dims: str = "small"
     heads: int = at_least(1, 1)
     data: str = one_of(LOGITS, "normal", "what the logits are like", joined=True)
-    topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
+    topk: int = at_least(1, 64, "columns selected for each row, or their tokens")
     packed: bool = given(
         False, "whether the columns of the requests stand behind one another, so that rows start at those of their own"
     )
@@ -58,8 +51,7 @@ class TopKCase(Case):
         return tuple(kv + row for q, kv in zip(self.q, self.kv, strict=True) for row in range(q))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Columns that each row sees: of a pool it sees all tokens or none."""
+    def lengths(self) -> tuple[int, ...]:  # columns that each row sees: of a pool it sees all tokens or none
         return tuple(tokens // self.pool for tokens in self.tokens)
 
     @property
@@ -85,7 +77,7 @@ class TopKCase(Case):
             yield f"expected whole pools of {self.pool} in topk={self.topk}, and a tail of pools alone"
 
 
-_POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
+_POOLS = Numbers({**space.exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _LONGEST_OTHER = 64
 _MOST_LOGITS = 2**24
 _LOOSE = 100  # factor of the columns where maxima are loose, so that a small case has them
@@ -132,7 +124,7 @@ def _fields(row: Row, draw: Draw) -> grammar.Fields:
     return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
 
 
-TOPK = Space(
+TOPK = space.Space(
     role=Role.TOPK,
     capability="select_combinations",
     dimensions=(
@@ -153,8 +145,7 @@ TOPK = Space(
         counted("columns", COLUMNS, lambda case: case.topk),
         by_length("keys", KEYS, batches.totals, of=lambda case, total: (total - 1, case.topk)),
         LAYOUT,
-        PADDING,
-        POISONS,
+        *AROUND,
         MAXIMA,
     ),
     rules=(
@@ -165,9 +156,7 @@ TOPK = Space(
             _SHAPED,
             lambda *labels: next(_shapes(dict(zip(_SHAPED, labels, strict=True))), None) is not None,
         ),
-        Rule(
-            f"more than {_MOST_LOGITS:,} logits", ("requests", "queries", "others", "longest", "starts", "maxima"), _few
-        ),
+        rule(f"more than {_MOST_LOGITS:,} logits", _few),
     ),
     shape=_fields,
     small={

@@ -11,8 +11,7 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import steps, verdict
 from mla_conformance.judging.golden import Golden, choose_rows
-from mla_conformance.problems import memory, operands
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems import calls, memory, operands
 from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
@@ -22,9 +21,7 @@ _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKCall(KernelCall):
-    """``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]."""
-
+class TopKCall(calls.KernelCall):  # ``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]
     metadata: topk.TopKMetadata
     case: TopKCase
 
@@ -59,17 +56,16 @@ class TopKBatch(operands.Draw[TopKCase]):
         starts, lengths = torch.tensor(windows, dtype=torch.int32, device=self.device).mT.contiguous()
         own = starts.clone() if case.packed else None
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
-        return (
-            TopKCall(
-                q=logits,
-                k=logits,
-                given={"logits": logits, "topk_tokens": case.topk, **pools},
-                query_start_loc=operands.start_loc(case.q),
-                key_start_loc=operands.start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
-                metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
-                case=case,
-            ),
+        call = TopKCall(
+            q=logits,
+            k=logits,
+            given={"logits": logits, "topk_tokens": case.topk, **pools},
+            query_start_loc=operands.start_loc(case.q),
+            key_start_loc=operands.start_loc(case.totals),
+            metadata=topk.TopKMetadata(lengths.clone(), own, case.width, tokens if case.pool > 1 else None),
+            case=case,
         )
+        return (call,)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -78,12 +74,10 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ones": torch.ones_like,
     # all in one bin of a coarse histogram, whose ties only the last bits break
     "last_bits": lambda x: (_ONE_BIN | (x * 1e6).int() & _LOW_BITS).view(torch.float32),
-    # few winners, and all others exactly 0
-    "relu": lambda x: x.sub(1.5).relu(),
+    "relu": lambda x: x.sub(1.5).relu(),  # few winners, and all others exactly 0
     # zeros of both signs, a few numbers above and many below
     "zeros": lambda x: torch.where(x.abs() < 1.5, x * 0.0, x),
-    # all below 0, of all magnitudes
-    "negative": lambda x: -(10.0 ** (x * 8).clamp(-30, 30)),
+    "negative": lambda x: -(10.0 ** (x * 8).clamp(-30, 30)),  # all below 0, of all magnitudes
     "rising": lambda x: x.sort().values,
     "falling": lambda x: x.sort(descending=True).values,
     # every sixteenth a thousand times as large, of either sign
@@ -109,7 +103,7 @@ class GoldenWindows(Golden):
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
 
-def golden_windows(problem: Problem) -> GoldenWindows:
+def golden_windows(problem: calls.Problem) -> GoldenWindows:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
@@ -157,8 +151,7 @@ class PoolTokens:
         return (self.tokens // self.pool * self.pool).unsqueeze(1)
 
     @property
-    def _counts(self) -> torch.Tensor:
-        """[n, W] how many tokens of each whole pool are named."""
+    def _counts(self) -> torch.Tensor:  # [n, W] how many tokens of each whole pool are named
         width = int(self.tokens.max()) // self.pool if len(self.tokens) else 0
         at = (self.numbers // self.pool).where(self._seen & (self.numbers < self._whole), width)
         found = torch.zeros(len(at), width + 1, dtype=torch.int64, device=at.device)
@@ -170,7 +163,6 @@ class TopKJudge(steps.SelectionSteps):
     case: TopKCase
 
     def measured(self, observation: Observation) -> Iterator[steps.Measured]:
-        """How often each column was selected; of an observation whose form is right."""
         for numbers in self._selected(observation):
             scores = self.expectation.scores
             yield steps.selected(self._positions(numbers), scores, scores.magnitude)
@@ -244,7 +236,6 @@ class TopKJudge(steps.SelectionSteps):
 
 class _TopK(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """A class may know of no pools, nor of a field that asks for them."""
         if case.pool > 1 and not getattr(kernel, "supports_pools", False):
             return ["columns of several tokens not declared (supports_pools)"]
         return super().reasons(kernel, case, dtype, capability)
@@ -255,7 +246,6 @@ TOPK = _TopK(
     batch=TopKBatch,
     config=topk.MLATopKSelectorConfig,
     constructed=(),
-    facts=lambda case, dtype: {"topk_tokens": case.topk, "row_starts": case.packed, "pool": case.pool},
     golden=golden_windows,
     judge=TopKJudge,
 )

@@ -1,1 +1,0 @@
-"""Trees of drafts: a decode whose query tokens see their ancestors alone."""

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends import roles, tree
-from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.calls import AttentionOperands
+from mla_conformance.problems import cached_batch, calls
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DECODE, DecodeBatch, DecodeCall
@@ -16,12 +15,9 @@ from mla_conformance.roles.tree.case import TreeCase
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeCall(DecodeCall):
-    """``run_tree_decode``; each query attends to the keys of a list."""
-
+class TreeCall(DecodeCall):  # ``run_tree_decode``; each query attends to the keys of a list
     metadata: tree.MLATreeMetadata
 
-    name, entry = "tree decode", "run_tree_decode"
     interface: ClassVar[Any] = tree.MLATreeBackend
 
     @property
@@ -30,7 +26,7 @@ class TreeCall(DecodeCall):
         parts = self.metadata.tree_mask.split([new**2 for new in lengths])
         return [part.view(new, new) for part, new in zip(parts, lengths, strict=True)]
 
-    def operands(self) -> AttentionOperands:
+    def operands(self) -> calls.AttentionOperands:
         starts = (self.query_start_loc, self.key_start_loc)
         selected = torch.full((len(self.q), max(self.key_lens)), NO_KEY, device=self.q.device)
         for rows, keys, mask in zip(*map(segments, starts), self.masks, strict=True):
@@ -39,7 +35,7 @@ class TreeCall(DecodeCall):
                 seen[:, length - len(mask) :] = mask
                 number = torch.arange(keys.start, keys.stop, device=selected.device)
                 selected[rows, :length] = number.where(seen, NO_KEY)
-        return self.attended(causal=False, dequantised=self.holds_codes, selected=selected)
+        return self.attended(causal=False, selected=selected)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         call = super().regrouped(case, requests, queries)
@@ -48,13 +44,11 @@ class TreeCall(DecodeCall):
 
 
 def _packed(masks: Sequence[torch.Tensor]) -> dict[str, Any]:
-    starts = int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
+    starts = cached_batch.int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
     return {"tree_mask": torch.cat([mask.flatten() for mask in masks]), "tree_mask_start_loc": starts}
 
 
 class TreeBatch(DecodeBatch):
-    """A decode's batch, and the trees of its requests; rows of padding are trees of one token."""
-
     case: TreeCase
 
     def parents(self) -> list[list[int]]:
