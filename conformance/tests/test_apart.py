@@ -183,9 +183,7 @@ def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: 
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(
-    monkeypatch: pytest.MonkeyPatch, refused: bool
-) -> None:
+def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(monkeypatch: Any, refused: bool) -> None:
     """Whether it is not there, or the driver refuses it: the kernel's own call ran out of memory."""
     room = Shared.room
 

@@ -6,6 +6,7 @@ import io
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,9 +117,7 @@ DECIDED = ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "Fo
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
 
 
-def test_where_there_are_no_tests_it_is_said_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_there_are_no_tests_it_is_said_where_they_are(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(defects, "files", lambda package: tmp_path)
     assert main(["cheats"]) == 2
     assert "pip install -e ." in capsys.readouterr().err

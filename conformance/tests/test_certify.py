@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,7 @@ CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capabi
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
 
 
-def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "wrong.py").write_text(BASE_2)
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Mine", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
@@ -49,9 +48,7 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 
-def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     out, step_summary = tmp_path / "out", tmp_path / "step.md"
     out.mkdir()
     (out / "journal.jsonl").write_text('{"event": "plan"}\n')
@@ -158,9 +155,7 @@ def test_the_status_stands_where_nobody_reads(write_report: Write, line: str, st
     assert (done.returncode, done.stderr) == (status, f"mla-conformance: standard output cannot be written: {why}\n")
 
 
-def test_nothing_is_watched_that_nobody_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_watched_that_nobody_reads(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "mine.py").write_text(f"{EAGER}class Mine(E): ...\n")
     monkeypatch.setattr("mla_conformance.engine.run.Run.prepare", lambda run: None)
     monkeypatch.setattr("mla_conformance.engine.run.Run.begin", lambda run: None)
@@ -170,9 +165,7 @@ def test_nothing_is_watched_that_nobody_reads(
     assert capsys.readouterr().err == "mla-conformance: nobody reads the output\n"
 
 
-def test_a_step_summary_that_cannot_be_written_is_one_line(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_summary_that_cannot_be_written_is_one_line(write_report: Write, tmp_path: Path, capsys: Any) -> None:
     os.mkfifo(place := tmp_path / "summary.md")
     _write_step_summary(str(place), load_report(write_report("a.json", [PASSED])))
     told = capsys.readouterr().err
@@ -215,9 +208,7 @@ def test_export_says_of_a_kernel_that_it_ends_the_process(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("asked", ["certify", "export lse:q=[4] --out x.py", "replay lse:q=[4]", ""])
-def test_a_missing_torch_is_one_sentence(
-    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_torch_is_one_sentence(asked: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("commands.export", "commands.replay"):

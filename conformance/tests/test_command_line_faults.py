@@ -156,9 +156,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("value", VALUES)
 @commands
-def test_a_bad_value_is_told_in_a_short_sentence(
-    command: Command, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_value_is_told_in_a_short_sentence(command: Command, value: str, capsys: Any) -> None:
     for option in options_of(command):
         status = outcome(call(command, option, VALUES[value]))
         told = capsys.readouterr()
@@ -191,9 +189,7 @@ def test_an_empty_salt_is_that_of_the_list(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("kind", BAD)
 @commands
-def test_a_file_that_is_none_is_told_in_a_sentence(
-    command: Command, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_none_is_told_in_a_sentence(command: Command, kind: str, capsys: Any) -> None:
     for number, option in enumerate(options_of(command)):
         suffix = {"case": ".json", "backend": ".py:Mine"}.get(option.names[-1].strip("-"), "")
         if option.settings.get("type") is Path or suffix:

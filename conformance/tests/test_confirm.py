@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -179,9 +180,7 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
         assert compared(first, other) is None
 
 
-def test_a_replay_says_that_a_failure_was_not_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_says_that_a_failure_was_not_confirmed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     record = failed("lse:q=[4]").with_fields(backend="EAGER", reference="EAGER", confirmation="unrepeated")
     write_run(tmp_path / "report.json", [record])
     monkeypatch.setattr("mla_conformance.commands.replay.run_and_report", lambda run, keep_report: 0)
@@ -257,9 +256,7 @@ class Wrong(EagerPrefillBackend):
 """
 
 
-def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "wrong.py").write_text(TELLS_ITS_QUERIES)
     named = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--salt", "s1"]
     assert main(["replay", "lse:q=[4]", *named, "--device", "cpu"]) == 1

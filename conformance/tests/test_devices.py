@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,9 +73,7 @@ def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: P
 @pytest.mark.parametrize(
     ("quota", "cores"), [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("6400000 100000", 16)]
 )
-def test_a_container_has_the_cores_of_its_quota(
-    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_has_the_cores_of_its_quota(quota: str, cores: int, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "cpu.max").write_text(quota, encoding="ascii")
     with_cores(monkeypatch, range(16), tmp_path / "cpu.max")
     assert machine.machine_cores() == cores
@@ -129,9 +128,7 @@ def test_as_many_workers_as_asked_for_have_a_gpu_in_turn(
     assert VISIBLE not in first and [environment[VISIBLE] for environment in further] == seen
 
 
-def test_threads_that_the_user_has_chosen_stay(
-    with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_the_user_has_chosen_stay(with_gpus: Callable[..., Places], monkeypatch: Any) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert all("OMP_NUM_THREADS" not in each for each in with_gpus(Places("0")).environments)
 

@@ -196,9 +196,7 @@ def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path)
     assert done.returncode == 1 and ENDED in " ".join(done.stdout.split()), done.stdout + done.stderr
 
 
-def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "wrong.py").write_text(KERNEL)
     subject = Subject.of(f"{tmp_path / 'wrong.py'}:Wrong", torch.device("cpu"))
     trial, record = judged_trial(subject, Case.parse(CASE), Context())

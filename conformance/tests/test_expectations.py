@@ -144,9 +144,7 @@ def test_bad_expectations_are_refused_before_anything_runs(tmp_path: Path, capsy
     assert said in capsys.readouterr().err and not (out / "report.json").exists()
 
 
-def test_an_update_follows_the_report_and_keeps_reasons(
-    tmp_path: Path, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_update_follows_the_report_and_keeps_reasons(tmp_path: Path, write_report: Any, capsys: Any) -> None:
     folder, file = tmp_path / "known", tmp_path / "known" / "MINE.toml"
     folder.mkdir()
     holds = replace(KNOWN, case=CASES[0].id, reason='kept "as is"', check="lse", link="https://example.org/1")
@@ -178,9 +176,7 @@ def test_a_race_may_be_won_and_its_entry_stays(tmp_path: Path, write_report: Cal
     assert main(["gate", str(tmp_path / "report.json"), "--expectations", str(tmp_path), "--require-tier", "none"]) == 0
 
 
-def test_an_entry_of_several_cases_loses_those_that_pass(
-    tmp_path: Path, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_of_several_cases_loses_those_that_pass(tmp_path: Path, write_report: Any, capsys: Any) -> None:
     """And whatever else fails in one way is one entry, with one reason to write."""
     first, second, third, fourth = (case.id for case in CASES[:4])
     file = tmp_path / "MINE.toml"

@@ -156,9 +156,7 @@ def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.Monkey
     assert record.status is Status.FAIL and record.message.endswith("when run again the case passed")
 
 
-def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET", 0.0)
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET_SHARE", 0.0)
     known = list[Record]()
@@ -198,9 +196,7 @@ def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
             Extent.of(other)
 
 
-def test_without_a_space_or_without_hypothesis_nothing_is_explored(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_space_or_without_hypothesis_nothing_is_explored(capsys: Any, monkeypatch: Any) -> None:
     assert main(["certify", "--device", "cpu", "--backend", "EAGER", "--explore", "5", "--capability", "lse"]) == 2
     assert "none of these capabilities is selected" in capsys.readouterr().err
     monkeypatch.setattr("mla_conformance.engine.request.find_spec", lambda name: None)

@@ -109,9 +109,7 @@ class Starved(EagerPrefillBackend):
 """
 
 
-def test_what_the_system_ends_for_want_of_memory_is_not_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_system_ends_for_want_of_memory_is_not_wrong(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 8\n")
     monkeypatch.setattr(machine, "_VMSTAT", tmp_path / "vmstat")
     (tmp_path / "starved.py").write_text(STARVED)
@@ -217,9 +215,7 @@ def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypat
     assert given[1] >= 60 > given[0]
 
 
-def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(monkeypatch: Any) -> None:
     assert asked(ChangesDtype)[-1].leaves
     monkeypatch.setattr(machine, "allocated_memory", lambda: 51)
     assert asked(EagerPrefillBackend, limit=100)[-1].leaves
@@ -247,9 +243,7 @@ def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
     ("error", "status"),
     [("CUDA error: out of memory", machine.LACKED_MEMORY), ("CUDA error: misaligned address", None)],
 )
-def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
-    monkeypatch: pytest.MonkeyPatch, error: str, status: int | None
-) -> None:
+def test_a_process_that_a_full_gpu_ends_blames_no_kernel(monkeypatch: Any, error: str, status: int | None) -> None:
     def fail(*_: object) -> NoReturn:
         raise RuntimeError(error)
 

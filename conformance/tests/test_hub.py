@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,9 +138,7 @@ def test_what_cannot_be_judged_is_one_sentence(
     assert re.search(said, error) and error.count("\n") == 1 and len(error) < 1000 and "Traceback" not in error
 
 
-def test_without_the_package_a_name_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_a_name_says_what_to_install(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(hub, "_KERNELS", replace(hub._KERNELS, module="no_such_kernels"))
     assert main(["certify", "--backend", "hub:org/my-mla@9"]) == 2
     assert "package kernels not installed (pip install 'mla-conformance[hub]')" in capsys.readouterr().err
