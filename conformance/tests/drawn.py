@@ -21,7 +21,7 @@ CPU, CONTEXT = torch.device("cpu"), Context()
 
 
 def changed(base: type, **steps: Callable[..., Any]) -> type:
-    """A kernel whose methods of these names are handed the base's own first: ``run_decode=lambda run, *operands: ...``."""
+    """A kernel whose methods of these names are handed the base's own first, as in ``run_decode=lambda run, *x: …``."""
 
     def method(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *operands, **options: step(partial(getattr(base, name), self), *operands, **options)

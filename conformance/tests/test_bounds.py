@@ -29,6 +29,7 @@ from mla_conformance.tests.reports import unexplained
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
 
 CASE = Case.parse("lse:dims=small;heads=2;q=[3]")
+Write, Ours = Callable[..., Path], Callable[..., tuple[int, str, str]]
 LOUD = """
 import os, stat
 from mla_conformance.backends.eager import EagerPrefillBackend as E
@@ -129,7 +130,6 @@ CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 PASSED, FAILED = (Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES)
 FAILED = FAILED.with_fields(status=Status.FAIL, check="lse", message="wrong", detail="Traceback\n  line 1")
 FORGED = "a\n::error file=x::forged\r\n##[error]f\u2028::set-output name=x::y\x1b[2J\u202eback\ud800 50%0A::warning::w"
-Write, Ours = Callable[..., Path], Callable[..., tuple[int, str, str]]
 
 
 def test_a_large_file_and_an_endless_one_are_refused(tmp_path: Path, refused: Any, monkeypatch: Any) -> None:

@@ -205,11 +205,7 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     before, stored = records.read_text().split("\n"), verify.version_digests()
     grow()
     counts = msgspec.structs.replace(COUNTS, listed=len(CASES) + 1, passed=len(CASES) + 1)
-    of_all = {
-        "digests": record_digests(()),
-        "counts": counts,
-        "cases": dict.fromkeys(verify.listed_ids(), Status.PASS),
-    }
+    of_all = {"digests": record_digests(()), "counts": counts, "cases": dict.fromkeys(verify.listed_ids(), Status.PASS)}
     assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
     write_record(records, certificate(**GPU, **of_all))
     assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
