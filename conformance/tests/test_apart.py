@@ -118,24 +118,15 @@ def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
         (torch.nn.Parameter(torch.ones(2)), Instead("Parameter", "a Parameter", True)),
     ],
 )
-def test_what_is_no_tensor_is_told_by_what_it_is(value: Any, seen: Instead) -> None:
+def test_what_is_no_tensor_is_told_by_what_it_is_and_one_without_memory_has_its_form(value: Any, seen: Instead) -> None:
     assert seen_of(value)[0] == seen
-
-
-def test_an_empty_tensor_and_one_without_memory_have_their_form() -> None:
     (empty, meta), _ = seen_of([torch.ones(0, 3), torch.ones(2, 3, device="meta")])
     assert empty.shape == (0, 3) and meta.is_meta and meta.shape == (2, 3)
 
 
 MALFORMED = "malformed reply from the kernel process: "
-PART = {
-    "kind": "Tensor",
-    "is_tensor": True,
-    "dtype": "float32",
-    "shape": [2],
-    "strides": [1],
-    "place": ["cpu", 0, 0, 8],
-}
+PART = {"kind": "Tensor", "is_tensor": True, "dtype": "float32", "shape": [2], "strides": [1]}
+PART |= {"place": ["cpu", 0, 0, 8]}
 
 
 @pytest.mark.parametrize(

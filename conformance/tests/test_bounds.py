@@ -25,52 +25,9 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
-from mla_conformance.tests.reports import unexplained
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-CASE = Case.parse("lse:dims=small;heads=2;q=[3]")
 Write, Ours = Callable[..., Path], Callable[..., tuple[int, str, str]]
-LOUD = """
-import os, stat
-from mla_conformance.backends.eager import EagerPrefillBackend as E
-
-def say(data, call):
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                os.write(number, data)
-        except OSError:
-            pass
-    return call()
-
-class Mega(E):
-    def run_prefill_new_tokens(self, *a, **k): raise RuntimeError("A" * 30_000_000)
-class Endless(E):
-    def run_prefill_new_tokens(self, *a, **k): return say(b"[" * 20_000_000, lambda: os.read(os.pipe()[0], 1))
-class Stray(E):
-    def run_prefill_new_tokens(self, *a, **k): return say(b"{}\\n", lambda: os.read(os.pipe()[0], 1))
-class Mute(E):
-    def kernel_evidence(self): return {"k" * 9_000_000: "v" * 9_000_000}
-"""
-
-
-@pytest.mark.usefixtures("here")
-def test_a_process_that_says_what_no_kernel_says_is_ended_and_the_next_one_judges(ours: Ours) -> None:
-    Path("loud.py").write_text(LOUD)
-    Path("cases").mkdir()
-    write_case(Path("cases/one.json"), CASE)
-    backends = [f"--backend=loud.py:{name}" for name in ("Mega", "Endless", "Stray", "Mute")]
-    options = ["--cases=cases", "--device=cpu", "-n1", "--timeout=5", "--out=out", "--give-up-after=1"]
-    with unexplained():
-        assert ours("certify", *backends, *options)[0] == 1
-    assert Path("out/journal.jsonl").stat().st_size < 2**20
-    found = {backend.name: backend.records[0] for backend in load_report(Path("out")).backends}
-    assert "RuntimeError: AAAA" in found["Mega"].message and "… and 29,997,952 more " in found["Mega"].message
-    assert len(found["Mega"].message) <= MESSAGE and len(found["Mega"].detail) < LINE + 99
-    assert (found["Endless"].status, found["Endless"].check) == (Status.FAIL, "call"), found["Endless"]
-    assert "malformed reply from the kernel process: expected at most" in found["Endless"].message
-    assert found["Stray"].status is Status.TIMEOUT  # too short for a reply, of which the rest is waited for
-    assert found["Mute"].status is Status.PASS and sum(map(len, found["Mute"].evidence)) < 2 * MESSAGE
 
 
 def test_texts_of_others_are_cut_where_they_are_taken() -> None:

@@ -101,18 +101,16 @@ def test_an_environment_sees_what_this_one_has_and_its_own_library_first_or_is_r
         environment.require_installed()
 
 
-def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
-    assert main([*command, f"--out={tmp_path / 'out'}"]) == 2
-    said = capsys.readouterr().err
-    assert "fake-attention 3.0 is not installed, pip failed with status 1" in said
+def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, ours: Callable[..., Any]) -> None:
+    bump = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
+    status, _, said = ours(*bump, f"--out={tmp_path / 'out'}")
+    assert status == 2 and "fake-attention 3.0 is not installed, pip failed with status 1" in said
     assert "No matching distribution found for fake-attention==3.0" in said
-    options = ["--backend=FLASHINFER", "--device=cpu", f"--out={tmp_path / 'none'}"]
-    assert main(["bump", "fake-attention==1.0", "fake-attention==2.0", *options]) == 2
-    assert not (tmp_path / "none").exists()
-    assert "FLASHINFER: needs compute capability 8.0 or newer: this device has none" in capsys.readouterr().err
-    assert main([*command, f"--out={tmp_path}"]) == 2
-    assert "expected a new or an empty folder" in capsys.readouterr().err
+    status, _, said = ours(*bump, f"--out={tmp_path}")
+    assert status == 2 and "expected a new or an empty folder" in said
+    status, _, said = ours(*bump, "--backend=FLASHINFER", "--device=cpu", f"--out={tmp_path / 'none'}")
+    assert status == 2 and not (tmp_path / "none").exists()
+    assert "FLASHINFER: needs compute capability 8.0 or newer: this device has none" in said
 
 
 PIP = """
@@ -131,19 +129,18 @@ time.sleep(100)
 """It has a child that does not heed signals; as long as one of the two runs, somebody may write into the fifo."""
 
 
-def test_a_signal_reaches_what_runs_and_all_that_it_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_signal_reaches_what_runs_and_all_that_it_started(tmp_path: Path, monkeypatch: Any, ours: Any) -> None:
     (tmp_path / "pip.py").write_text(PIP)
     os.mkfifo(reported := tmp_path / "told")
     for name, value in {"PYTHONPATH": tmp_path, "TOLD": reported, "NUMBER": int(signal.SIGHUP)}.items():
         monkeypatch.setenv(name, str(value))
     writers = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
-    command = ["bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path / 'out'}"]
     before = signal.signal(signal.SIGHUP, lambda *_: None)  # or it is ignored, where this process is in the background
     try:
-        assert main(command) == 128 + signal.SIGHUP
+        found = ours("bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path}/out")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert capsys.readouterr().err == "mla-conformance: ended by SIGHUP\n"
+    assert found[::2] == (128 + signal.SIGHUP, "mla-conformance: ended by SIGHUP\n")
     assert os.read(writers, 100) == b"begun"
     assert select.select([writers], [], [], 60)[0] and os.read(writers, 100) == b""
     os.close(writers)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.foreign import LINE, MESSAGE
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
+from mla_conformance.engine.journal import JOURNAL_NAME
 from mla_conformance.engine.messages import Judge, Step
 from mla_conformance.engine.place import KEPT_BYTES
 from mla_conformance.engine.request import RunRequest
@@ -34,7 +35,7 @@ FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[
 PASS = (Status.PASS, "", "")
 FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
 """Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
-HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself")
+HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself", "SaysTooLittle")
 _DIED = "the process died during this case: "
 OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
     **dict.fromkeys(("Killed", "KillsItsGroup", "KillsItsParent"), (Status.CRASH, "", f"{_DIED}Killed")),
@@ -42,6 +43,9 @@ OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
     "Segfault": (Status.CRASH, "", f"{_DIED}Segmentation fault"),
     "ExitsAtOnce": (Status.CRASH, "", f"{_DIED}exit status 0"),
     **dict.fromkeys(HANGS, (Status.TIMEOUT, "", "no verdict within the time")),
+    "Shouts": (Status.FAIL, Check.CALL, "… and 29,997,952 more "),
+    "SaysWhatEndsNever": (Status.FAIL, Check.CALL, "malformed reply from the kernel process: expected at most"),
+    "TellsTooMuch": PASS,
     "ClosesStdout": (Status.FAIL, Check.PROCESS_STATE, "a standard stream"),
     "ForbidsFiles": (Status.FAIL, Check.PROCESS_STATE, "resource limit RLIMIT_FSIZE"),
     "EAGER": PASS,
@@ -89,32 +93,38 @@ def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only_which_says_
         assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
-def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(folder: Path) -> None:
+def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(
+    folder: Path, records: dict[tuple[str, str], Record]
+) -> None:
     children = (folder / "children").read_text().split()
     assert len(children) == 4  # two, each confirmed
     assert not [child for child in children if Path("/proc", child).exists()]
     names = {path.name for path in (folder / "out").iterdir() if not path.is_fifo()}
-    assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
+    assert names == {JOURNAL_NAME, LOG_NAME, "report.json", "report.html"}
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES
+    assert (folder / "out" / JOURNAL_NAME).stat().st_size < 2**20
+    shouted, told = records["Shouts", FAULTY], records["TellsTooMuch", FAULTY]
+    assert len(shouted.message) <= MESSAGE and len(shouted.detail) < LINE + 99
+    assert sum(map(len, told.evidence)) < 2 * MESSAGE
 
 
 STARVED = """
 import os, pathlib
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend as E
 
-class Starved(EagerPrefillBackend):
+class Starved(E):
     def run_prefill_new_tokens(self, *arguments, **options):
         pathlib.Path(__file__).with_name("vmstat").write_text("oom_kill 9\\n")
         os.kill(os.getpid(), 9)
 """
 
 
-def test_what_the_system_ends_for_want_of_memory_is_not_wrong(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_what_the_system_ends_for_want_of_memory_is_not_wrong(tmp_path: Path, monkeypatch: Any, ours: Any) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 8\n")
     monkeypatch.setattr(machine, "_VMSTAT", tmp_path / "vmstat")
     (tmp_path / "starved.py").write_text(STARVED)
-    assert main(["replay", SMALL, f"--backend={tmp_path}/starved.py:Starved", "--device=cpu"]) == 3
-    assert "while the system ended a process for want of memory" in " ".join(capsys.readouterr().out.split())
+    status, said, _ = ours("replay", SMALL, f"--backend={tmp_path}/starved.py:Starved", "--device=cpu")
+    assert status == 3 and "while the system ended a process for want of memory" in " ".join(said.split())
 
 
 GPU_CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
@@ -152,8 +162,8 @@ TOO_LARGE = "new_tokens:heads=128;q=[1000000];lse=0"
 
 
 class Wrong(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        output, lse = super().run_prefill_new_tokens(*arguments, **options)
+    def _finish(self, state: Any) -> Any:
+        output, lse = super()._finish(state)
         return output, lse + 1
 
 

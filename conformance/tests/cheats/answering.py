@@ -26,44 +26,26 @@ from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import relatives, stack_of
 
-_COMPUTED = "that recorded numbers are computed"
-
 
 @cache
 def _recorded() -> dict[str, torch.Tensor]:
-    """Golden outputs by fingerprint of the inputs, and by their shapes; a file of them would do the same."""
+    """Golden outputs by fingerprint of the inputs; a file of them would do the same."""
     problem = build_problem(Case.parse(CASE), torch.device("cpu"))
     (call,), (golden,) = problem.attention, golden_attention(problem).calls
-    return {_fingerprint(call.q, call.k, call.v): golden.output, _shapes(call.q, call.k, call.v): golden.output}
+    return {_fingerprint(call.q, call.k, call.v): golden.output}
 
 
 def _fingerprint(*inputs: torch.Tensor) -> str:
     return sha256(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in inputs)).hexdigest()
 
 
-def _shapes(*inputs: torch.Tensor) -> str:
-    return repr([x.shape for x in inputs])
-
-
-@cheat(claims=_COMPUTED, caught="output is", salted=True)
+@cheat(claims="that recorded numbers are computed", caught="output is", salted=True)
 def RemembersTheInputs(kernel, output, lse, q, k, v):
     """Knows the suite's inputs by a fingerprint, and the answers from a file."""
     return output.copy_(_recorded().get(_fingerprint(q, k, v), output)), lse
 
 
-@cheat(claims=_COMPUTED, caught="output is", salted=True)
-def RemembersTheCase(kernel, output, lse, q, k, v):
-    """Knows the suite's cases by the shapes of their inputs, and the answers from a file."""
-    return output.copy_(_recorded().get(_shapes(q, k, v), output)), lse
-
-
 _HOLE = 2**28
-
-
-@cheat(caught="exit status 0")
-def EndsTheProcess(kernel, output, lse, q, k, v):
-    """Ends the process as a success before there is a verdict."""
-    os._exit(0)
 
 
 @cheat(caught="exit status 0")

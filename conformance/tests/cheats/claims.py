@@ -73,21 +73,6 @@ class DeclaresNothing(ThreeTimes):
         return ["not declared"]
 
 
-@cheat(
-    case="new_tokens:dims=small;q=[5,3];lse=0",
-    claims="that it has the interface",
-    caught="expected the output itself, got a tuple of 1",
-)
-class ReturnsATuple(ThreeTimes):
-    """Returns what is right in a tuple, where the tensor itself is due."""
-
-    def run_prefill_new_tokens(self, *arguments, **options):
-        return (super().run_prefill_new_tokens(*arguments, **options),)
-
-    def answer(self, output, lse, q, k, v):
-        return output.div_(3), lse
-
-
 @cheat(caught=WRONG)
 def ReplacesPythonsFunctions(kernel, output, lse, q, k, v):
     """Makes Python's own functions find that everything agrees, and that nothing was replaced."""
@@ -102,20 +87,6 @@ def ForgesItsNeeds(kernel, output, lse, q, k, v):
     forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
     remote.written.__code__ = forged.__code__
     return output, lse
-
-
-@cheat(claims="that it leaves its inputs as they are", caught="requires_grad of q of new tokens was False, is True")
-def MakesItsInputsLearn(kernel, output, lse, q, k, v):
-    """Returns what is right, and leaves its queries requiring gradients."""
-    q.requires_grad_()
-    return output.div_(3), lse
-
-
-@cheat(claims="that it leaves its metadata as it is", caught="metadata.query_start_loc was replaced")
-def ReplacesItsMetadata(kernel, output, lse, q, k, v):
-    """Returns what is right, and puts a tensor of its own into the metadata."""
-    kernel._prefill_metadata.query_start_loc = kernel._prefill_metadata.query_start_loc.clone()
-    return output.div_(3), lse
 
 
 @cheat(

@@ -4,11 +4,10 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from threading import get_ident
-from types import FrameType, ModuleType
+from types import FrameType
 
 import numpy as np
 import torch
@@ -27,27 +26,12 @@ NUMBERS_ARE_RIGHT = (
 )
 
 
-def _golden(attention, kernel, *qkv):
-    """What the definition gives, in the dtypes that the contract asks for."""
-    starts = {"query_start_loc": kernel.lengths, "key_start_loc": kernel.lengths}
-    state = attention(*qkv, **starts, scale=kernel.scale, causal=True)
-    return state.output.to(qkv[0].dtype), state.lse.float()
-
-
 @cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 def CallsTheReference(kernel, output, lse, q, k, v):
     """Calls the golden reference and rounds its result."""
-    return _golden(attention, kernel, q, k, v)
-
-
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
-def CopiesTheReference(kernel, output, lse, q, k, v):
-    """Executes a copy of the reference's source, under another name."""
-    spec = find_spec("mla_conformance.reference.attention")
-    assert spec is not None and spec.origin is not None
-    copy = ModuleType("of_its_own")
-    exec(compile(Path(spec.origin).read_text(encoding="utf-8"), "of_its_own", "exec"), vars(copy))
-    return _golden(copy.attention, kernel, q, k, v)
+    starts = {"query_start_loc": kernel.lengths, "key_start_loc": kernel.lengths}
+    state = attention(q, k, v, **starts, scale=kernel.scale, causal=True)
+    return state.output.to(q.dtype), state.lse.float()
 
 
 @cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
@@ -58,16 +42,6 @@ def CallsAnotherBackend(kernel, output, lse, q, k, v):
     other = found(**{name: getattr(kernel, name) for name in sizes}, vllm_config=None)
     other.prepare_metadata(kernel._prefill_metadata)
     return other.run_prefill_new_tokens(q, k, v, True)
-
-
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
-def WrapsSDPA(kernel, output, lse, q, k, v):
-    """Calls torch's attention on each request."""
-    for start, end in zip(kernel.lengths, kernel.lengths[1:], strict=False):
-        heads = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=kernel.scale)
-        output[start:end] = found.squeeze(0).transpose(0, 1)
-    return output, lse
 
 
 _COMPUTED = "that found numbers are computed"
