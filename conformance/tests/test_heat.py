@@ -19,26 +19,25 @@ from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
-from mla_conformance.tests.drawn import CONTEXT, subject_of
+from mla_conformance.tests.drawn import CONTEXT, changed, subject_of
 from mla_conformance.trials.trial import Trial, judged_trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))
 
 
-class LastHeadWrong(EagerPrefillBackend):
+def last_head_wrong(run: Any, *arguments: Any, **options: Any) -> Any:
     """The output of one head of two is wrong, and its LSE in one row."""
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        output, lse = super().run_prefill_new_tokens(*arguments, **options)
-        output[:, 1] += 1.0
-        lse[1, 3] += 1.0
-        return output, lse
+    output, lse = run(*arguments, **options)
+    output[:, 1] += 1.0
+    lse[1, 3] += 1.0
+    return output, lse
 
 
 @pytest.fixture
 def failed() -> tuple[Trial, Record]:
-    return judged_trial(subject_of(LastHeadWrong), Case.parse(CASE), CONTEXT)
+    kernel = changed(EagerPrefillBackend, run_prefill_new_tokens=last_head_wrong)
+    return judged_trial(subject_of(kernel), Case.parse(CASE), CONTEXT)
 
 
 def test_a_picture_shows_where_errors_are() -> None:
@@ -55,10 +54,8 @@ def test_a_picture_shows_where_errors_are() -> None:
 
 def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
     assert 'd="M1 0h2v1h-2zM0 1h1v1h-1z"' in picture(HeatMap("LSE", 2, 3, ("011", "100")))
-    assert words(SMALL) == (
-        "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
-        "stronger colour = further over budget"
-    )
+    said = "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
+    assert words(SMALL) == f"{said}stronger colour = further over budget"
     part = msgspec.structs.replace(SMALL, part="<a & b>")
     root = ElementTree.fromstring(picture_file(part))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img"
