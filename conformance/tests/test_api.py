@@ -430,7 +430,7 @@ def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(tmp
 
 
 @pytest.mark.usefixtures("explained")
-def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
+def test_under_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -209,9 +209,7 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
 
 
 @pytest.mark.parametrize(("tamper", "said"), TAMPERED, ids=[f"{i}-{said}" for i, (_, said) in enumerate(TAMPERED)])
-def test_tampering_is_rejected_even_under_a_new_seal(
-    certificate: Json, tamper: Callable[[Json], None], said: str
-) -> None:
+def test_tampering_is_rejected_under_a_new_seal(certificate: Json, tamper: Callable[[Json], None], said: str) -> None:
     tamper(certificate)
     tampered = read(certificate)
     found = problems(msgspec.structs.replace(tampered, seal=seal(tampered)), TODAY)
@@ -228,7 +226,7 @@ def test_tampering_is_rejected_even_under_a_new_seal(
         (set_to("pins", "harness", to={"clean": "yes"}), "pins.harness.clean: expected `bool | null`, got `str`"),
     ],
 )
-def test_a_malformed_certificate_is_refused_with_the_place(
+def test_a_malformed_one_is_refused_with_the_place(
     certificate: Json, tamper: Callable[[Json], None], said: str, tmp_path: Path
 ) -> None:
     tamper(certificate)
@@ -303,7 +301,7 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
     ],
 )
 def test_running_again_tells_what_differs(
-    certificate: Json, monkeypatch: pytest.MonkeyPatch, case: str, now: Status, salt: str, weights: list[Weight]
+    certificate: Json, monkeypatch: Any, case: str, now: Status, salt: str, weights: Any
 ) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
     monkeypatch.setattr("mla_conformance.commands.verify._run", lambda request: run(changed(case, now)))

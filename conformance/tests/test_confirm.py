@@ -142,7 +142,7 @@ def test_whose_a_failure_is(records: dict[tuple[str, str], Record]) -> None:
     assert all("Spoils" in record.message for record in spoiled)
 
 
-def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reproduces_it(
+def test_a_failure_after_a_case_names_it_and_its_replay_reproduces_it(
     records: dict[tuple[str, str], Record], folder: Path, monkeypatch: pytest.MonkeyPatch, ours: Any
 ) -> None:
     found = records["Remembers", THIRD]

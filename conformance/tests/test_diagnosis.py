@@ -169,9 +169,7 @@ BOUND = f"{EXACTLY} 48 keys or more are wrong, those with 32 or fewer are right"
         (["xx", "xxx"], [16, 9], []),
     ],
 )  # fmt: skip
-def test_where_wrong_numbers_are_is_told_as_far_as_it_is_regular(
-    found: list[str], keys: list[int], said: list[str]
-) -> None:
+def test_where_wrong_numbers_are_is_told_if_it_is_regular(found: list[str], keys: list[int], said: list[str]) -> None:
     case = Case.parse("decode:q=[1];kv=[5];page=16")
     rows = [[query == "x" for query in each] for each in found]
     assert [*list(of_queries(rows))[:1], *list(of_requests(rows, keys, case))[:1]] == said

@@ -81,9 +81,7 @@ def exported(reference: str, case: str, path: Path) -> str:
     return text
 
 
-def test_the_command_writes_a_script_that_fails_alone(
-    folder: Path, python: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_command_writes_a_script_that_fails(folder: Path, python: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
@@ -134,7 +132,7 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
         (0, "WRONG\nsaid at exit\n", "does not run without mla-conformance: exit status 0, printed: WRONG · said at"),
     ],
 )
-def test_a_script_that_finds_something_else_or_nothing_is_not_kept(
+def test_a_script_that_finds_something_else_is_not_kept(
     folder: Path, monkeypatch: Any, capsys: Any, status: int, printed: str, said: str
 ) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))
@@ -175,9 +173,7 @@ def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, m
         (CASE, "needs compute capability 9.x: this device has none", "FLASH_ATTN[fa3]"),
     ],
 )
-def test_what_no_script_shows_or_cannot_run_here_is_refused(
-    tmp_path: Path, capsys: Any, case: str, said: str, backend: str
-) -> None:
+def test_what_no_script_shows_is_refused(tmp_path: Path, capsys: Any, case: str, said: str, backend: str) -> None:
     assert export(case, backend, tmp_path / "x.py") == 2
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 

@@ -80,9 +80,7 @@ def records(folder: Path) -> dict[tuple[str, str], Record]:
     return by_case
 
 
-def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only_which_says_what_happened(
-    records: dict[tuple[str, str], Record],
-) -> None:
+def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only(records: dict[tuple[str, str], Record]) -> None:
     expected = {(name, case): PASS for name in OF_PROCESSES for case in CASES}
     expected |= {(name, HANGING if name in HANGS else FAULTY): outcome for name, outcome in OF_PROCESSES.items()}
     found = {key: (record.status, record.check) for key, record in records.items()}
@@ -93,9 +91,7 @@ def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only_which_says_
         assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
-def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(
-    folder: Path, records: dict[tuple[str, str], Record]
-) -> None:
+def test_nothing_is_left_but_bounded_files(folder: Path, records: dict[tuple[str, str], Record]) -> None:
     children = (folder / "children").read_text().split()
     assert len(children) == 4  # two, each confirmed
     assert not [child for child in children if Path("/proc", child).exists()]
@@ -240,9 +236,7 @@ def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeyp
 
 
 @pytest.mark.parametrize(("device", "leaves"), [("cpu", False), ("cuda", True)])
-def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
-    monkeypatch: pytest.MonkeyPatch, device: str, leaves: bool
-) -> None:
+def test_after_running_out_of_a_gpus_memory_a_process_ends(monkeypatch: Any, device: str, leaves: bool) -> None:
     monkeypatch.setattr(driver, "device_lost", lambda device: False)
     worker = Worker(torch.device(device), None, lambda event: None, IN_PROCESS)
     record = asked(EagerPrefillBackend, TOO_LARGE)[-1].record

@@ -45,9 +45,7 @@ DECLARED = UNSCALED | {"declaration": Declaration(e4m3_rounding=Rounding(p=Preci
         (E4M3Operands, TAIL, DECLARED, ""),
     ],
 )
-def test_p_in_e4m3_must_be_declared_and_without_its_scale_it_loses_a_tail(
-    backend: type, case: Case, attributes: dict[str, Any], check: str
-) -> None:
+def test_p_in_e4m3_must_be_declared_and_scaled(backend: type, case: Case, attributes: Any, check: str) -> None:
     record = judged(type(backend.__name__, (backend,), attributes), case)
     assert (record.status, record.check) == (Status.FAIL if check else Status.PASS, check)
 

@@ -62,7 +62,7 @@ UNSEEN = "mine.toml: entry 1: expected a reason in words, got "
     ],
 )
 def test_expectations_that_are_wrong_close_the_gate(
-    write_report: Write, gate: Gate, changes: dict[str, str], status: int, said: str
+    write_report: Write, gate: Gate, changes: Any, status: int, said: str
 ) -> None:
     entry = Expectation(**{"backend": "MINE", "case": "lse", "reason": "r", **changes})  # type: ignore[arg-type]
     Path("mine.toml").write_text(to_toml(entry), encoding="utf-8")
@@ -331,7 +331,7 @@ def test_a_kernel_that_lacks_memory_where_it_is_hard_closes_the_gate(gate: Gate)
         ("EAGER", Case.parse("new_tokens:heads=128;q=[100000]"), 2**60, "too large here"),  # it takes hours
     ],
 )
-def test_what_is_too_large_is_told_by_the_suites_estimate_and_not_by_the_kernel(
+def test_what_is_too_large_is_not_told_by_the_kernel(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, kernel: str, case: Case, limit: int, finding: str
 ) -> None:
     Path("oom.py").write_text(OUT_OF_MEMORY)
@@ -360,7 +360,7 @@ ELSEWHERE = "in no report, where its name stands for /"
         ("kernels/mine.py", "gone.py:EAGER", "", 2, "gone.py: cannot be read: No such file or directory\n"),
     ],
 )
-def test_a_required_file_is_its_path_and_its_bytes(
+def test_a_required_file_is_its_path_and_bytes(
     gate: Gate, path: str, required: str, edit: str, status: int, said: str
 ) -> None:
     facts = file_of(path)

@@ -102,8 +102,8 @@ def _nested(depth: int) -> Any:
         (lambda line: f"{line}\n{line}", 2, "line 3: expected another kernel, version or device than line 2"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_torn_or_edited_is_refused_and_the_others_hold(
-    records: Path, ours: Ours, spoil: Callable[[str], str], status: int, said: str
+def test_a_line_that_is_torn_or_edited_is_refused(
+    records: Path, ours: Ours, spoil: Any, status: int, said: str
 ) -> None:
     head, first, second, _ = records.read_text().split("\n")
     records.write_text("\n".join([head, spoil(first), second, ""]))
@@ -130,7 +130,7 @@ CERTIFY = "certify --backend TORCH_SDPA --submission {}"
         (CERTIFY, "torn.jsonl", "{", "torn.jsonl: line 1: not JSON"),
     ],
 )
-def test_a_file_without_records_or_in_which_none_can_be_written_is_bad_input(
+def test_a_file_of_no_records_is_bad_input(
     tmp_path: Path, refused: Refused, command: str, name: str, text: str, said: str
 ) -> None:
     """The latter before anything is run."""
@@ -146,9 +146,7 @@ def test_a_file_without_records_or_in_which_none_can_be_written_is_bad_input(
         ({"suite": "2026.1"}, f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here"),
     ],
 )
-def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
-    record: Path, ours: Ours, content: dict[str, str], said: str
-) -> None:
+def test_an_old_record_is_told_how_to_be_renewed(record: Path, ours: Ours, content: dict[str, str], said: str) -> None:
     record.write_bytes(msgspec.json.encode({**msgspec.to_builtins(certificate()), **content}))
     status, _, err = ours("verify", record)
     assert status == 1 and said in err
@@ -198,7 +196,7 @@ def grow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         each.cache_clear()
 
 
-def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
+def test_a_case_that_is_added_is_not_yet_judged(
     records: Path, tmp_path: Path, ours: Ours, grow: Callable[[], None]
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
@@ -221,9 +219,7 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
         assert status == 1 and error in said
 
 
-def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
-    record: Path, monkeypatch: pytest.MonkeyPatch, ours: Ours
-) -> None:
+def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monkeypatch: Any, ours: Ours) -> None:
     here, stored = record_digests(()), verify._stored
     *added, third = sorted(CAPABILITIES["lse"].cases, key=lambda case: case.id)[:3]
     listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
@@ -285,15 +281,13 @@ def explained(path: Path) -> list[object]:
     return ["expectations", "explain", path, "--expectations", path.parent]
 
 
-def test_a_record_in_a_file_of_its_own_loses_the_signature_beside_it_with_its_reasons(
-    failing: Path, ours: Ours
-) -> None:
+def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Ours) -> None:
     failing.with_name("record.json.sig").touch()
     assert ours(*explained(failing))[0] == 0
     assert ours("verify", failing)[0] == 0 and not failing.with_name("record.json.sig").exists()
 
 
-def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_signed_again(
+def test_a_reason_that_is_found_later_stands_in_a_record_to_be_signed_again(
     failing: Path, records: Path, ours: Ours
 ) -> None:
     before = read_certificate(failing)
@@ -315,7 +309,7 @@ def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_s
         ("1.6", "lse", "expected a record that verifies; the seal does not fit the content"),
     ],
 )
-def test_what_no_entry_foresees_and_what_does_not_verify_is_not_explained(
+def test_what_does_not_fit_is_not_explained(
     failing: Path, refused: Refused, record_says: str, entry_says: str, said: str
 ) -> None:
     failing.with_name("known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
@@ -335,7 +329,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @needs_keys
-def test_a_signature_holds_for_its_content_and_its_signer(
+def test_a_signature_holds_for_content_and_signer(
     record: Path, keys: tuple[Path, Path], tmp_path: Path, ours: Ours
 ) -> None:
     key, signers = keys
@@ -382,7 +376,7 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, refused: Refused) -> 
     assert "with --certificate or --submission or --record" in refused(*certify, *signed)
 
 
-def test_without_ssh_keygen_a_signature_is_said_to_need_it(
+def test_a_signature_is_said_to_need_ssh_keygen(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

@@ -267,7 +267,7 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
         ("import mla_conformance", "mla_conformance,"),
     ],
 )
-def test_a_file_beside_the_kernel_that_computes_with_this_project_is_named(
+def test_a_file_that_computes_with_this_project_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, said: str
 ) -> None:
     kernel_in(tmp_path)
