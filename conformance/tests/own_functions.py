@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_conformance.api.function_case import FunctionCase, unusual, why_no_function
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
@@ -20,6 +21,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Function = Callable[..., Any]
 Inputs = dict[str, Any]
+Pair = tuple[Tensor, Tensor]
 _TILE = 16
 
 
@@ -35,18 +37,8 @@ def decode_with(mistake: str) -> Function:
     """A decode in tiles of 16 keys and heads, merged from two halves; right without a mistake."""
     plan: list[int] = []
 
-    def decode(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        scale: float,
-        kv_lora_rank: int,
-        k_scale: torch.Tensor,
-        kv_cache_dtype: str,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, **x: Any) -> Pair:
+        kv_lora_rank, starts = x["kv_lora_rank"], x["cu_seqlens_q"].tolist()
         if mistake != "stale plan" or len(plan) != len(seq_lens):
             plan[:] = seq_lens.tolist()
         scale = q.shape[-1] ** -0.5 if mistake == "wrong scale" else scale
@@ -54,8 +46,8 @@ def decode_with(mistake: str) -> Function:
         # What is not written holds what poisoned memory does, which a CPU's allocator need not hand out again.
         output = q.new_full((*q.shape[:2], kv_lora_rank), torch.nan)
         lse = q.new_empty(*q.shape[1::-1], dtype=torch.float32)
-        for request, (rows, blocks) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), block_table, strict=True)):
-            k, v = _keys(kv_cache, blocks, plan[request], kv_lora_rank, k_scale, kv_cache_dtype, mistake)
+        for request, (rows, blocks) in enumerate(zip(pairwise(starts), block_table, strict=True)):
+            k, v = _keys(kv_cache, blocks, plan[request], mistake, **x)
             out, state = _attend(q[slice(*rows)].float(), k, v, scale, mistake)
             output[slice(*rows), :written] = out.to(q.dtype)[:, :written]
             lse[:, slice(*rows)] = state
@@ -64,21 +56,18 @@ def decode_with(mistake: str) -> Function:
     return decode
 
 
-def _keys(
-    cache: torch.Tensor, blocks: torch.Tensor, length: int, rank: int, k_scale: torch.Tensor, kind: str, mistake: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys(cache: Tensor, blocks: Tensor, length: int, mistake: str, kv_lora_rank: int, **x: Any) -> Pair:
     """[S, L + R] and [S, L] float32 of a request."""
     token = torch.arange(length)
     rows = cache.view(torch.uint8)[blocks[token // cache.shape[1]].long(), token % cache.shape[1]]
     k = rows.view(cache.dtype).float()
-    if kind == "fp8":
-        k[:, : rank if mistake == "k_scale off the rope part" else None] *= k_scale
-    return k, k.flatten()[: length * rank].view(length, rank) if mistake == "V read as packed" else k[:, :rank]
+    if x["kv_cache_dtype"] == "fp8":
+        k[:, : kv_lora_rank if mistake == "k_scale off the rope part" else None] *= x["k_scale"]
+    packed = k.flatten()[: length * kv_lora_rank].view(length, kv_lora_rank)
+    return k, packed if mistake == "V read as packed" else k[:, :kv_lora_rank]
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mistake: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mistake: str) -> Pair:
     """Output [T, N, L] and LSE [N, T] of queries [T, N, L + R] at the end of the keys."""
     last = len(k) - len(q) + torch.arange(len(q)) if mistake != "no causal mask" else torch.full((len(q),), len(k))
     scores = torch.einsum("tnd,sd->tns", q, k) * scale
@@ -95,7 +84,7 @@ def _attend(
     return (output / total.where(total > 0, 1.0)), lse[..., 0].mT
 
 
-def _half(scores: torch.Tensor, v: torch.Tensor, mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _half(scores: Tensor, v: Tensor, mistake: str) -> Pair:
     """Normalised output and LSE [T, N, 1] of some keys, by an online softmax."""
     most = scores.new_full((*scores.shape[:2], 1), -torch.inf)
     total, output = torch.zeros_like(most), scores.new_zeros(*scores.shape[:2], v.shape[1])

@@ -149,6 +149,7 @@ def grid_of_rows(run: Any, kv_c: Any, k_pe: Any, cache: Tensor, slots: Tensor, k
 
 
 DECODED = "large_offsets:call=decode;dims=small;heads=1;q=[1,2];kv=[200,70];far=cache31"
+MANY = "many_rows:call=write_latent;dims=16-8-16-32;q=[65537];kv=[9];page=16"
 WRITTEN = "large_offsets:call=write_latent;dims=16-8-16-32;q=[5,1,30];kv=[40,0,20];page=16;far=cache31"
 FAR: list[tuple[type, str, Callable[..., Any], str]] = [
     (EagerDecodeBackend, "run_decode", lambda run, ql, q, cache, scale: run(ql, q, found_by(cache), scale), DECODED),
@@ -158,7 +159,7 @@ FAR: list[tuple[type, str, Callable[..., Any], str]] = [
         "call=select;q=[1x6];kv=[300,70,5,90,200,40];far=q31;topk=16",
     ),
     (EagerCacheBackend, "run_write_latent", far_slots, WRITTEN),
-    (EagerCacheBackend, "run_write_latent", grid_of_rows, "many_rows:call=write_latent;dims=16-8-16-32;q=[65537];kv=[9]"),
+    (EagerCacheBackend, "run_write_latent", grid_of_rows, MANY),
 ]  # fmt: skip
 
 
