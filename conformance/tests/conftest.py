@@ -78,6 +78,18 @@ def ours(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 
 
 @pytest.fixture
+def told(ours: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Carries out a command that has to end with the exit status that comes first; returns all that it says."""
+
+    def saying(status: int, *arguments: object) -> str:
+        found, printed, complaints = ours(*arguments)
+        assert found == status, complaints
+        return printed + complaints
+
+    return saying
+
+
+@pytest.fixture
 def refused(ours: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
     """Carries out a command that has to end as a usage error does; returns the one thing that it says."""
 

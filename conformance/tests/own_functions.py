@@ -11,12 +11,10 @@ from torch import Tensor
 from mla_conformance.api.function_case import FunctionCase, unusual, why_no_function
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import work_of
 from mla_conformance.roles.definition import KERNEL_SIZES, facts_of
-from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Function = Callable[..., Any]
@@ -98,7 +96,7 @@ def _half(scores: Tensor, v: Tensor, mistake: str) -> Pair:
 
 
 def as_function(kernel: Any, case: Case) -> Function:
-    """A function that does what a kernel's class does for the head dims of a case, with an instance for each call."""
+    """A function that does what a prefill's or a decode's class does for a case, with an instance for each call."""
     return lambda **x: _CALLS[case.role](kernel, case, x)
 
 
@@ -127,31 +125,6 @@ def _prefill(kernel: Any, case: Case, x: Inputs) -> Any:
     return made.run_prefill_new_tokens(*operands, return_softmax_lse=True, **_some(x, "out", "output_scale"))
 
 
-def _sparse(kernel: Any, case: SparseCase, x: Inputs) -> Any:
-    made = _instance(kernel, case, x, kv_cache_dtype=case.cache, **_some(x, "extra_kv_cache_dtype"))
-    made.prepare_metadata(_metadata(x))
-    lists = _some(x, "topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
-    if "kv" in x:
-        return made.run_sparse_prefill(x["q"], x["kv"], x["topk_indices"], True, **lists)
-    return made.run_sparse_decode(x["q"], x["kv_cache"], x["k_scale"], x["topk_indices"], True, **lists)
-
-
-def _indexer(kernel: Any, case: Case, x: Inputs) -> Any:
-    _, heads, width = x["q"].shape
-    made = kernel(num_heads=heads, head_dim=width, vllm_config=None, **_some(x, "kv_cache_dtype"))
-    made.prepare_metadata(_metadata(x))
-    call = made.run_index_topk if "topk_tokens" in x else made.run_index_logits
-    return call(x["q"], x["weights"], x["k"], **_some(x, "topk_tokens", "k_scale"))
-
-
-def _metadata(x: Inputs) -> MLASparseMetadata:
-    starts = x["cu_seqlens_q"]
-    request = torch.arange(len(starts) - 1).repeat_interleave(starts.diff()).int()
-    where = (x.get("block_table"), x.get("workspace_starts"), IndexSpace(x.get("index_space", "position")))
-    lengths = (x["max_seqlen_q"], x["max_seqlen_k"], starts.diff(), x["seq_lens"])
-    return MLASparseMetadata(starts, request, x["seq_lens"], *where, *lengths, **_ranks(x))
-
-
 def _ranks(x: Inputs) -> dict[str, Any]:
     return {name: value for name, value in x.items() if "dcp" in name or name.startswith("cp_")}
 
@@ -160,9 +133,4 @@ def _some(x: Inputs, *names: str) -> dict[str, Any]:
     return {name: x[name] for name in names if name in x}
 
 
-_CALLS: dict[Role, Callable[..., Any]] = {
-    Role.PREFILL: _prefill,
-    Role.DECODE: _decode,
-    Role.SPARSE: _sparse,
-    Role.INDEXER: _indexer,
-}
+_CALLS: dict[Role, Callable[..., Any]] = {Role.PREFILL: _prefill, Role.DECODE: _decode}

@@ -135,12 +135,12 @@ def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
         backend.run_prefill_new_tokens()
 
 
-def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, ours: Any, refused: Any) -> None:
+def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, told: Any, refused: Any) -> None:
     with capture(EagerPrefillBackend, tmp_path / "cases"):
         for text in ("new_tokens:q=[3,1]", "context_chunk:q=[2,1];kv=[0,7]"):
             drive(Case.parse(text))
     asked = [*CERTIFY, "--cases", tmp_path / "cases", "--out", tmp_path / "out"]
-    assert ours(*asked)[0] == 0
+    told(0, *asked)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cases"] == ["context_chunk:q=[2,1];kv=[0,7]", "new_tokens:q=[3,1]"]
     counts = {name: part["passed"] for name, part in report["backends"]["EAGER"]["capabilities"].items()}

@@ -43,7 +43,6 @@ from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier
 
 Json = dict[str, Any]
-Ours = Callable[..., tuple[int, str, str]]
 issue = partial(record_of, certifies=True)
 TODAY = datetime.date(2026, 6, 1)
 PINS = Pins(sources={"mla_conformance.backends.torch_sdpa": "ab" * 32}, versions={"torch": "2.13.0"})
@@ -277,10 +276,10 @@ def test_what_may_be_certified_is_not_refused() -> None:
     assert committed(CLEAN) == CLEAN
 
 
-def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(tmp_path: Path, ours: Ours) -> None:
+def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(tmp_path: Path, told: Any) -> None:
     chosen = ["--backend=TORCH_SDPA", "--tier=smoke", "--device=cpu", "-n1"]
-    status, _, said = ours("certify", *chosen, f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}")
-    assert status == 3 and "no certificate: " in said and list(tmp_path.iterdir()) == []
+    said = told(3, "certify", *chosen, f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}")
+    assert "no certificate: " in said and list(tmp_path.iterdir()) == []
 
 
 def test_the_digests_cover_what_a_verdict_depends_on() -> None:
@@ -346,17 +345,17 @@ def all_but_two(folder: Path) -> None:
         journal.append(Judgement(record(entry.case) if entry.case == WAIVED else entry))
 
 
-def test_a_run_is_certified_verified_and_run_again(tmp_path: Path, ours: Ours, monkeypatch: Any) -> None:
+def test_a_run_is_certified_verified_and_run_again(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
     records = tmp_path / "records.jsonl"
     # Cases are fitted to one role, which is done twice, and takes seconds for each role.
     monkeypatch.setattr(RunRequest, "drawn", property(lambda run: ("decode_combinations",)))
     all_but_two(tmp_path)
-    assert ours("certify", "--resume", tmp_path, "-n1", "--submission", records)[0] == 0
-    assert ours("gate", tmp_path, "--must-pass", "--require", "TORCH_SDPA")[0] == 0
+    told(0, "certify", "--resume", tmp_path, "-n1", "--submission", records)
+    told(0, "gate", tmp_path, "--must-pass", "--require", "TORCH_SDPA")
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTED[:number])
-    status, said, _ = ours("verify", records, "--rerun", "2", "--device", "cpu", "--salt", "s1")
-    assert status == 0 and "TORCH_SDPA on cpu" in said and "holds · 2 run again with salt s1" in said
+    said = told(0, "verify", records, "--rerun", "2", "--device", "cpu", "--salt", "s1")
+    assert "TORCH_SDPA on cpu" in said and "holds · 2 run again with salt s1" in said
     file = tmp_path / "record.json"
     file.write_bytes(msgspec.json.encode(kept_records(records)[0].certificate))
-    status, _, said = ours("verify", file, "--rerun", "1", "--backend", "EAGER", "--device", "cpu")
-    assert status == 2 and "expected the certificate's backend, TORCH_SDPA, got EAGER" in said
+    said = told(2, "verify", file, "--rerun", "1", "--backend", "EAGER", "--device", "cpu")
+    assert "expected the certificate's backend, TORCH_SDPA, got EAGER" in said

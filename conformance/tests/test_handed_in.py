@@ -146,11 +146,10 @@ def test_a_file_of_no_records_is_bad_input(
         ({"suite": "2026.1"}, f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here"),
     ],
 )
-def test_an_old_record_is_told_how_to_be_renewed(record: Path, ours: Ours, content: dict[str, str], said: str) -> None:
+def test_an_old_record_is_told_how_to_be_renewed(record: Path, told: Any, content: dict[str, str], said: str) -> None:
     record.write_bytes(msgspec.json.encode({**msgspec.to_builtins(certificate()), **content}))
-    status, _, err = ours("verify", record)
-    assert status == 1 and said in err
-    assert "renew it: mla-conformance certify --backend TORCH_SDPA --device cpu --subm" in err
+    found = told(1, "verify", record)
+    assert said in found and "renew it: mla-conformance certify --backend TORCH_SDPA --device cpu --subm" in found
 
 
 def test_a_record_replaces_one_of_its_kernel_versions_and_device_alone(records: Path) -> None:
@@ -197,7 +196,7 @@ def grow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 
 def test_a_case_that_is_added_is_not_yet_judged(
-    records: Path, tmp_path: Path, ours: Ours, grow: Callable[[], None]
+    records: Path, tmp_path: Path, told: Any, grow: Callable[[], None]
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     before, stored = records.read_text().split("\n"), verify.version_digests()
@@ -207,16 +206,15 @@ def test_a_case_that_is_added_is_not_yet_judged(
     assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
     write_record(records, certificate(**GPU, **of_all))
     assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
-    status, said, _ = ours("verify", records)
-    assert status == 0 and said.count("not yet judged") == 1
+    said = told(0, "verify", records)
+    assert said.count("not yet judged") == 1
     assert f"1 cases of the suite's list are not yet judged, for example {NEW}" in said
-    assert ours("scoreboard", records, "--out", tmp_path / "site")[0] == 0
+    told(0, "scoreboard", records, "--out", tmp_path / "site")
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
     for since, error in (("1", "digest 'cases': expected"), (NEXT, f"1 cases are missing, for example {NEW}")):
         lacking = certificate(version=since, digests=record_digests(()))
         records.with_suffix(".json").write_bytes(msgspec.json.encode(lacking))
-        status, _, said = ours("verify", records.with_suffix(".json"))
-        assert status == 1 and error in said
+        assert error in told(1, "verify", records.with_suffix(".json"))
 
 
 def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monkeypatch: Any, ours: Ours) -> None:
@@ -281,20 +279,19 @@ def explained(path: Path) -> list[object]:
     return ["expectations", "explain", path, "--expectations", path.parent]
 
 
-def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Ours) -> None:
+def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Ours, told: Any) -> None:
     failing.with_name("record.json.sig").touch()
-    assert ours(*explained(failing))[0] == 0
+    told(0, *explained(failing))
     assert ours("verify", failing)[0] == 0 and not failing.with_name("record.json.sig").exists()
 
 
 def test_a_reason_that_is_found_later_stands_in_a_record_to_be_signed_again(
-    failing: Path, records: Path, ours: Ours
+    failing: Path, records: Path, ours: Ours, told: Any
 ) -> None:
     before = read_certificate(failing)
     write_record(records, before, "a signature")
     untouched = records.read_text().split("\n")[2]
-    status, said, _ = ours(*explained(records))
-    assert status == 0 and "TORCH_SDPA on cpu: 1 of 1 failures have another" in said
+    assert "TORCH_SDPA on cpu: 1 of 1 failures have another" in told(0, *explained(records))
     kept, _ = kept_records(records)
     after = kept.certificate
     assert after.findings[0].expectation.endswith("its rows are added in bf16") and not kept.signature
@@ -330,40 +327,32 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 @needs_keys
 def test_a_signature_holds_for_content_and_signer(
-    record: Path, keys: tuple[Path, Path], tmp_path: Path, ours: Ours
+    record: Path, keys: tuple[Path, Path], tmp_path: Path, told: Any
 ) -> None:
     key, signers = keys
-
-    def said(status: int, *arguments: object) -> str:
-        """What is said of the record where the exit status is this one."""
-        found, out, err = ours("verify", record, *arguments)
-        assert found == status
-        return out + err
-
-    asked = ("--signature", "--signers", signers)
-    assert "it is not signed: there is no record.json.sig" in said(1, *asked)
+    asked = ("verify", record, "--signature", "--signers", signers)
+    assert "it is not signed: there is no record.json.sig" in told(1, *asked)
     record.with_name("record.json.sig").write_text(sign(record.read_text(), key))
-    assert "signed by me@example.org" in said(0, *asked)
-    assert "record.json.sig was not checked" in said(0)
+    assert "signed by me@example.org" in told(0, *asked)
+    assert "record.json.sig was not checked" in told(0, *asked[:2])
     record.write_bytes(record.read_bytes() + b"\n")
-    assert "is no signature of me@example.org under this content" in said(1, *asked)
+    assert "is no signature of me@example.org under this content" in told(1, *asked)
     signers.write_text("")
-    assert f"is of none of the signers of {signers}" in said(1, *asked)
-    assert "expected a file of allowed" in said(2, *asked[:-1], tmp_path / "none")
+    assert f"is of none of the signers of {signers}" in told(1, *asked)
+    assert "expected a file of allowed" in told(2, *asked[:-1], tmp_path / "none")
 
 
 @needs_keys
-def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], ours: Ours) -> None:
+def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], told: Any) -> None:
     key, signers = keys
     for each in kept_records(records):
         write_record(records, each.certificate, sign(each.certificate.seal, key))
     asked = ["verify", records, "--signature", "--signers", signers]
-    status, said, _ = ours(*asked)
-    assert status == 0 and said.count("signed by me@example.org") == 2
+    said = told(0, *asked)
+    assert said.count("signed by me@example.org") == 2
     changed = certificate(seconds=2.0)
     change_records(records, lambda kept: [replace(each, certificate=changed) for each in kept[:1]] + kept[1:])
-    status, _, said = ours(*asked)
-    assert status == 1 and "line 2: signature is no signature of me@example.org" in said
+    assert "line 2: signature is no signature of me@example.org" in told(1, *asked)
 
 
 @needs_keys
