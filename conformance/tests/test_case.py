@@ -95,7 +95,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("given_as", "said"),
     [
         *CONTRADICTIONS,
         ("", "expected 'capability:field=value;…'"),
@@ -128,16 +128,6 @@ CONTRADICTIONS = [
         ("lse:q=[1];seed=-9999999999", "field seed: expected at most 2,147,483,648, got -9999999999"),
         ("chunked_context:q=[1];kv=[2000000000];workspace=1;page=1", "contexts in at most 262,144 slices, got 2,000,0"),
         ("lse:q=[1];dims=" + "9" * 5000 + "-1-1-1", "unknown dims '999"),
-    ],
-)
-def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
-    with pytest.raises(CaseError, match=re.escape(said)):
-        Case.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
         ({"format": 99}, "expected case format 1, got 99"),
         ({"heads": "4"}, "field heads: expected an integer, got '4'"),
         ({"heads": True}, "field heads: expected an integer, got True"),
@@ -147,9 +137,12 @@ def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
         ({"dims": 5}, "field dims: expected a string, got 5"),
     ],
 )
-def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str) -> None:
+def test_a_malformed_id_or_file_says_what_was_expected(given_as: str | dict[str, Any], said: str) -> None:
     with pytest.raises(CaseError, match=re.escape(said)):
-        Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **change})
+        if isinstance(given_as, str):
+            Case.parse(given_as)
+        else:
+            Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **given_as})
 
 
 def test_json_that_told_the_fields_of_every_role_is_read() -> None:

@@ -100,34 +100,25 @@ OUTPUT = torch.arange(24, dtype=torch.float64).view(2, 3, 4).sin()
 
 
 @pytest.mark.parametrize(
-    ("lse", "golden", "found"),
+    ("explain", "wrong", "golden", "found"),
     [
-        (LSE / math.log(2), LSE, "the LSE is in base 2, expected the natural logarithm"),
-        (LSE * math.log(2), LSE, "the LSE is multiplied by ln 2, as if it had been in base 2"),
-        (LSE.mT, LSE, TRANSPOSED),
-        (LSE * 1.4, LSE, ""),
-        (torch.full_like(LSE, 2 / math.log(2)), torch.full_like(LSE, 2.0), ""),
-        (LSE[:1, :1] / math.log(2), LSE[:1, :1], ""),
-        (LSE + LSE.mT + 0.5, LSE + LSE.mT, ""),
-        (torch.where(LSE > 2, torch.nan, LSE / math.log(2)), LSE, ""),
+        (explain_lse, LSE / math.log(2), LSE, "the LSE is in base 2, expected the natural logarithm"),
+        (explain_lse, LSE * math.log(2), LSE, "the LSE is multiplied by ln 2, as if it had been in base 2"),
+        (explain_lse, LSE.mT, LSE, TRANSPOSED),
+        (explain_lse, LSE * 1.4, LSE, ""),
+        (explain_lse, torch.full_like(LSE, 2 / math.log(2)), torch.full_like(LSE, 2.0), ""),
+        (explain_lse, LSE[:1, :1] / math.log(2), LSE[:1, :1], ""),
+        (explain_lse, LSE + LSE.mT + 0.5, LSE + LSE.mT, ""),
+        (explain_lse, torch.where(LSE > 2, torch.nan, LSE / math.log(2)), LSE, ""),
+        (explain_output, OUTPUT.roll(1, 1), OUTPUT, "heads are rotated by 1"),
+        (explain_output, 1e-3 * OUTPUT.roll(2, 1), 1e-3 * OUTPUT, "heads are rotated by 2"),
+        (explain_output, torch.zeros_like(OUTPUT), OUTPUT, ""),
+        (explain_output, OUTPUT * torch.tensor([1.0, 0.0, 0.0]).view(3, 1), OUTPUT, UNWRITTEN),
+        (explain_output, OUTPUT * torch.tensor([1.0, 0.0, 1.0]).view(3, 1), OUTPUT, ""),
+        (explain_output, OUTPUT[:, :1].expand(2, 3, 4) + 1e-4, OUTPUT[:, :1].expand(2, 3, 4), ""),
+        (explain_output, 1e-3 * OUTPUT + 1e-3, 1e-3 * OUTPUT, ""),
+        (explain_output, OUTPUT.roll(1, 0), OUTPUT, ""),
     ],
 )
-def test_a_wrong_lse(lse: torch.Tensor, golden: torch.Tensor, found: str) -> None:
-    assert explain_lse(lse, golden) == found
-
-
-@pytest.mark.parametrize(
-    ("output", "golden", "found"),
-    [
-        (OUTPUT.roll(1, 1), OUTPUT, "heads are rotated by 1"),
-        (1e-3 * OUTPUT.roll(2, 1), 1e-3 * OUTPUT, "heads are rotated by 2"),
-        (torch.zeros_like(OUTPUT), OUTPUT, ""),
-        (OUTPUT * torch.tensor([1.0, 0.0, 0.0]).view(3, 1), OUTPUT, UNWRITTEN),
-        (OUTPUT * torch.tensor([1.0, 0.0, 1.0]).view(3, 1), OUTPUT, ""),
-        (OUTPUT[:, :1].expand(2, 3, 4) + 1e-4, OUTPUT[:, :1].expand(2, 3, 4), ""),
-        (1e-3 * OUTPUT + 1e-3, 1e-3 * OUTPUT, ""),
-        (OUTPUT.roll(1, 0), OUTPUT, ""),
-    ],
-)
-def test_a_wrong_output(output: torch.Tensor, golden: torch.Tensor, found: str) -> None:
-    assert explain_output(output, golden) == found
+def test_what_wrong_numbers_are_is_found(explain: Any, wrong: torch.Tensor, golden: torch.Tensor, found: str) -> None:
+    assert explain(wrong, golden) == found
