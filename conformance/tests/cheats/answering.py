@@ -9,7 +9,6 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
-from threading import get_ident
 from types import CodeType
 
 import torch
@@ -21,10 +20,10 @@ from mla_conformance.engine.messages import TaskReply, encode
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.judging.verdict import Status
 from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
-from mla_conformance.tests.cheats.taking import relatives, stack_of
+from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, cheat
+from mla_conformance.tests.cheats.taking import relatives
 
 
 @cache
@@ -66,19 +65,6 @@ def ForgesTheAnswer(kernel, output, lse, q, k, v):
         if link.is_socket():
             os.write(int(link.name), encode(TaskReply(record, leaves=True)))
     os._exit(0)
-
-
-@cheat(caught=WRONG)
-class ChangesTheVerdict(ThreeTimes):
-    """Is asked for evidence when the verdict is known, and changes that."""
-
-    def kernel_evidence(self):
-        for frame in stack_of(get_ident()):
-            for value in frame.f_locals.values():
-                if isinstance(value, Verdict):
-                    for name, passing in vars(Verdict(Status.PASS)).items():
-                        object.__setattr__(value, name, passing)
-        return {}
 
 
 @cheat(caught=WRONG)

@@ -7,27 +7,14 @@ import sys
 import time
 from threading import Thread, get_ident
 
-import msgspec
 import torch
 
-from mla_conformance.engine import messages
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import GoldenAttention
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.tolerance import tolerance
-from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.roles import table
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import stack_of
 from mla_conformance.trials import trial
 from mla_conformance.trials.trial import Trial
-
-
-@cheat(caught=WRONG)
-def ReplacesTheJudge(kernel, output, lse, q, k, v):
-    """Puts a judge that passes everything in the judge's place, wherever that was imported."""
-    table.judge = trial.judge = lambda *_: Verdict(Status.PASS)
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -53,40 +40,10 @@ def ReplacesTheJudgeLater(kernel, output, lse, q, k, v):
 
 
 @cheat(caught=WRONG)
-def ReplacesTheRecord(kernel, output, lse, q, k, v):
-    """Makes records that hold a pass, whatever the verdict is."""
-    honest = Record.with_verdict
-    Record.with_verdict = lambda record, verdict, seconds: honest(record, Verdict(Status.PASS), seconds)
-    return output, lse
-
-
-@cheat(caught=WRONG)
-def ReplacesTheMessages(kernel, output, lse, q, k, v):
-    """Lets its process report a pass, whatever the record holds."""
-
-    def passing(message):
-        if isinstance(message, messages.TaskReply) and message.record:
-            passed = message.record.with_fields(status=Status.PASS, message="", check="", clause="")
-            message = msgspec.structs.replace(message, record=passed)
-        return honest(message)
-
-    honest, messages.encode = messages.encode, passing
-    return output, lse
-
-
-@cheat(caught=WRONG)
 def ReplacesOperators(kernel, output, lse, q, k, v):
     """Makes every difference and every comparison of tensors find that they agree."""
     torch.equal = torch.allclose = lambda *_, **__: True
     torch.Tensor.__sub__ = lambda x, y: torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=x.dtype)
-    return output, lse
-
-
-@cheat(caught=WRONG)
-def WidensTheTolerance(kernel, output, lse, q, k, v):
-    """Writes larger limits into the table of tolerances that is in memory."""
-    for limit in ("element_limit", "row_deviations"):
-        object.__setattr__(tolerance(), limit, 1e9)
     return output, lse
 
 
