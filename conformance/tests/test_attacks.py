@@ -25,7 +25,7 @@ from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
-from mla_conformance.tests.cheats.cheat import cheats
+from mla_conformance.tests.cheats import cheats
 from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored
 from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.reports import unexplained

@@ -1,18 +1,24 @@
-"""What judges replaced, results that come late, and objects that answer as if they were right."""
+"""What judges replaced, results that come late or pose as others, and declarations that are not true."""
 
+import builtins
 import ctypes
 import gc
 import os
 import sys
 import time
+from importlib.metadata import Distribution
 from threading import Thread, get_ident
+from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.driving import remote
+from mla_conformance.driving.remote import Reply
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import GoldenAttention
-from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
-from mla_conformance.tests.cheats.taking import stack_of
+from mla_conformance.tests.cheats import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.taking import NUMBERS_ARE_RIGHT, stack_of
 from mla_conformance.trials import trial
 from mla_conformance.trials.trial import Trial
 
@@ -135,3 +141,90 @@ class Surprise(tuple):
 def SendsCode(kernel, output, lse, q, k, v):
     """Returns a pair that runs code of its own in any process that unpickles it."""
     return Surprise((output, lse))
+
+
+@cheat(claims="that an emulation is a real kernel", trust=NUMBERS_ARE_RIGHT)
+def ClaimsToBeReal(kernel, output, lse, q, k, v):
+    """Computes with plain tensor operations and declares that it is no emulation."""
+    return output.div_(3), lse
+
+
+class _FlashAttention(Distribution):
+    """What is told of a package that is not there."""
+
+    def read_text(self, filename):
+        return "Name: flash-attn\nVersion: 2.9.9\n" if filename == "METADATA" else None
+
+    def locate_file(self, path):
+        return path
+
+
+class _Finder:
+    """Finds it, and nothing else."""
+
+    @staticmethod
+    def find_spec(*_):
+        return None
+
+    @staticmethod
+    def find_distributions(context):
+        return [_FlashAttention()] if context.name == "flash-attn" else []
+
+
+@cheat(
+    claims="that it drives a library, in a version",
+    trust="A version is what an installed package says of itself. On a GPU the record lists kernels and libraries that "
+    "were loaded, here none of that library's.",
+)
+class ClaimsALibrary(ThreeTimes):
+    """Declares a distribution that it does not use, and brings the metadata of one that is not installed."""
+
+    declaration: ClassVar[Declaration] = Declaration(distributions=("flash-attn",))
+
+    @classmethod
+    def is_available(cls):
+        if _Finder not in sys.meta_path:
+            sys.meta_path.append(_Finder)
+        return True
+
+    def answer(self, output, lse, q, k, v):
+        return output.div_(3), lse
+
+
+@cheat(
+    claims="that what it cannot do is not asked of it",
+    caught="did not pass: core: unsupported",
+    case="new_tokens:q=[1];data=needle;lse=0",
+)
+class DeclaresNothing(ThreeTimes):
+    """Declares everything unsupported, so that nothing of it can fail."""
+
+    @classmethod
+    def validate_configuration(cls, *_):
+        return ["not declared"]
+
+
+@cheat(caught=WRONG)
+def ReplacesPythonsFunctions(kernel, output, lse, q, k, v):
+    """Makes Python's own functions find that everything agrees, and that nothing was replaced."""
+    replaced = {"bool": lambda *_: False, "max": lambda *_, **__: 0.0, "len": lambda _: 0, "any": lambda _: False}
+    vars(builtins).update(replaced)
+    return output, lse
+
+
+@cheat(caught="no room for a result of")
+def ForgesItsNeeds(kernel, output, lse, q, k, v):
+    """Says, where its process tells what it returned, that this needs more memory than there is."""
+    forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
+    remote.written.__code__ = forged.__code__
+    return output, lse
+
+
+@cheat(
+    claims="that it is right wherever it runs",
+    trust="A kernel can see that the harness is loaded, and be right only then; whoever trusts it reads the source "
+    "that the certificate pins.",
+)
+def IsRightWhereItIsJudged(kernel, output, lse, q, k, v):
+    """Is right only while the harness is loaded."""
+    return (output.div_(3) if "mla_conformance.driving" in sys.modules else output), lse

@@ -25,7 +25,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
-from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats
+from mla_conformance.tests.cheats import EXPECTED, FAMILIES, Cheat, cheats
 
 _STORED = "cheats.json"
 SALT = "chosen-when-it-was-written"  # with it inputs are drawn that no cheat has seen before
@@ -80,7 +80,7 @@ def deciding_digest() -> str:
     """Digest of the judge, of what carries out a run, and of the cheats."""
     root = Path(str(files("mla_conformance")))
     rooms = [path for room in ("driving", "engine") for path in sorted((root / room).glob("*.py"))]
-    own = [root / "tests" / "cheats" / f"{name}.py" for name in (*FAMILIES, "cheat", "report")]
+    own = [root / "tests" / "cheats" / f"{name}.py" for name in (*FAMILIES, "__init__", "report")]
     return meaning_digest([*judging_sources(), *rooms, *own])[:16]
 
 
