@@ -389,23 +389,16 @@ import mla_conformance as mla
 from mla_conformance.tests.own_functions import decode_with
 
 cases = mla.cases("decode", capability="decode_lse", q=1)
-
 @cases
-def test_right(case):
-    mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
-
+def test_right(case): mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
 @cases
-def test_wrong(case):
-    mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
-
+def test_wrong(case): mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
 @cases
-def test_raises(case):
-    decode_with("")(**case.inputs("cpu"))["mine"]
+def test_raises(case): decode_with("")(**case.inputs("cpu"))["mine"]
 
 calls = []
 if "MLA_CONFORMANCE_ALONE" in os.environ:
     open("alone", "a").write(".")
-
 @cases
 def test_keeps(case):
     calls.append(case)

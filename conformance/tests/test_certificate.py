@@ -182,10 +182,6 @@ FINDING = {"case": WAIVED, "status": "fail", "check": "lse", "message": "m"}
 TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (set_to("digests", "cases", to="0" * 64), "digest 'cases': expected "),
     (set_to("digests", "judging", to="0" * 64), "digest 'judging': expected "),
-    (
-        set_to("suite", to="2026.1"),
-        f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here; renew it: mla-",
-    ),
     (set_to("tier", to="smoke"), "tier smoke: only the full tier is certified"),
     (set_to("counts", "passed", to=len(CASES)), f"the certificate says {len(CASES)}"),
     (set_to("cases", OPTIONAL, to="pass"), "count 'passed': the cases give "),
@@ -196,10 +192,7 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (judged_as(WAIVED, "pass"), f"a finding waives {WAIVED}, which is not waived among the cases"),
     (set_to("findings", to=[]), f"case {WAIVED} is waived, but no finding says why"),
     (set_to("findings", to=[{**FINDING, "expectation": ""}]), f"the finding on {WAIVED} gives no reason"),
-    (
-        set_to("findings", to=[{**FINDING, "expectation": "known", "explanation": ""}]),
-        f"the finding on {WAIVED} is a wrong number, and nothing says what it looks like",
-    ),
+    (set_to("findings", to=[{**FINDING, "expectation": "k", "explanation": ""}]), f"{WAIVED} is a wrong number, and"),
     (set_to("backend", to="EAGER"), "backend EAGER is an emulated kernel, which is never certified"),
     (set_to("device", to="NVIDIA B200"), "the certificate of NVIDIA B200"),
     (set_to("date", to="2027-01-01"), "date 2027-01-01 lies in the future"),
@@ -243,10 +236,7 @@ CLEAN, CHANGED = (
 NEVER: list[tuple[Callable[[], object], str]] = [
     (lambda: issue(run(RECORDS[1:]), TODAY, PINS), "incomplete: 1 cases of new_tokens were not run"),
     (lambda: issue(run(changed(CASES[5].id, Status.HARNESS_ERROR)), TODAY, PINS), "1 failures of new_tokens, first"),
-    (
-        lambda: issue(run(changed(CASES[5].id, Status.UNAVAILABLE)), TODAY, PINS),
-        f"must-pass case {CASES[5].id} did not pass: core: unavailable",
-    ),
+    (lambda: issue(run(changed(CASES[5].id, Status.UNAVAILABLE)), TODAY, PINS), "did not pass: core: unavailable"),
     (lambda: issue(run(NO_LARGE), TODAY, PINS), "no case of large_offsets could be judged here"),
     (lambda: record_of(run(changed(CASES[5].id, Status.FAIL)), TODAY, PINS), "1 failures of new_tokens"),
     (lambda: require_whole(1, LISTED[1:]), "1 cases are left out, for example"),
@@ -255,10 +245,7 @@ NEVER: list[tuple[Callable[[], object], str]] = [
     (lambda: require_whole(2, LISTED), "expected one --backend, got 2"),
     (lambda: require_real(replace(REAL, emulated=True)), "is an emulated kernel, which is judged but never certified"),
     (lambda: require_real(replace(REAL, reasons=("no GPU",))), "TORCH_SDPA is unavailable: no GPU"),
-    (
-        lambda: require_core(replace(REAL, declared={"topk": ""})),
-        "is topk, a certificate needs prefill or decode or sparse or indexer; use",
-    ),
+    (lambda: require_core(replace(REAL, declared={"topk": ""})), "is topk, a certificate needs prefill or decode or s"),
     (lambda: committed(CHANGED), "package mine is a checkout with changes"),
 ]
 

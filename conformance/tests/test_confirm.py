@@ -30,49 +30,28 @@ BACKENDS = """
 import mla_conformance_test_shared as shared
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-
 class Wrong(EagerPrefillBackend):
-    def is_wrong(self, tokens): ...
-
     def run_prefill_new_tokens(self, q, *arguments, **options):
         output, lse = super().run_prefill_new_tokens(q, *arguments, **options)
         return output, lse + bool(self.is_wrong(len(q)))
-
-
 class Always(Wrong):
-    def is_wrong(self, tokens):
-        return tokens == 4
-
-
+    def is_wrong(self, tokens): return tokens == 4
 class Remembers(Wrong):
     seen = set()
-
     def is_wrong(self, tokens):
         self.seen.add(tokens)
         return tokens == 5 and 3 in self.seen
-
-
 class Once(Wrong):
     def is_wrong(self, tokens):
         if tokens == 4 and not shared.once.exists():
             shared.once.touch()
             return True
-
-
 class Spoils(Wrong):
-    def is_wrong(self, tokens):
-        shared.spoiled = True
-
-
+    def is_wrong(self, tokens): shared.spoiled = True
 class Spoiled(Wrong):
-    def is_wrong(self, tokens):
-        return shared.spoiled
+    def is_wrong(self, tokens): return shared.spoiled
 """
-SHARED = """
-import pathlib
-spoiled = False
-once = pathlib.Path(__file__).with_name("once")
-"""
+SHARED = 'import pathlib; spoiled = False; once = pathlib.Path(__file__).with_name("once")'
 
 
 def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wrong") -> Record:

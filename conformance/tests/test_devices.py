@@ -169,10 +169,8 @@ GREEDY = """
 import pathlib, torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-
 class Greedy(EagerPrefillBackend):
     '''Lacks memory for three tokens always, for two the first time.'''
-
     def run_prefill_new_tokens(self, q, *arguments, **options):
         if len(q) in (2, 3):
             seen = pathlib.Path(__file__).with_name(f"seen{len(q)}")
@@ -184,7 +182,6 @@ class Greedy(EagerPrefillBackend):
 COMPILES = """
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 
 class Compiles(EagerPrefillBackend):
     declaration = Declaration(distributions=("torch", "triton"))
@@ -283,10 +280,6 @@ def test_what_compiles_follows_and_races_are_watched_for_alone_at_the_end(tmp_pa
     assert len({here for *_, here in seen.started}) == 1, "nobody lacks memory, so that nobody begins anew"
     assert given_back == [1, 1], "the other one, before the first that has the GPU for itself"
     assert {record.status for record in seen.records.values()} == {Status.PASS}
-    alone = "judging {} with the GPU for itself"
-    assert seen.phases == [
-        "judging 2 backends, compiling for others beside them",
-        alone.format("2 cases"),
-        "judging the backends that compile",
-        alone.format("1 case"),
-    ]
+    alone = "judging {} with the GPU for itself".format
+    begun = ["judging 2 backends, compiling for others beside them", alone("2 cases")]
+    assert seen.phases == [*begun, "judging the backends that compile", alone("1 case")]

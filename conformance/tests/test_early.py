@@ -125,7 +125,6 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 
 class EndsWhenFitted(EagerPrefillBackend):
     asked = 0
-
     @classmethod
     def validate_configuration(cls, *operands, **named):
         EndsWhenFitted.asked += 1
@@ -155,11 +154,9 @@ class EndsWhereCandidatesAreAsked:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         executed = spec.loader.exec_module
-
         def exec_module(module):
             executed(module)
             module.candidates = lambda role: os.kill(os.getpid(), signal.SIGSEGV)
-
         spec.loader.exec_module = exec_module
         return spec
 

@@ -24,28 +24,31 @@ from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, first_cases, is_due_on_gpu
 
-Write = Callable[..., Path]
 Gate = Callable[..., tuple[int, str, str]]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
 PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in CASES[:4]]
 FAILED = PASSED[1].with_fields(status=Status.FAIL, check="lse")
 
 
+def report(records: Sequence[Record], name: str = "a.json", cases: Sequence[str] = (), **told: Any) -> Path:
+    """One as ``certify`` writes it, in the current folder."""
+    return write_run(Path(name), records, cases, **told)
+
+
 @pytest.fixture
-def gate(ours: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+def gate(ours: Gate, here: Path) -> Gate:
     """The gate in a folder of its own, over any selection unless a tier is named."""
-    monkeypatch.chdir(tmp_path)
     return lambda *arguments, tier="none": ours("gate", *arguments, "--require-tier", tier)
 
 
-def test_a_failure_closes_the_gate_unless_it_is_expected(write_report: Write, tmp_path: Path, gate: Gate) -> None:
-    report = write_report("a.json", [PASSED[0], FAILED])
-    status, out, _ = gate(report)
+def test_a_failure_closes_the_gate_unless_it_is_expected(gate: Gate) -> None:
+    file = report([PASSED[0], FAILED])
+    status, out, _ = gate(file)
     assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
     (cause,) = (line for line in out.splitlines() if line.startswith("cause "))
     assert cause.split()[1] == "MINE" and "the LSE is wrong" in cause and cause.endswith(" · 1 case")
-    (tmp_path / "mine.toml").write_text(to_toml(Expectation(backend="*", case=FAILED.case, reason="known")))
-    status, out, _ = gate(report, "--expectations", tmp_path)
+    Path("mine.toml").write_text(to_toml(Expectation(backend="*", case=FAILED.case, reason="known")))
+    status, out, _ = gate(file, "--expectations", ".")
     assert status == 0 and out.endswith(" · 2 verdicts · 1 expected failure\n")
 
 
@@ -61,12 +64,10 @@ UNSEEN = "mine.toml: entry 1: expected a reason in words, got "
         *(({"backend": "*", "reason": reason}, 2, UNSEEN) for reason in ("", "\u200b", "\u3164\uffa0", "- 1 -")),
     ],
 )
-def test_expectations_that_are_wrong_close_the_gate(
-    write_report: Write, gate: Gate, changes: Any, status: int, said: str
-) -> None:
+def test_expectations_that_are_wrong_close_the_gate(gate: Gate, changes: Any, status: int, said: str) -> None:
     entry = Expectation(**{"backend": "MINE", "case": "lse", "reason": "r", **changes})  # type: ignore[arg-type]
     Path("mine.toml").write_text(to_toml(entry), encoding="utf-8")
-    found = gate(write_report("a.json", PASSED), "--expectations", ".")
+    found = gate(report(PASSED), "--expectations", ".")
     assert found[0] == status and said in found[status]
 
 
@@ -88,32 +89,32 @@ GONE = f"no longer judged MINE {re.escape(CASES[3])} · was pass"
     ],
 )
 def test_a_baseline_tells_what_is_new_gone_and_drifted(
-    write_report: Write, gate: Gate, before: list[Record], now: list[Record], limit: Any, status: int, said: str
+    gate: Gate, before: list[Record], now: list[Record], limit: Any, status: int, said: str
 ) -> None:
     """How far an error drifts closes the gate if it is limited."""
-    found, out, err = gate(write_report("now.json", now), "--baseline", write_report("before.json", before), *limit)
+    found, out, err = gate(report(now, "now.json"), "--baseline", report(before, "before.json"), *limit)
     assert (found, err) == (status, "") and re.search(said, out, re.DOTALL), out
 
 
-def test_an_incomplete_run_and_an_empty_one_do_not_pass(write_report: Write, gate: Gate) -> None:
-    status, out, _ = gate(write_report("a.json", PASSED, CASES[:6]))
+def test_an_incomplete_run_and_an_empty_one_do_not_pass(gate: Gate) -> None:
+    status, out, _ = gate(report(PASSED, cases=CASES[:6]))
     assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
-    status, out, _ = gate(write_report("b.json", []))
+    status, out, _ = gate(report([], "b.json"))
     assert status == 1 and "nothing was judged" in out
 
 
-def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, gate: Gate) -> None:
-    listed = tmp_path / "must.txt"
+def test_must_pass_cases_have_to_be_passed(gate: Gate) -> None:
+    listed = Path("must.txt")
     listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
     unsupported = PASSED[0].with_fields(case=CASES[5], status=Status.UNSUPPORTED)
-    assert gate(write_report("a.json", [*PASSED, unsupported]), "--must-pass", listed)[0] == 0
+    assert gate(report([*PASSED, unsupported]), "--must-pass", listed)[0] == 0
     lacking = [*PASSED[:2], PASSED[2].with_fields(status=Status.UNSUPPORTED)]
-    status, out, _ = gate(write_report("b.json", lacking), "--must-pass", listed)
+    status, out, _ = gate(report(lacking, "b.json"), "--must-pass", listed)
     assert status == 1
     for case, why in ((CASES[2], "core: unsupported"), (CASES[3], "core: not in the report"), (CASES[5], "extra: not")):
         assert f"must pass        MINE {case} · {why}" in out
     listed.write_text("".join(f"core lse:q=[{number}]\n" for number in range(1, 301)))
-    _, out, _ = gate(write_report("c.json", PASSED), "--must-pass", listed)
+    _, out, _ = gate(report(PASSED, "c.json"), "--must-pass", listed)
     *_, further, _ = out.splitlines()
     assert re.fullmatch(r"must pass +… lse:q=\[\d+\], lse:.* and \d+ more", further) and len(further) <= 400
 
@@ -145,19 +146,19 @@ def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:
 
 
 @pytest.mark.parametrize("text", ["# nothing\n", "core lse:nope=1\n"])
-def test_a_malformed_must_pass_list(write_report: Write, tmp_path: Path, gate: Gate, text: str) -> None:
-    (tmp_path / "must.txt").write_text(text)
-    status, _, err = gate(write_report("a.json", PASSED), "--must-pass", tmp_path / "must.txt")
+def test_a_malformed_must_pass_list(gate: Gate, text: str) -> None:
+    Path("must.txt").write_text(text)
+    status, _, err = gate(report(PASSED), "--must-pass", "must.txt")
     assert status == 2 and "expected 'PROFILE CASE_ID'" in err.replace("lines ", "") and "must.txt" in err
 
 
-def test_reports_that_do_not_belong_together(write_report: Write, gate: Gate) -> None:
-    report = write_report("a.json", PASSED)
-    assert "is in another report as well" in gate(report, report)[2]
+def test_reports_that_do_not_belong_together(gate: Gate) -> None:
+    file = report(PASSED)
+    assert "is in another report as well" in gate(file, file)[2]
     for other in ({"suite": "2025.1"}, {"tier": "smoke"}):
-        status, _, err = gate(report, "--baseline", write_report("b.json", PASSED, **other))
+        status, _, err = gate(file, "--baseline", report(PASSED, "b.json", environment=other))
         assert status == 2 and f"b.json: expected {next(iter(other))} " in err
-    assert gate(report, "--expectations", report)[0] == 2
+    assert gate(file, "--expectations", file)[0] == 2
 
 
 SMOKE = [case.id for entry in CAPABILITIES.values() for case in entry.select(Tier.SMOKE)]
@@ -172,8 +173,8 @@ def all_passed(cases: list[str], backend: str = "MINE") -> list[Record]:
     return [Record(backend, backend, case.partition(":")[0], case, Status.PASS) for case in cases]
 
 
-def test_two_capabilities_of_all_do_not_open_the_gate(write_report: Write, gate: Gate) -> None:
-    file = write_report("a.json", all_passed(TWO))
+def test_two_capabilities_of_all_do_not_open_the_gate(gate: Gate) -> None:
+    file = report(all_passed(TWO))
     status, out, _ = gate(file, tier="full")
     extent = f"{FULL - len(TWO)} of {FULL} cases, {len(CAPABILITIES) - 2} of {len(CAPABILITIES)} capabilities"
     assert status == 1 and f"not run          MINE {extent} · of the full tier\n" in out
@@ -185,17 +186,17 @@ def test_two_capabilities_of_all_do_not_open_the_gate(write_report: Write, gate:
     assert len(reported) + int(counted) == len(CAPABILITIES) - 2
     assert gate(file)[0] == 0
     # The tier is what the report says of itself; the gate asks the suite.
-    assert gate(write_report("b.json", all_passed(TWO), tier="nightly"), tier="full")[0] == 1
+    assert gate(report(all_passed(TWO), "b.json", environment={"tier": "nightly"}), tier="full")[0] == 1
 
 
-def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(write_report: Write, gate: Gate) -> None:
-    file = write_report("a.json", all_passed(SMOKE))
+def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(gate: Gate) -> None:
+    file = report(all_passed(SMOKE))
     assert gate(file, tier="smoke")[0] == 0
-    status, out, _ = gate(write_report("b.json", all_passed(SMOKE), tier="smoke"), tier="full")
+    status, out, _ = gate(report(all_passed(SMOKE), "b.json", environment={"tier": "smoke"}), tier="full")
     said = "the report is of tier smoke; expected tier full, or pass --require-tier smoke"
     first, last = out.splitlines()
     assert status == 1 and f"{FULL - len(SMOKE)} of {FULL} cases" in first and first.endswith(said) and "CLOSED" in last
-    file = write_report("a.json", [*all_passed(SMOKE), *all_passed(SMOKE[1:], "OTHER")])
+    file = report([*all_passed(SMOKE), *all_passed(SMOKE[1:], "OTHER")])
     status, out, _ = gate(file, tier="smoke")
     assert status == 1 and f"OTHER 1 of {len(SMOKE)} cases" in out and "MINE" not in out
 
@@ -211,16 +212,16 @@ def test_a_tier_is_asked_for_by_what_it_holds_and_of_each_backend(write_report: 
         (["MINE", "package.module:DIED"], "missing          DIED * · in no report"),
     ],
 )
-def test_a_backend_that_has_to_be_judged(tmp_path: Path, gate: Gate, required: list[str], said: str) -> None:
+def test_a_backend_that_has_to_be_judged(gate: Gate, required: list[str], said: str) -> None:
     refuses = [record.with_fields(status=Status.UNSUPPORTED) for record in all_passed(TWO[:2], "REFUSES")]
     gone = BackendFacts("GONE", "GONE", ("no such GPU",))
-    file = write_run(tmp_path / "a.json", [*all_passed(TWO[:2]), *refuses], facts=[gone])
+    file = report([*all_passed(TWO[:2]), *refuses], facts=[gone])
     status, out, _ = gate(file, "--require", *required)
     assert (status, [line for line in out.splitlines() if "missing  " in line]) == (bool(said), [said] if said else [])
 
 
-def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(write_report: Write, gate: Gate) -> None:
-    file = write_report("a.json", [all_passed(TWO)[0].with_fields(status=Status.FAIL, check="lse")])
+def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(gate: Gate) -> None:
+    file = report([all_passed(TWO)[0].with_fields(status=Status.FAIL, check="lse")])
     status, out, _ = gate(file, file.with_name("b.json"))
     assert status == 1 and f"missing          *    {file.with_name('b.json')} · no such report" in out
     assert f"failing          MINE {TWO[0]}" in out
@@ -228,17 +229,17 @@ def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(write_repo
     assert status == 1 and "*.jsn · no such report" in out and "nothing was judged" in out
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path, gate: Gate) -> None:
+def test_a_shard_that_is_not_there_is_named(gate: Gate) -> None:
     shards = [Shard.of(f"{index}/3", TWO) for index in (1, 2, 3)]
-    files = [write_run(tmp_path / f"{s.index}.json", all_passed(list(s.cases)), TWO, shard=s) for s in shards]
+    files = [report(all_passed(list(s.cases)), f"{s.index}.json", TWO, shard=s) for s in shards]
     assert gate(*files)[0] == 0
     status, out, _ = gate(files[0], files[2])
     assert status == 1 and "missing          MINE shard 2/3 · in no report" in out
     assert f"MINE {len(shards[1].cases)} of {len(TWO)} cases, 2 of 2 capabilities · of its list" in out
 
 
-def test_the_must_pass_list_is_asked_for_by_name_and_version(write_report: Write, gate: Gate) -> None:
-    file, old = write_report("a.json", all_passed(TWO)), write_report("old.json", all_passed(TWO), suite="2025.1")
+def test_the_must_pass_list_is_asked_for_by_name_and_version(gate: Gate) -> None:
+    file, old = report(all_passed(TWO)), report(all_passed(TWO), "old.json", environment={"suite": "2025.1"})
     for name in ("shipped", "decode"):
         status, out, _ = gate(file, "--must-pass", f"{name}@{SUITE_VERSION}")
         assert status == 1 and f" · must-pass {name}@{SUITE_VERSION} · " in out
@@ -292,11 +293,9 @@ class OomWhenHard(EagerPrefillBackend):
 """
 
 
-def report(facts: BackendFacts, records: Sequence[Record], name: str = "o.json", **code: str) -> str:
-    """The name of a report of a backend, and of the code beside it."""
-    environment = {"suite": SUITE_VERSION, "tier": "smoke"}
-    write_run(Path(name), records, facts=[facts], code=code, environment=environment)
-    return name
+def of(facts: BackendFacts, records: Sequence[Record], name: str = "o.json", **code: str) -> Path:
+    """The report of a backend, and of the code beside it."""
+    return report(records, name, facts=[facts], code=code)
 
 
 def passed(facts: BackendFacts, first: int = 0, **fields: object) -> list[Record]:
@@ -318,7 +317,7 @@ def test_a_kernel_that_lacks_memory_where_it_is_hard_closes_the_gate(gate: Gate)
     records = [judge_one(subject, case, context) for case in cases]
     dodged = sum(record.status is Status.UNAVAILABLE for record in records)
     assert 0 < dodged < sum(record.status is not Status.UNSUPPORTED for record in records)
-    status, out, _ = gate(report(describe(subject), records), "--require", "oom.py:OomWhenHard")
+    status, out, _ = gate(of(describe(subject), records), "--require", "oom.py:OomWhenHard")
     assert status == 1 and out.count("unavailable      OomWhenHard ") == dodged
     assert "out of memory: MemoryError: out of memory" in out and out.endswith(f" · {dodged} unavailable\n")
 
@@ -338,10 +337,10 @@ def test_what_is_too_large_is_not_told_by_the_kernel(
     monkeypatch.setattr(judging, "whole_memory", lambda device: limit)
     subject = Subject.of(kernel, CPU)
     record, facts = judge_one(subject, case, Context()), describe(subject)
-    status, out, _ = gate(report(facts, [record, *passed(facts)]))
+    status, out, _ = gate(of(facts, [record, *passed(facts)]))
     assert status == (finding == "unavailable") and record.case in out
     assert out.split("  ")[0].rstrip() == finding and out.endswith(f" · 1 {finding}\n")
-    assert "pass, yet too large to be judged" in gate(report(facts, passed(facts, too_large=True)))[2]
+    assert "pass, yet too large to be judged" in gate(of(facts, passed(facts, too_large=True)))[2]
 
 
 MINE = "kernels/mine.py:Mine"
@@ -366,7 +365,7 @@ def test_a_required_file_is_its_path_and_bytes(
     facts = file_of(path)
     file_of("kernels/mine.py")
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
-    found = gate(report(facts, passed(facts)), "--require", required)
+    found = gate(of(facts, passed(facts)), "--require", required)
     assert found[0] == status and said in found[max(1, status)]
 
 
@@ -384,8 +383,8 @@ def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change
     first, second = file_of("mine.py"), file_of(path)
     second = replace(second, fingerprint="file 0") if change == "fingerprint" else second
     halves = [
-        report(first, passed(first), "a.json", **{"/help.py": "0"}),
-        report(second, passed(second, 3), "b.json", **{"/help.py": str(int(change == "helper"))}),
+        of(first, passed(first), "a.json", **{"/help.py": "0"}),
+        of(second, passed(second, 3), "b.json", **{"/help.py": str(int(change == "helper"))}),
     ]
     status, _, err = gate(*halves, "--require", "mine.py:Mine")
     assert status == (2 if said else 0)
@@ -395,16 +394,16 @@ def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change
 @pytest.mark.parametrize("fingerprint", ["", "file a", "no distribution"])
 def test_a_report_without_the_files_digest_is_not_of_it(gate: Gate, fingerprint: str) -> None:
     facts = BackendFacts("Mine", file_of("mine.py").reference, fingerprint=fingerprint)
-    assert gate(report(facts, passed(facts)), "--require", "mine.py:Mine")[0] == 1
+    assert gate(of(facts, passed(facts)), "--require", "mine.py:Mine")[0] == 1
 
 
 @pytest.mark.parametrize("required", ["TORCH_SDPA", "kernels/mine.py:TORCH_SDPA"])
 def test_a_class_of_a_registered_name_is_not_the_registered_backend(gate: Gate, required: str) -> None:
     file_of("kernels/mine.py", "TORCH_SDPA")
     evil, genuine = file_of("a/evil.py", "TORCH_SDPA"), BackendFacts("TORCH_SDPA", "TORCH_SDPA")
-    status, out, _ = gate(report(evil, passed(evil)), "--require", required)
+    status, out, _ = gate(of(evil, passed(evil)), "--require", required)
     assert status == 1 and f"missing          TORCH_SDPA * · {ELSEWHERE}" in out
-    assert gate(report(genuine, passed(genuine)), "--require", required)[0] == (":" in required)
+    assert gate(of(genuine, passed(genuine)), "--require", required)[0] == (":" in required)
 
 
 @pytest.mark.parametrize(("file", "waived"), [("evil.py", False), ("", True)])
@@ -413,4 +412,4 @@ def test_expectations_of_a_registered_name_are_of_the_registered_backend(gate: G
     Path("known").mkdir()
     Path("known/FLASHMLA.toml").write_text(to_toml(Expectation(backend="FLASHMLA", case="lse", reason="known")))
     records = [each.with_fields(status=Status.FAIL, check="lse") for each in passed(facts)]
-    assert gate(report(facts, records), "--expectations", "known")[0] == (0 if waived else 1)
+    assert gate(of(facts, records), "--expectations", "known")[0] == (0 if waived else 1)

@@ -72,11 +72,11 @@ def test_shifted_regimes_move_every_raw_score(data: str, low: float, high: float
     assert bool((scores.std(-1) > 0.5).all()), "a constant on top of what there was"
 
 
-@pytest.mark.parametrize("data", ["ones", "hot_ones", "rising_ones"])
-def test_values_of_one_give_an_output_of_one(data: str) -> None:
-    problem = built(data, q=(3,), kv=(300,))
-    assert bool((problem.attention[0].v == 1).all())
-    assert torch.allclose(golden_attention(problem).calls[0].output, torch.ones(()).double(), rtol=1e-12)
+def test_values_of_one_give_an_output_of_one() -> None:
+    for data in ("ones", "hot_ones", "rising_ones"):
+        problem = built(data, q=(3,), kv=(300,))
+        assert bool((problem.attention[0].v == 1).all())
+        assert torch.allclose(golden_attention(problem).calls[0].output, torch.ones(()).double(), rtol=1e-12)
 
 
 def test_every_regime_is_promised_and_used() -> None:

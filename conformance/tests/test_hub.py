@@ -159,13 +159,9 @@ import torch
 from mla_conformance.backends.decode import MLADecodeBackend
 from {package}steps import DECLARED, attended, require_model_dtype
 
-
 class Mine(MLADecodeBackend):
     declaration = DECLARED
-
-    @staticmethod
-    def get_name():
-        return "MINE"
+    get_name = staticmethod(lambda: "MINE")
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         require_model_dtype(self, ql_nope)
@@ -178,11 +174,9 @@ from {package}pages import keys_of
 
 DECLARED = declaration.Declaration(rounding=declaration.Rounding())
 
-
 def require_model_dtype(backend, q):
     if not backend.supports_dtype(q.dtype):
         raise kernel.UnsupportedConfiguration(f"{{q.dtype}} is not supported")
-
 
 def attended(backend, q, kv_cache):
     outputs, lses = [], []
@@ -193,7 +187,6 @@ def attended(backend, q, kv_cache):
         lses.append(scores.logsumexp(-1) + {error})
     return torch.stack(outputs).to(q.dtype), torch.stack(lses, dim=1)
 
-
 import torch
 """
 PAGES = """
@@ -201,9 +194,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.slots import slots_of
 
-
 class AnotherRole(SelectedKeysBackend): ...
-
 
 def keys_of(metadata: MLACommonDecodeMetadata, kv_cache):
     page = kv_cache.shape[1]
