@@ -108,14 +108,11 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("reference", "backends", "conformance") for path in (ROOT / folder).rglob("*.py")]
 
 
-def test_the_spec_says_of_hazards_what_the_cases_are() -> None:
-    written = Section.of(SPEC, "hazards").content.strip()
-    assert written == "\n".join(script("spec").section_lines()), "run `python ci/spec.py`"
-
-
-def test_the_spec_says_who_decides_each_of_its_requirements() -> None:
-    written = "\n".join(script("spec").requirement_lines(SPEC.read_text("utf-8")))
-    assert Section.of(SPEC, "requirements").content.strip() == written, "run `python ci/spec.py`"
+def test_the_spec_says_what_the_hazards_cases_are_and_who_decides_each_of_its_requirements() -> None:
+    spec, renew = script("spec"), "run `python ci/spec.py`"
+    assert Section.of(SPEC, "hazards").content.strip() == "\n".join(spec.section_lines()), renew
+    written = "\n".join(spec.requirement_lines(SPEC.read_text("utf-8")))
+    assert Section.of(SPEC, "requirements").content.strip() == written, renew
     assert [line for line in written.splitlines() if line.endswith("| 0 |") and "excluded: " not in line] == []
 
 
