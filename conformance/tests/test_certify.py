@@ -24,7 +24,8 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability, write_case
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
-Ours, Write = Callable[..., tuple[int, str, str]], Callable[..., Path]
+Ours = Callable[..., tuple[int, str, str]]
+Write = Callable[..., Path]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
 
 

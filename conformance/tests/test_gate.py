@@ -65,10 +65,10 @@ UNSEEN = "mine.toml: entry 1: expected a reason in words, got "
     ],
 )
 def test_expectations_that_are_wrong_close_the_gate(gate: Gate, changes: Any, status: int, said: str) -> None:
-    entry = Expectation(**{"backend": "MINE", "case": "lse", "reason": "r", **changes})  # type: ignore[arg-type]
+    entry = Expectation(**{"backend": "MINE", "case": "lse", "reason": "r", **changes})
     Path("mine.toml").write_text(to_toml(entry), encoding="utf-8")
     found = gate(report(PASSED), "--expectations", ".")
-    assert found[0] == status and said in found[status]
+    assert found[0] == status and said in found[1] + found[2]
 
 
 DRIFTED = [record.with_fields(used={"lse": 0.6}) for record in PASSED]
@@ -366,7 +366,7 @@ def test_a_required_file_is_its_path_and_bytes(
     file_of("kernels/mine.py")
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
     found = gate(of(facts, passed(facts)), "--require", required)
-    assert found[0] == status and said in found[max(1, status)]
+    assert found[0] == status and said in found[1] + found[2]
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_without_the_package_a_name_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_the_build_that_fits_best_is_taken() -> None:
     here = f"{platform.machine()}-{platform.system().lower()}"
-    ranked = ("torch-universal", "torch-cuda", f"torch29-cxx11-cu126-{here}", f"torch29-cu128-{here}")
-    ranked += (f"torch-stable-abi29-cu128-{here}",)
+    ranked = ["torch-universal", "torch-cuda", f"torch29-cxx11-cu126-{here}", f"torch29-cu128-{here}"]
+    ranked += [f"torch-stable-abi29-cu128-{here}"]
     others = (f"torch210-cu128-{here}", f"torch29-cu129-{here}", f"torch29-cu118-{here}", "torch-cpu", "torch-x")
     torch29 = {"__version__": "2.9.1+cu128", "cuda": "12.8", "hip": None}
     ranks = [hub._rank(variant, torch29) for variant in ranked]
