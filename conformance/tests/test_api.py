@@ -424,9 +424,7 @@ def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(tmp
 
 
 @pytest.mark.usefixtures("explained")
-def test_under_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path
-) -> None:
+def test_under_xdist_ids_are_cases_and_the_end_says_what_fails(tmp_path: Path, monkeypatch: Any, python: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
     printed = pytest_in(tmp_path, python, "-p", "no:hypothesispytest", "-n1", "-q", "--color=no")

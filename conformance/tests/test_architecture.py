@@ -14,10 +14,8 @@ import pytest
 from mla_conformance.backends.references import known_backends
 
 ROOT = Path(__file__).parents[2]
-FLOORS = {
-    "reference": ("mla_conformance.reference",),
-    "backends": ("mla_conformance.reference", "mla_conformance.backends"),
-}
+REFERENCE = "mla_conformance.reference"
+FLOORS = {"reference": (REFERENCE,), "backends": (REFERENCE, "mla_conformance.backends")}
 
 
 def sources(folder: str) -> list[Path]:
@@ -107,12 +105,8 @@ def test_imports_lead_downwards_only() -> None:
 
 def test_no_case_test_or_judge_names_a_backend() -> None:
     names = {backend.name for backend in known_backends() if "[" not in backend.name}
-    files = [
-        path
-        for room in ("cases", "driving", "judging", "roles", "suite", "vocabulary")
-        for path in sources(f"conformance/{room}")
-    ]
-    for path in files:
+    rooms = ("cases", "driving", "judging", "roles", "suite", "vocabulary")
+    for path in (path for room in rooms for path in sources(f"conformance/{room}")):
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not names & {value for value in strings if isinstance(value, str)}, path.name
 

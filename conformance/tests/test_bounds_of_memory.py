@@ -182,7 +182,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("case", "touch", "said"), FORMS.values(), ids=FORMS)
-def test_what_a_call_does_to_what_it_was_handed_is_its_failure(
+def test_what_a_call_does_to_its_operands_is_its_failure(
     case: str, touch: Callable[[Operands], object], said: str
 ) -> None:
     record = judged_with(case, touch)

@@ -156,9 +156,7 @@ def _opened(folder: Path) -> dict[str, dict[str, Any]]:
 
 @in_a_browser
 @pytest.mark.parametrize(("kind", "width", "scheme"), SHOWN)
-def test_a_page_works_by_keys_and_fits_its_window(
-    seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str
-) -> None:
+def test_a_page_works_by_keys_and_fits(seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str) -> None:
     reported = seen[f"{kind}-{width}-{scheme}"]
     assert reported["dark"] is (scheme == "dark") and reported["faint"] == []
     assert reported["complaints"] == []

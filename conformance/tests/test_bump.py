@@ -80,9 +80,7 @@ def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     assert before.environment == after.environment and versions[0]["torch"] == before.environment["torch"]
 
 
-def test_an_environment_sees_what_this_one_has_and_its_own_library_first(
-    bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_sees_its_own_library_first(bumped: Path, tmp_path: Path, monkeypatch: Any) -> None:
     environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
     assert environment.added == ("fake-attention",)
     here = find(["torch", "fake-attention"])

@@ -61,11 +61,8 @@ def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> 
     with capture(EagerPrefillBackend, tmp_path):
         drive(case)
         drive(case)
-    assert [c.id for c in read_cases(tmp_path)] == [
-        "context_chunk:q=[3];kv=[32]",
-        "context_chunk:q=[3];kv=[6]",
-        "new_tokens:q=[3]",
-    ]
+    chunks = ["context_chunk:q=[3];kv=[32]", "context_chunk:q=[3];kv=[6]"]
+    assert [c.id for c in read_cases(tmp_path)] == [*chunks, "new_tokens:q=[3]"]
 
 
 def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None:

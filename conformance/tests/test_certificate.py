@@ -140,9 +140,8 @@ def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_
     speed = Speed((Timed("decode", "decode 64 × 8k", "decode:q=[1]", interval, share=0.81),), copy=2e3)
     summary = run([RECORDS[0].with_fields(used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
     facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
-    backend = replace(
-        summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}), speed=speed
-    )
+    traced = Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"})
+    backend = replace(summary.backends[0], facts=facts, traced=traced, speed=speed)
     issued = issue(replace(summary, backends=(backend,)), TODAY, PINS)
     assert (issued.deviations[0].library, issued.deviations[0].adapter) == ("LSE in base 2", "times ln 2")
     assert issued.traced.kernels == {"lse": ("flash::fwd",)} and issued.traced.libraries == {"x.so": "ab"}
@@ -218,9 +217,7 @@ def test_tampering_is_rejected_under_a_new_seal(certificate: Json, tamper: Calla
         (set_to("pins", "harness", to={"clean": "yes"}), "pins.harness.clean: expected `bool | null`, got `str`"),
     ],
 )
-def test_a_malformed_one_is_refused_with_the_place(
-    certificate: Json, tamper: Callable[[Json], None], said: str, tmp_path: Path
-) -> None:
+def test_a_malformed_one_is_refused_with_the_place(certificate: Json, tamper: Any, said: str, tmp_path: Path) -> None:
     tamper(certificate)
     (tmp_path / "c.json").write_text(json.dumps(certificate))
     with pytest.raises(InputError) as refused:
@@ -286,7 +283,7 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
         (WAIVED, Status.FAIL, "", []),
     ],
 )
-def test_running_again_tells_what_differs(
+def test_a_rerun_tells_what_differs(
     certificate: Json, monkeypatch: Any, case: str, now: Status, salt: str, weights: Any
 ) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
@@ -322,9 +319,8 @@ def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
     request, subject = RunRequest.of(["TORCH_SDPA"], device="cpu"), Subject.of("TORCH_SDPA", device)
-    fitted = tuple(
-        case.id for name in request.arrays for case in region_of(subject, SPACES[name], FITTED[Tier.FULL]).cases
-    )
+    regions = (region_of(subject, SPACES[name], FITTED[Tier.FULL]) for name in request.arrays)
+    fitted = tuple(case.id for region in regions for case in region.cases)
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal(folder / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))

@@ -152,10 +152,8 @@ def test_bash_completes(tmp_path: Path, command: Path) -> None:
     if bash is None:
         pytest.skip("this machine has no bash")
     typed = ("'' certify --backend FLEX", "'' report d", "'' replay --rep")
-    ask = "\n".join(
-        f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}"
-        for words in typed
-    )
+    asked = [f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}" for words in typed]
+    ask = "\n".join(f"{each}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}" for each in asked)
     script = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["FLEX_ATTENTION", "diff", "--report --repeats"]

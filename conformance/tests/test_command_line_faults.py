@@ -19,14 +19,8 @@ from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError
 
-_FILLED = {
-    "case": "lse:q=[4]",
-    "--backend": "EAGER",
-    "backend": "mine.py:Mine",
-    "before": "pip==1",
-    "after": "pip==2",
-    "shell": "bash",
-}
+_FILLED = {"case": "lse:q=[4]", "--backend": "EAGER", "backend": "mine.py:Mine"}
+_FILLED |= {"before": "pip==1", "after": "pip==2", "shell": "bash"}
 """What is given where something has to be; paths that are not there are called ``nothing``."""
 MINE = "from mla_conformance.backends.eager import EagerPrefillBackend\nclass Mine(EagerPrefillBackend): ...\n"
 
@@ -53,12 +47,8 @@ def call(command: Command, option: Option | None = None, value: str = "") -> lis
 KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
 MOST_SECONDS = 20
 MOST_CHARACTERS = 2_000
-VALUES = {
-    "empty": "",
-    "unprintable": "::error::\x1b[31mred\x07\udcff\udcfe",
-    "endless": "a" * 100_000,
-    "nowhere": "/dev/null/nope",
-}
+VALUES = {"empty": "", "endless": "a" * 100_000, "nowhere": "/dev/null/nope"}
+VALUES |= {"unprintable": "::error::\x1b[31mred\x07\udcff\udcfe"}
 parser = command_line(COMMANDS, GROUPS)
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
@@ -133,11 +123,8 @@ def test_a_bad_value_is_told_in_a_short_sentence(command: Command, value: str, o
     for option in options_of(command):
         status, *told = ours(*call(command, option, VALUES[value]))
         kind, is_blank = option.settings.get("type"), not VALUES[value].strip()
-        is_checked = (
-            "choices" in option.settings
-            or kind not in (None, Path, require_salt)
-            or (is_blank and kind is not require_salt)
-        )
+        is_checked = "choices" in option.settings or kind not in (None, Path, require_salt)
+        is_checked |= is_blank and kind is not require_salt
         assert status in ((2,) if is_checked else (1, 2, 3)), (option.names, told)
         assert "".join(told).replace("\n", "").isprintable(), (option.names, told)
         assert max(map(len, told)) < MOST_CHARACTERS and "Traceback" not in told[1], (option.names, told)

@@ -87,11 +87,8 @@ def outcomes(killed: dict[str, set[str]]) -> Iterator[Record]:
         yield Record(kernel, kernel, name, f"{name}:q=[{tokens}]", status, message="wrong")
 
 
-PREFILLING = {
-    entry.procedure: name
-    for name, entry in CAPABILITIES.items()
-    if {case.role for case in entry.cases} == {Role.PREFILL}
-}
+ROLES = {name: {case.role for case in entry.cases} for name, entry in CAPABILITIES.items()}
+PREFILLING = {CAPABILITIES[name].procedure: name for name, roles in ROLES.items() if roles == {Role.PREFILL}}
 """A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""

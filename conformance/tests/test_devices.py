@@ -106,7 +106,7 @@ def test_a_cpu_has_as_many_workers_as_are_worth_their_start(prepared: Prepared, 
     ("gpus", "memory", "workers", "threads"),
     [("0", 140, 6, "2"), ("0", 40, 3, "2"), ("0", 8, 1, "2"), ("01", 140, 12, "1"), ("0123", 24, 8, "2")],
 )
-def test_a_gpu_has_as_many_workers_as_it_has_room_for(
+def test_a_gpu_has_workers_as_it_has_room(
     prepared: Prepared, gpus: str, memory: int, workers: int, threads: str
 ) -> None:
     places = prepared(Places(*gpus, memory=memory * GIB))

@@ -129,7 +129,7 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
         (0, "WRONG\nsaid at exit\n", "does not run without mla-conformance: exit status 0, printed: WRONG · said at"),
     ],
 )
-def test_a_script_that_finds_something_else_is_not_kept(
+def test_another_script_is_not_kept(
     folder: Path, monkeypatch: Any, refused: Any, status: int, printed: str, said: str
 ) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))

@@ -359,9 +359,7 @@ ELSEWHERE = "in no report, where its name stands for /"
         ("kernels/mine.py", "gone.py:EAGER", "", 2, "gone.py: cannot be read: No such file or directory\n"),
     ],
 )
-def test_a_required_file_is_its_path_and_bytes(
-    gate: Gate, path: str, required: str, edit: str, status: int, said: str
-) -> None:
+def test_a_file_is_its_path_and_bytes(gate: Gate, path: str, required: str, edit: str, status: int, said: str) -> None:
     facts = file_of(path)
     file_of("kernels/mine.py")
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)

@@ -32,8 +32,6 @@ from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, added_cases, first_cases, lists_of
 
-Ours = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
@@ -67,7 +65,7 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_holds_line_by_line(records: Path, ours: Ours, refused: Refused) -> None:
+def test_what_is_written_holds_line_by_line(records: Path, ours: Any, refused: Any) -> None:
     status, said, _ = ours("verify", records)
     assert status == 0
     assert f"{records}: line 2: TORCH_SDPA on cpu" in said and f"{records}: line 3: TORCH_SDPA on some GPU" in said
@@ -102,9 +100,7 @@ def _nested(depth: int) -> Any:
         (lambda line: f"{line}\n{line}", 2, "line 3: expected another kernel, version or device than line 2"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_torn_or_edited_is_refused(
-    records: Path, ours: Ours, spoil: Any, status: int, said: str
-) -> None:
+def test_a_line_that_is_torn_or_edited_is_refused(records: Path, ours: Any, spoil: Any, status: int, said: str) -> None:
     head, first, second, _ = records.read_text().split("\n")
     records.write_text("\n".join([head, spoil(first), second, ""]))
     found, out, err = ours("verify", records)
@@ -131,7 +127,7 @@ CERTIFY = "certify --backend TORCH_SDPA --submission {}"
     ],
 )
 def test_a_file_of_no_records_is_bad_input(
-    tmp_path: Path, refused: Refused, command: str, name: str, text: str, said: str
+    tmp_path: Path, refused: Any, command: str, name: str, text: str, said: str
 ) -> None:
     """The latter before anything is run."""
     if text:
@@ -195,9 +191,7 @@ def grow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         each.cache_clear()
 
 
-def test_a_case_that_is_added_is_not_yet_judged(
-    records: Path, tmp_path: Path, told: Any, grow: Callable[[], None]
-) -> None:
+def test_a_case_that_is_added_is_not_yet_judged(records: Path, tmp_path: Path, told: Any, grow: Any) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     before, stored = records.read_text().split("\n"), verify.version_digests()
     grow()
@@ -217,7 +211,7 @@ def test_a_case_that_is_added_is_not_yet_judged(
         assert error in told(1, "verify", records.with_suffix(".json"))
 
 
-def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monkeypatch: Any, ours: Ours) -> None:
+def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monkeypatch: Any, ours: Any) -> None:
     here, stored = record_digests(()), verify._stored
     *added, third = sorted(CAPABILITIES["lse"].cases, key=lambda case: case.id)[:3]
     listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
@@ -279,15 +273,13 @@ def explained(path: Path) -> list[object]:
     return ["expectations", "explain", path, "--expectations", path.parent]
 
 
-def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Ours, told: Any) -> None:
+def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Any, told: Any) -> None:
     failing.with_name("record.json.sig").touch()
     told(0, *explained(failing))
     assert ours("verify", failing)[0] == 0 and not failing.with_name("record.json.sig").exists()
 
 
-def test_a_reason_that_is_found_later_stands_in_a_record_to_be_signed_again(
-    failing: Path, records: Path, ours: Ours, told: Any
-) -> None:
+def test_a_record_with_another_reason_must_be_signed_again(failing: Path, records: Path, ours: Any, told: Any) -> None:
     before = read_certificate(failing)
     write_record(records, before, "a signature")
     untouched = records.read_text().split("\n")[2]
@@ -307,7 +299,7 @@ def test_a_reason_that_is_found_later_stands_in_a_record_to_be_signed_again(
     ],
 )
 def test_what_does_not_fit_is_not_explained(
-    failing: Path, refused: Refused, record_says: str, entry_says: str, said: str
+    failing: Path, refused: Any, record_says: str, entry_says: str, said: str
 ) -> None:
     failing.with_name("known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
     failing.write_text(failing.read_text().replace("LSE is 1.5", f"LSE is {record_says}"))
@@ -326,9 +318,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @needs_keys
-def test_a_signature_holds_for_content_and_signer(
-    record: Path, keys: tuple[Path, Path], tmp_path: Path, told: Any
-) -> None:
+def test_a_signature_holds_for_content_and_signer(record: Path, keys: Any, tmp_path: Path, told: Any) -> None:
     key, signers = keys
     asked = ("verify", record, "--signature", "--signers", signers)
     assert "it is not signed: there is no record.json.sig" in told(1, *asked)
@@ -356,7 +346,7 @@ def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], to
 
 
 @needs_keys
-def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, refused: Refused) -> None:
+def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "text").write_text("no key")
     with pytest.raises(InputError, match="ssh-keygen refuses it"):
         sign("content", tmp_path / "text")
@@ -365,9 +355,7 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, refused: Refused) -> 
     assert "with --certificate or --submission or --record" in refused(*certify, *signed)
 
 
-def test_a_signature_is_said_to_need_ssh_keygen(
-    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_a_signature_is_said_to_need_ssh_keygen(record: Path, tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     for name in ("record.json.sig", "signers"):
         record.with_name(name).touch()

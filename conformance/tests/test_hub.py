@@ -105,9 +105,8 @@ def test_a_name_is_judged_at_the_commit_of_its_version(hub_of: Path, tmp_path: P
     assert right.status is Status.PASS and found.status is Status.FAIL
     assert [each.evidence["revision"] for each in (right, found)] == [COMMIT, OTHER]
     asked = (hub_of / "asked").read_text().splitlines()
-    assert asked == [f"org/my-mla None {version} False" for version in (1, 2)] + [
-        f"org/my-mla {commit} None True" for commit in (COMMIT, OTHER)
-    ]
+    by_commit = [f"org/my-mla {commit} None True" for commit in (COMMIT, OTHER)]
+    assert asked == [f"org/my-mla None {version} False" for version in (1, 2)] + by_commit
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_a_name_is_judged_at_the_commit_of_its_version(hub_of: Path, tmp_path: P
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(
-    hub_of: Path, monkeypatch: pytest.MonkeyPatch, refused: Any, reference: str, said: str
+    hub_of: Path, monkeypatch: Any, refused: Any, reference: str, said: str
 ) -> None:
     monkeypatch.chdir(hub_of)
     for name in ("none/build/torch29-cxx11-cu126-sparc-linux", "bare/build/torch-universal", "a b"):
@@ -256,9 +255,7 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
         ("import mla_conformance", "mla_conformance,"),
     ],
 )
-def test_a_file_that_computes_with_this_project_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, said: str
-) -> None:
+def test_a_file_that_computes_with_us_is_named(tmp_path: Path, monkeypatch: Any, taken: str, said: str) -> None:
     kernel_in(tmp_path)
     (tmp_path / "pages.py").write_text(f"{taken}\n{PAGES}")
     monkeypatch.syspath_prepend(str(tmp_path))
