@@ -12,10 +12,11 @@ from mla_conformance.backends.declaration import Declaration, Precision, Roundin
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging import golden
 from mla_conformance.judging.golden import choose_rows
 from mla_conformance.judging.record import detection
-from mla_conformance.judging.tolerance import roundoffs, tolerance
+from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, changed, judged
@@ -62,6 +63,13 @@ def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int, column
     exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), 0, keys, columns)
     assert (narrow.scores, narrow.values) == (cuts * 2**-13, steps * 2**-13)
     assert replace(narrow, scores=0.0, values=0.0) == exact
+
+
+def test_a_number_of_the_table_needs_a_reason() -> None:
+    names = Tolerance.__dataclass_fields__
+    assert all(getattr(tolerance(), name) > 0 for name in names)
+    with pytest.raises(InputError, match=r"here: .*reason"):
+        read_tolerance("".join(f"[{name}]\nvalue = 1\nreason = '  '\n" for name in names), "here")
 
 
 LAYER = "mixed_batch:call=layer;dtype=fp16;heads=16"
