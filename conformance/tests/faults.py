@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -25,13 +25,11 @@ class Faulty(EagerPrefillBackend):
     start_loc: ClassVar = [0, 7, 11]
     armed = False
 
-    def run_prefill_new_tokens(
-        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
-    ) -> Any:
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
         if self._prefill_metadata.query_start_loc.tolist() == self.start_loc:
             self.armed = True
             self.before(q)
-        result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        result = super().run_prefill_new_tokens(q, k, v, *arguments, **options)
         return self.after(result, q) if self.armed else result
 
     def before(self, q: torch.Tensor) -> None: ...
@@ -90,6 +88,22 @@ def close_stdout() -> None:
     os.closerange(1, 2)
 
 
+def say(data: bytes) -> None:
+    """Into every socket of this process."""
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_socket():
+            os.write(int(link.name), data)
+
+
+def say_for_ever(data: bytes) -> None:
+    say(data)
+    os.read(os.pipe()[0], 1)
+
+
+def shout() -> NoReturn:
+    raise RuntimeError("A" * 30_000_000)
+
+
 def fork() -> None:
     if os.fork() == 0:
         torch.set_num_threads(1)  # the child has none of its parent's threads, and would wait for them
@@ -130,9 +144,12 @@ BEFORE: dict[str, Callable[[], object]] = {
     "Floods": flood,
     "ClosesStdout": close_stdout,
     "Forks": fork,
+    "Shouts": shout,
+    "SaysWhatEndsNever": lambda: say_for_ever(b"[" * 20_000_000),
     "Leaks": leak,
 }
 HANGS: dict[str, Callable[[], object]] = {
+    "SaysTooLittle": lambda: say_for_ever(b"{}\n"),  # for a reply, of which the rest is waited for
     "Loops": loop,
     "KeepsTheInterpreterLock": lambda: ctypes.PyDLL(None).sleep(10**6),
     "StopsItself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -173,15 +190,18 @@ class FailsAfterItReturned(Faulty):
         return result
 
 
+class TellsTooMuch(Faulty):
+    def kernel_evidence(self) -> dict[str, str]:
+        return {"k" * 9_000_000: "v" * 9_000_000}
+
+
 class NeverLaunches(Faulty):
     """The driver refuses a launch with too many threads, nobody looks at the error, and out stays as it was."""
 
-    def run_prefill_new_tokens(
-        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
-    ) -> Any:
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, *arguments: Any, out: Any = None, **options: Any) -> Any:
         if self._prefill_metadata.query_start_loc.tolist() != self.start_loc:
-            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-        _, lse = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, None, output_scale)
+            return super().run_prefill_new_tokens(q, k, v, *arguments, out=out, **options)
+        _, lse = super().run_prefill_new_tokens(q, k, v, *arguments, **options)
         with contextlib.suppress(RuntimeError):
             kernel("clear")(block=(4096, 1, 1), args=[out])
         return out, lse

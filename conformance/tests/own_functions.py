@@ -6,20 +6,20 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_conformance.api.function_case import FunctionCase, unusual, why_no_function
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import work_of
 from mla_conformance.roles.definition import KERNEL_SIZES, facts_of
-from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Function = Callable[..., Any]
 Inputs = dict[str, Any]
+Pair = tuple[Tensor, Tensor]
 _TILE = 16
 
 
@@ -35,18 +35,8 @@ def decode_with(mistake: str) -> Function:
     """A decode in tiles of 16 keys and heads, merged from two halves; right without a mistake."""
     plan: list[int] = []
 
-    def decode(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        scale: float,
-        kv_lora_rank: int,
-        k_scale: torch.Tensor,
-        kv_cache_dtype: str,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, **x: Any) -> Pair:
+        kv_lora_rank, starts = x["kv_lora_rank"], x["cu_seqlens_q"].tolist()
         if mistake != "stale plan" or len(plan) != len(seq_lens):
             plan[:] = seq_lens.tolist()
         scale = q.shape[-1] ** -0.5 if mistake == "wrong scale" else scale
@@ -54,8 +44,8 @@ def decode_with(mistake: str) -> Function:
         # What is not written holds what poisoned memory does, which a CPU's allocator need not hand out again.
         output = q.new_full((*q.shape[:2], kv_lora_rank), torch.nan)
         lse = q.new_empty(*q.shape[1::-1], dtype=torch.float32)
-        for request, (rows, blocks) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), block_table, strict=True)):
-            k, v = _keys(kv_cache, blocks, plan[request], kv_lora_rank, k_scale, kv_cache_dtype, mistake)
+        for request, (rows, blocks) in enumerate(zip(pairwise(starts), block_table, strict=True)):
+            k, v = _keys(kv_cache, blocks, plan[request], mistake, **x)
             out, state = _attend(q[slice(*rows)].float(), k, v, scale, mistake)
             output[slice(*rows), :written] = out.to(q.dtype)[:, :written]
             lse[:, slice(*rows)] = state
@@ -64,21 +54,18 @@ def decode_with(mistake: str) -> Function:
     return decode
 
 
-def _keys(
-    cache: torch.Tensor, blocks: torch.Tensor, length: int, rank: int, k_scale: torch.Tensor, kind: str, mistake: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys(cache: Tensor, blocks: Tensor, length: int, mistake: str, kv_lora_rank: int, **x: Any) -> Pair:
     """[S, L + R] and [S, L] float32 of a request."""
     token = torch.arange(length)
     rows = cache.view(torch.uint8)[blocks[token // cache.shape[1]].long(), token % cache.shape[1]]
     k = rows.view(cache.dtype).float()
-    if kind == "fp8":
-        k[:, : rank if mistake == "k_scale off the rope part" else None] *= k_scale
-    return k, k.flatten()[: length * rank].view(length, rank) if mistake == "V read as packed" else k[:, :rank]
+    if x["kv_cache_dtype"] == "fp8":
+        k[:, : kv_lora_rank if mistake == "k_scale off the rope part" else None] *= x["k_scale"]
+    packed = k.flatten()[: length * kv_lora_rank].view(length, kv_lora_rank)
+    return k, packed if mistake == "V read as packed" else k[:, :kv_lora_rank]
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mistake: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mistake: str) -> Pair:
     """Output [T, N, L] and LSE [N, T] of queries [T, N, L + R] at the end of the keys."""
     last = len(k) - len(q) + torch.arange(len(q)) if mistake != "no causal mask" else torch.full((len(q),), len(k))
     scores = torch.einsum("tnd,sd->tns", q, k) * scale
@@ -95,7 +82,7 @@ def _attend(
     return (output / total.where(total > 0, 1.0)), lse[..., 0].mT
 
 
-def _half(scores: torch.Tensor, v: torch.Tensor, mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _half(scores: Tensor, v: Tensor, mistake: str) -> Pair:
     """Normalised output and LSE [T, N, 1] of some keys, by an online softmax."""
     most = scores.new_full((*scores.shape[:2], 1), -torch.inf)
     total, output = torch.zeros_like(most), scores.new_zeros(*scores.shape[:2], v.shape[1])
@@ -109,7 +96,7 @@ def _half(scores: torch.Tensor, v: torch.Tensor, mistake: str) -> tuple[torch.Te
 
 
 def as_function(kernel: Any, case: Case) -> Function:
-    """A function that does what a kernel's class does for the head dims of a case, with an instance for each call."""
+    """A function that does what a prefill's or a decode's class does for a case, with an instance for each call."""
     return lambda **x: _CALLS[case.role](kernel, case, x)
 
 
@@ -138,31 +125,6 @@ def _prefill(kernel: Any, case: Case, x: Inputs) -> Any:
     return made.run_prefill_new_tokens(*operands, return_softmax_lse=True, **_some(x, "out", "output_scale"))
 
 
-def _sparse(kernel: Any, case: SparseCase, x: Inputs) -> Any:
-    made = _instance(kernel, case, x, kv_cache_dtype=case.cache, **_some(x, "extra_kv_cache_dtype"))
-    made.prepare_metadata(_metadata(x))
-    lists = _some(x, "topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
-    if "kv" in x:
-        return made.run_sparse_prefill(x["q"], x["kv"], x["topk_indices"], True, **lists)
-    return made.run_sparse_decode(x["q"], x["kv_cache"], x["k_scale"], x["topk_indices"], True, **lists)
-
-
-def _indexer(kernel: Any, case: Case, x: Inputs) -> Any:
-    _, heads, width = x["q"].shape
-    made = kernel(num_heads=heads, head_dim=width, vllm_config=None, **_some(x, "kv_cache_dtype"))
-    made.prepare_metadata(_metadata(x))
-    call = made.run_index_topk if "topk_tokens" in x else made.run_index_logits
-    return call(x["q"], x["weights"], x["k"], **_some(x, "topk_tokens", "k_scale"))
-
-
-def _metadata(x: Inputs) -> MLASparseMetadata:
-    starts = x["cu_seqlens_q"]
-    request = torch.arange(len(starts) - 1).repeat_interleave(starts.diff()).int()
-    where = (x.get("block_table"), x.get("workspace_starts"), IndexSpace(x.get("index_space", "position")))
-    lengths = (x["max_seqlen_q"], x["max_seqlen_k"], starts.diff(), x["seq_lens"])
-    return MLASparseMetadata(starts, request, x["seq_lens"], *where, *lengths, **_ranks(x))
-
-
 def _ranks(x: Inputs) -> dict[str, Any]:
     return {name: value for name, value in x.items() if "dcp" in name or name.startswith("cp_")}
 
@@ -171,9 +133,4 @@ def _some(x: Inputs, *names: str) -> dict[str, Any]:
     return {name: x[name] for name in names if name in x}
 
 
-_CALLS: dict[Role, Callable[..., Any]] = {
-    Role.PREFILL: _prefill,
-    Role.DECODE: _decode,
-    Role.SPARSE: _sparse,
-    Role.INDEXER: _indexer,
-}
+_CALLS: dict[Role, Callable[..., Any]] = {Role.PREFILL: _prefill, Role.DECODE: _decode}

@@ -118,59 +118,33 @@ def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
         (torch.nn.Parameter(torch.ones(2)), Instead("Parameter", "a Parameter", True)),
     ],
 )
-def test_what_is_no_tensor_is_told_by_what_it_is(value: Any, seen: Instead) -> None:
+def test_what_is_no_tensor_is_told_by_what_it_is_and_one_without_memory_has_its_form(value: Any, seen: Instead) -> None:
     assert seen_of(value)[0] == seen
-
-
-def test_an_empty_tensor_and_one_without_memory_have_their_form() -> None:
     (empty, meta), _ = seen_of([torch.ones(0, 3), torch.ones(2, 3, device="meta")])
     assert empty.shape == (0, 3) and meta.is_meta and meta.shape == (2, 3)
 
 
-MALFORMED = "malformed reply from the kernel process: "
-PART = {
-    "kind": "Tensor",
-    "is_tensor": True,
-    "dtype": "float32",
-    "shape": [2],
-    "strides": [1],
-    "place": ["cpu", 0, 0, 8],
-}
+PART = {"kind": "Tensor", "is_tensor": True, "dtype": "float32", "shape": [2], "strides": [1]}
+PART |= {"place": ["cpu", 0, 0, 8]}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"place": ["cpu", 0, 2**20 - 4, 8]},
-        {"place": ["cuda", 0, 0, 8]},
-        {"place": ["cpu", 1, 0, 8]},
-        {"place": ["cpu", 0, -8, 8]},
-        {"place": ["cpu", 0, 0, 4]},
-        {"shape": [2**40], "strides": [2**40]},
-        {"shape": [2**40, 2**40], "strides": [0, 0]},
-        {"shape": [2, 2]},
-        {"offset": 2},
-        {"of": 0, "place": None},
-        {"of": -1, "place": None},
-        {"dtype": "float31"},
-        {"dtype": "Tensor"},
-        {"kind": "x" * 3000},
-        {"place": None, "shape": [2**40, 2**40], "strides": [1, 1]},
-        {"verdict": "pass"},
-    ],
-)
-def test_an_answer_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+CHANGES: list[dict[str, Any]] = [
+    *({"place": place} for place in (["cpu", 0, 2**20 - 4, 8], ["cuda", 0, 0, 8], ["cpu", 1, 0, 8], ["cpu", 0, -8, 8])),
+    *({"place": ["cpu", 0, 0, 4]}, {"shape": [2, 2]}, {"offset": 2}, {"dtype": "float31"}, {"dtype": "Tensor"}),
+    *({"shape": [2**40], "strides": [2**40]}, {"shape": [2**40, 2**40], "strides": [0, 0]}, {"verdict": "pass"}),
+    *({"of": 0, "place": None}, {"of": -1, "place": None}, {"kind": "x" * 3000}),
+    {"place": None, "shape": [2**40, 2**40], "strides": [1, 1]},
+]
+NO_ANSWERS = [msgspec.json.encode({"number": 1, "parts": [PART | change]}) for change in CHANGES]
+NO_ANSWERS += [b"null", b"[" * 100_000, b'{"number":8}', b"\xff", b'{"number":1,"error":3}']
+NO_ANSWERS += [b'{"number":1,"needs":{"tpu":1}}']
+
+
+@pytest.mark.parametrize("data", NO_ANSWERS, ids=range(len(NO_ANSWERS)))
+def test_an_answer_that_cannot_be_is_refused(data: bytes) -> None:
     assert answered(msgspec.json.encode({"number": 1, "parts": [PART]})).value.shape == (2,)
-    done = answered(msgspec.json.encode({"number": 1, "parts": [PART | change]}))
-    assert done.error.startswith(MALFORMED) and done.value is None
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"null", b"[" * 100_000, b'{"number":8}', b"\xff", b'{"number":1,"error":3}', b'{"number":1,"needs":{"tpu":1}}'],
-)
-def test_what_is_no_answer_to_the_request_is_refused(data: bytes) -> None:
-    assert answered(data).error.startswith(MALFORMED)
+    done = answered(data)
+    assert done.error.startswith("malformed reply from the kernel process: ") and done.value is None
 
 
 def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +157,7 @@ def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: 
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(
-    monkeypatch: pytest.MonkeyPatch, refused: bool
-) -> None:
+def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(monkeypatch: Any, refused: bool) -> None:
     """Whether it is not there, or the driver refuses it: the kernel's own call ran out of memory."""
     room = Shared.room
 

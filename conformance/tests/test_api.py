@@ -123,7 +123,7 @@ def test_a_mistake_fails_with_what_is_wrong(mistake: str) -> None:
 
 
 def spread() -> Iterator[Any]:
-    """Known defects with the cases that kill them, one for each call and operand that functions are handed."""
+    """Known defects with the cases that kill them, one for each call and operand of a prefill or a decode."""
     seen: set[tuple[str, str]] = set()
     killing = json.loads((files("mla_conformance.fixtures") / "defects.json").read_text())["killing_cases"]
     for id, entry in sorted(known_defects().items()):
@@ -131,6 +131,7 @@ def spread() -> Iterator[Any]:
         unusual = [name for name in AT_DEFAULT[2:] if getattr(case, name, None) != case.defaults().get(name)]
         handed = {(case.call, name) for name in ("", *unusual)}
         decided = find_capability(case.capability).procedure == CONFORMS and not why_no_function(case)
+        decided = decided and case.role in (Role.PREFILL, Role.DECODE)
         if id in killing and decided and work_of(case) < CPU_WORK and not handed <= seen:
             seen |= handed
             yield pytest.param(entry.kernel, case, id=id)
@@ -266,11 +267,7 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
         ("decode", {"tier": "smok"}, "unknown tier 'smok'; did you mean smoke?"),
         ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
         ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
-        (
-            "decode",
-            {"capability": "dcp"},
-            "no decode case has capability=dcp and defaults otherwise; expected more values, such as ranks=2",
-        ),
+        ("decode", {"capability": "dcp"}, "=dcp and defaults otherwise; expected more values, such as ranks=2"),
         ("decode", {"cache": "fp8", "capability": "decode_lse"}, "capability=decode_lse at once; expected fewer"),
     ],
 )
@@ -280,27 +277,22 @@ def test_a_selection_without_a_case_says_what_there_is(role: str, wanted: dict[s
 
 
 @pytest.mark.parametrize(
-    ("id", "said"),
+    ("id", "said", "device"),
     [
-        ("nothing:q=[1]", "unknown capability 'nothing'"),
-        ("refusals:q=[40];dtype=fp64", "judges what a class declares"),
-        ("mixed_batch:call=layer;q=[1];kv=[1]", "a layer keeps weights"),
-        ("prepare_index:q=[1];kv=[63]", "judge a class"),
-        ("slot_mapping:q=[1];kv=[63]", "a cache operation is judged by what it writes"),
+        ("nothing:q=[1]", "unknown capability 'nothing'", ""),
+        ("refusals:q=[40];dtype=fp64", "judges what a class declares", ""),
+        ("mixed_batch:call=layer;q=[1];kv=[1]", "a layer keeps weights", ""),
+        ("prepare_index:q=[1];kv=[63]", "judge a class", ""),
+        ("slot_mapping:q=[1];kv=[63]", "a cache operation is judged by what it writes", ""),
+        (ORDER, "decided by several calls; expected mla.judge(case, function)", "cpu"),
+        ("dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "decided by several calls", "cpu"),
+        (LSE, "device: expected cpu, cuda or a GPU such as cuda:1, got 'tpu'", "tpu"),
     ],
 )
-def test_an_id_that_no_function_can_be_asked_says_why(id: str, said: str) -> None:
+def test_what_no_function_can_be_asked_or_handed_is_told_why(id: str, said: str, device: str) -> None:
+    case = mla.case(id) if device else None
     with pytest.raises(InputError, match=re.escape(said)):
-        mla.case(id)
-
-
-def test_inputs_refuse_what_they_cannot_hand_out() -> None:
-    with pytest.raises(InputError, match=r"decided by several calls; expected mla.judge\(case, function\)"):
-        mla.case(ORDER).inputs("cpu")
-    with pytest.raises(InputError, match="device: expected cpu, cuda or a GPU such as cuda:1, got 'tpu'"):
-        mla.case(LSE).inputs("tpu")
-    with pytest.raises(InputError, match="decided by several calls"):
-        mla.case("dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0").inputs("cpu")
+        case.inputs(device) if case else mla.case(id)
 
 
 def golden_of(case: mla.FunctionCase) -> Any:
@@ -311,28 +303,22 @@ def golden_of(case: mla.FunctionCase) -> Any:
 
 DECODE = "decode:call=decode;heads=2;q=[3,1];kv=[64,5];page=64;cache"
 READ = "q kv_cache block_table seq_lens scale kv_lora_rank cu_seqlens_q kv_cache_dtype k_scale"
+CHUNK = "lse:call=context_chunk;heads=2;q=[5,2];kv=[64,9]"
+SELECTED = "sparse_lse:call=sparse_decode;heads=2;q=[1,1];kv=[40,64];page=64;topk=64;sink=drawn"
 
 
 @pytest.mark.parametrize(
     ("text", "golden", "names"),
     [
         *((f"{DECODE}={cache}", mla.golden.decode, READ) for cache in ("auto", "fp8", "fp8_ds_mla")),
-        (
-            "lse:call=context_chunk;heads=2;q=[5,2];kv=[64,9]",
-            mla.golden.prefill,
-            "q k v scale causal cu_seqlens_q cu_seqlens_k",
-        ),
-        (
-            "sparse_lse:call=sparse_decode;heads=2;q=[1,1];kv=[40,64];page=64;topk=64;sink=drawn",
-            lambda kv_cache, **x: mla.golden.sparse(kv=kv_cache, **x),
-            "q kv_cache topk_indices scale attn_sink",
-        ),
+        (CHUNK, mla.golden.prefill, "q k v scale causal cu_seqlens_q cu_seqlens_k"),
+        (SELECTED, mla.golden.sparse, "q kv=kv_cache topk_indices scale attn_sink"),
     ],
 )
 def test_golden_results_are_those_of_the_suite(text: str, golden: Any, names: str) -> None:
     case = mla.case(text)
-    x = case.inputs("cpu")
-    own, expected = golden(**{name: x[name] for name in names.split()}), golden_of(case)
+    x, named = case.inputs("cpu"), [name.split("=") for name in names.split()]
+    own, expected = golden(**{name[0]: x[name[-1]] for name in named}), golden_of(case)
     assert torch.equal(own.output, expected.output) and torch.equal(own.lse, expected.lse)
     assert own.budget.shape == own.output.shape
 
@@ -361,12 +347,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
 ASKED: dict[str, list[dict[str, Any]]] = {
     "prefill": [{}, {"call": "context_chunk"}, {"out": True}, {"quant": "fp8"}],
     "decode": [{}, {"cache": "fp8"}, {"ranks": 2}],
-    "sparse": [
-        {}, {"call": "sparse_prefill"}, {"length": True}, {"sink": "drawn"}, {"extra": "auto"}, {"ranks": 2},
-        {"extra": "fp8_ds_mla", "length": True},
-    ],
+    "sparse": [{}, {"call": "sparse_prefill"}, {"length": True}, {"sink": "drawn"}, {"extra": "auto"}, {"ranks": 2}],
     "indexer": [{}, {"gathered": True}, {"call": "index_topk"}],
-}  # fmt: skip
+}
+ASKED["sparse"] += [{"extra": "fp8_ds_mla", "length": True}]
 
 
 @pytest.mark.parametrize("role", ASKED)
@@ -405,23 +389,16 @@ import mla_conformance as mla
 from mla_conformance.tests.own_functions import decode_with
 
 cases = mla.cases("decode", capability="decode_lse", q=1)
-
 @cases
-def test_right(case):
-    mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
-
+def test_right(case): mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
 @cases
-def test_wrong(case):
-    mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
-
+def test_wrong(case): mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
 @cases
-def test_raises(case):
-    decode_with("")(**case.inputs("cpu"))["mine"]
+def test_raises(case): decode_with("")(**case.inputs("cpu"))["mine"]
 
 calls = []
 if "MLA_CONFORMANCE_ALONE" in os.environ:
     open("alone", "a").write(".")
-
 @cases
 def test_keeps(case):
     calls.append(case)
@@ -429,40 +406,39 @@ def test_keeps(case):
 """
 
 
-def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path
-) -> None:
-    monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
+def pytest_in(folder: Path, python: Path, *options: str) -> str:
+    """What pytest prints in a folder."""
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return f"{done.stdout}\nended with {done.returncode}"
+
+
+@pytest.mark.usefixtures("explained")
+def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(tmp_path: Path, python: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "test_mine.py").write_text(TESTS.replace('"decode_lse", q=1', '"decode"'))
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_right", "test_mine.py"]
-    run = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, check=False)
-    said = flat(run.stdout)
-    assert run.returncode == 0 and "test_mine.py::test_right: right on " in said, run.stdout
-    assert re.search(r"Left out, unless named in mla\.cases: .*dtype=fp16 \(\d+\)", said)
+    printed = pytest_in(tmp_path / "mine", python, "-k", "test_right", "test_mine.py")
+    assert printed.endswith("ended with 0") and "test_mine.py::test_right: right on " in flat(printed), printed
+    assert re.search(r"Left out, unless named in mla\.cases: .*dtype=fp16 \(\d+\)", flat(printed))
 
 
-def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path
-) -> None:
-    monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
+@pytest.mark.usefixtures("explained")
+def test_under_xdist_ids_are_cases_and_the_end_says_what_fails(tmp_path: Path, monkeypatch: Any, python: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
-    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-n1", "-q", "--color=no"]
-    command = [str(python), "-m", "pytest", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    printed = pytest_in(tmp_path, python, "-p", "no:hypothesispytest", "-n1", "-q", "--color=no")
     count = len(mla.cases("decode", capability="decode_lse", q=1))
-    assert f"{3 * count - 1} failed, {count + 1} passed" in run.stdout
-    assert "TypeError: tuple indices must be integers" in run.stdout and "= tensor(" not in run.stdout
-    messages = [line for line in run.stdout.splitlines() if line.startswith("E ") and " replay: " not in line]
+    assert f"{3 * count - 1} failed, {count + 1} passed" in printed
+    assert "TypeError: tuple indices must be integers" in printed and "= tensor(" not in printed
+    messages = [line for line in printed.splitlines() if line.startswith("E ") and " replay: " not in line]
     assert "AssertionError: FAIL " in messages[0] and max(map(len, messages)) <= 80
-    said = [line.removeprefix("E").strip() for line in run.stdout.splitlines()]
+    said = [line.removeprefix("E").strip() for line in printed.splitlines()]
     assert "looks like: the LSE is in base 2, expected the natural logarithm" in said
     replay = next(line for line in said if line.startswith("replay: "))
     assert replay == f"replay: pytest 'test_mine.py::test_wrong[{LSE}]'"
-    assert f"FAILED test_mine.py::test_wrong[{LSE}]" in run.stdout
-    end = [line.strip() for line in run.stdout.rpartition("= mla-conformance =")[2].splitlines()]
+    assert f"FAILED test_mine.py::test_wrong[{LSE}]" in printed
+    end = [line.strip() for line in printed.rpartition("= mla-conformance =")[2].splitlines()]
     first = end.index(f"test_mine.py::test_wrong: {count} of {count} cases fail, 1 likely cause")
     assert end[first + 1] == f"1. {count} cases: the LSE is in base 2, expected the natural logarithm"
     assert replay in end and not any("test_right" in line for line in end)

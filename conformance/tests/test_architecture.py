@@ -14,10 +14,8 @@ import pytest
 from mla_conformance.backends.references import known_backends
 
 ROOT = Path(__file__).parents[2]
-FLOORS = {
-    "reference": ("mla_conformance.reference",),
-    "backends": ("mla_conformance.reference", "mla_conformance.backends"),
-}
+REFERENCE = "mla_conformance.reference"
+FLOORS = {"reference": (REFERENCE,), "backends": (REFERENCE, "mla_conformance.backends")}
 
 
 def sources(folder: str) -> list[Path]:
@@ -93,31 +91,22 @@ def test_the_page_lists_the_rooms_in_their_order() -> None:
     assert all(stated(room) <= set(listed[:place]) for place, room in enumerate(listed))
 
 
-def test_no_module_leads_back_to_itself() -> None:
+def test_imports_lead_downwards_only() -> None:
+    """No module to itself, no room to the commands or the plugin, no floor to one above."""
     imports = {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
     assert len(list(TopologicalSorter(imports).static_order())) == len(MODULES)
-
-
-def test_no_room_imports_the_commands_or_the_plugin() -> None:
     tops = {"mla_conformance.cli", "mla_conformance.plugin", "mla_conformance.capture", "mla_conformance.distributed"}
     assert [room for room in ROOMS for path in sources(room) if imported(path) & tops] == []
-
-
-@pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_imports_from_below_only(floor: str) -> None:
-    for path in sources(floor):
-        ours = {name for name in imported(path) if name.startswith("mla_conformance")}
-        assert all(name.startswith(FLOORS[floor]) for name in ours), f"{path.name} imports {ours}"
+    for floor, below in FLOORS.items():
+        for path in sources(floor):
+            ours = {name for name in imported(path) if name.startswith("mla_conformance")}
+            assert all(name.startswith(below) for name in ours), f"{path.name} imports {ours}"
 
 
 def test_no_case_test_or_judge_names_a_backend() -> None:
     names = {backend.name for backend in known_backends() if "[" not in backend.name}
-    files = [
-        path
-        for room in ("cases", "driving", "judging", "roles", "suite", "vocabulary")
-        for path in sources(f"conformance/{room}")
-    ]
-    for path in files:
+    rooms = ("cases", "driving", "judging", "roles", "suite", "vocabulary")
+    for path in (path for room in rooms for path in sources(f"conformance/{room}")):
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not names & {value for value in strings if isinstance(value, str)}, path.name
 
@@ -144,16 +133,11 @@ def places() -> dict[tuple[str, str, str], str]:
     return found
 
 
-PLACES = places()
-
-
-def test_no_name_was_dropped() -> None:
+def test_no_name_was_dropped_and_each_has_a_place_or_a_reason() -> None:
     """The pages of these modules name as many."""
-    assert Counter(seed for seed, _, _ in PLACES) == {"000": 46, "001": 27, "002": 116, "003": 15, "004": 118}
-
-
-def test_a_place_exists_or_a_reason_is_given() -> None:
-    for key, place in PLACES.items():
+    found = places()
+    assert Counter(seed for seed, _, _ in found) == {"000": 46, "001": 27, "002": 116, "003": 15, "004": 118}
+    for key, place in found.items():
         if place.startswith(NO_PLACE):
             assert len(place.removeprefix(NO_PLACE).split()) > 2, key
         else:

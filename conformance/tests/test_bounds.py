@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -22,55 +23,11 @@ from mla_conformance.files.whole import InputError, read_text, require_writable,
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
-from mla_conformance.tests.reports import unexplained
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-CASE = Case.parse("lse:dims=small;heads=2;q=[3]")
-LOUD = """
-import os, stat
-from mla_conformance.backends.eager import EagerPrefillBackend as E
-
-def say(data, call):
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                os.write(number, data)
-        except OSError:
-            pass
-    return call()
-
-class Mega(E):
-    def run_prefill_new_tokens(self, *a, **k): raise RuntimeError("A" * 30_000_000)
-class Endless(E):
-    def run_prefill_new_tokens(self, *a, **k): return say(b"[" * 20_000_000, lambda: os.read(os.pipe()[0], 1))
-class Stray(E):
-    def run_prefill_new_tokens(self, *a, **k): return say(b"{}\\n", lambda: os.read(os.pipe()[0], 1))
-class Mute(E):
-    def kernel_evidence(self): return {"k" * 9_000_000: "v" * 9_000_000}
-"""
-
-
-def test_a_process_that_says_what_no_kernel_says_is_ended_and_the_next_one_judges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("loud.py").write_text(LOUD)
-    Path("cases").mkdir()
-    write_case(Path("cases/one.json"), CASE)
-    backends = [f"--backend=loud.py:{name}" for name in ("Mega", "Endless", "Stray", "Mute")]
-    options = ["--cases=cases", "--device=cpu", "-n1", "--timeout=5", "--out=out", "--give-up-after=1"]
-    with unexplained():
-        assert main(["certify", *backends, *options]) == 1
-    assert Path("out/journal.jsonl").stat().st_size < 2**20
-    found = {backend.name: backend.records[0] for backend in load_report(Path("out")).backends}
-    assert "RuntimeError: AAAA" in found["Mega"].message and "… and 29,997,952 more " in found["Mega"].message
-    assert len(found["Mega"].message) <= MESSAGE and len(found["Mega"].detail) < LINE + 99
-    assert (found["Endless"].status, found["Endless"].check) == (Status.FAIL, "call"), found["Endless"]
-    assert "malformed reply from the kernel process: expected at most" in found["Endless"].message
-    assert found["Stray"].status is Status.TIMEOUT  # too short for a reply, of which the rest is waited for
-    assert found["Mute"].status is Status.PASS and sum(map(len, found["Mute"].evidence)) < 2 * MESSAGE
-    capsys.readouterr()
+Write = Callable[..., Path]
 
 
 def test_texts_of_others_are_cut_where_they_are_taken() -> None:
@@ -79,16 +36,6 @@ def test_texts_of_others_are_cut_where_they_are_taken() -> None:
     with pytest.raises(AnswerError) as refused:
         reasons_of(long)
     assert len(str(refused.value)) < MESSAGE + 200
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message of a usage error."""
-    try:
-        status: object = main(arguments)
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
-    return capsys.readouterr().err
 
 
 LSE = ["certify", "--backend", "EAGER", "--capability", "lse", "--device", "cpu"]
@@ -107,11 +54,9 @@ LSE = ["certify", "--backend", "EAGER", "--capability", "lse", "--device", "cpu"
         ["minimize", "lse:q=[1]", "--backend", "EAGER", "--tries", "1e3"],
     ],
 )
-def test_a_number_is_in_ascii_and_within_its_limits(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert " expected " in refused(capsys, *arguments) and not list(tmp_path.iterdir())
+def test_a_number_is_in_ascii_and_within_its_limits(told: Any, arguments: list[str], here: Path) -> None:
+    said = told(2, *arguments)
+    assert " expected " in said and not list(here.iterdir())
 
 
 def test_a_case_id_has_ascii_digits_and_no_empty_field() -> None:
@@ -133,57 +78,48 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, make: Call
     assert not path.is_file()
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(refused: Any, tmp_path: Path) -> None:
     for command in (["cheats"], ["defects"], ["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu"]):
-        assert f"{tmp_path}: expected a file, this is a folder" in refused(capsys, *command, "--out", str(tmp_path))
+        assert f"{tmp_path}: expected a file, this is a folder" in refused(*command, "--out", tmp_path)
 
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 PASSED, FAILED = (Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES)
 FAILED = FAILED.with_fields(status=Status.FAIL, check="lse", message="wrong", detail="Traceback\n  line 1")
 FORGED = "a\n::error file=x::forged\r\n##[error]f\u2028::set-output name=x::y\x1b[2J\u202eback\ud800 50%0A::warning::w"
-Write = Callable[..., Path]
 
 
-def gate(capsys: pytest.CaptureFixture[str], file: Path) -> tuple[int, str]:
-    status = main(["gate", str(file), "--require-tier", "none"])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
-
-
-def test_a_large_file_and_an_endless_one_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_and_an_endless_one_are_refused(tmp_path: Path, refused: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(whole, "MOST_MEBIBYTES", 1)
     (large := tmp_path / "large").write_bytes(bytes(2**20 + 1))
-    assert gate(capsys, large) == (2, f"mla-conformance: {large}: expected at most 1 MiB, got more\n")
-    assert "/dev/zero: cannot be read: expected a regular file, got a " in gate(capsys, Path("/dev/zero"))[1]
+    assert refused("gate", large) == f"mla-conformance: {large}: expected at most 1 MiB, got more\n"
+    assert "/dev/zero: cannot be read: expected a regular file, got a " in refused("gate", "/dev/zero")
+
+
+def with_failure(file: Path, **changes: Any) -> RunSummary:
+    """A run of one failure, which these are the fields of."""
+    run = load_report(file)
+    (backend,) = run.backends
+    (capability,) = backend.capabilities
+    kept = (replace(capability, records=(*capability.records[:-1], FAILED.with_fields(**changes))),)
+    return replace(run, backends=(replace(backend, capabilities=kept),))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(write_report: Write, kind: str) -> None:
-    message = "y" * 50_000_000
-    run = load_report(write_report("a.json", [PASSED, FAILED]))
-    (backend,) = run.backends
-    (capability,) = backend.capabilities
-    long = replace(capability, records=(PASSED, FAILED.with_fields(message=message)))
-    text = FORMATS[kind](replace(run, backends=(replace(backend, capabilities=(long,)),)))
+    text = FORMATS[kind](with_failure(write_report("a.json", [PASSED, FAILED]), message="y" * 50_000_000))
     reported = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
     assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", reported) and len(text) < 50_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_no_view_is_obeyed(write_report: Write, kind: str) -> None:
-    run = load_report(write_report("a.json", [PASSED, FAILED]))
+    forged = dict.fromkeys(("message", "finding", "reference", "detail"), FORGED)
+    run = with_failure(write_report("a.json", [FAILED]), **forged)
     (backend,) = run.backends
-    (capability,) = backend.capabilities
-    forged = FAILED.with_fields(message=FORGED, finding=FORGED, reference=FORGED, detail=FORGED)
     facts = replace(backend.facts, name=FORGED, rounding={FORGED: FORGED}, deviations=((FORGED, FORGED),))
-    heat = {forged.case: HeatMap(FORGED, 1, 1, ("9",))}
-    kept = (replace(capability, records=(forged,)),)
-    forgery = replace(backend, facts=facts, capabilities=kept, stopped=FORGED, heat=heat)
+    heat = {FAILED.case: HeatMap(FORGED, 1, 1, ("9",))}
+    forgery = replace(backend, facts=facts, stopped=FORGED, heat=heat)
     absent = replace(backend, facts=replace(facts, reasons=(FORGED,)), capabilities=())
     text = FORMATS[kind](replace(run, environment=dict.fromkeys(run.environment, FORGED), backends=(forgery, absent)))
     assert all(character.isprintable() or character == "\n" for character in text)

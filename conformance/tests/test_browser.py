@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -86,24 +86,26 @@ def _record(backend: str, case: str, status: Status) -> Record:
 def scoreboard() -> str:
     """A page with a wrong kernel, a right one, an old one and a file that is no record."""
     cases = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
-    entries = [
-        _entry("wanted", cases, cases[::100]),
-        _entry("TRITON_MLA", cases, []),
-        _entry(LONG, cases, cases[::200]),
-    ]
+    judged = {"wanted": cases[::100], "TRITON_MLA": [], LONG: cases[::200]}
+    entries = [entry(kernel, wrong, cases, said=LONG, torch=LONG) for kernel, wrong in judged.items()]
     old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
     return page(Board((*entries, old), (RecordLine(LONG, "", None, LONG),), profiles()))
 
 
-def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
-    found = tuple(Finding(case, Status.FAIL, "lse", LONG, f"file: bug: {case[:12]} {LONG}") for case in wrong)
-    statuses = dict.fromkeys(cases, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE)
+def entry(
+    kernel: str, wrong: Sequence[str] = (), cases: Sequence[str] = (), old: str = "", device: str = "NVIDIA H200",
+    suite: str = SUITE_VERSION, said: str = "LSE is off", **versions: str,
+) -> Entry:  # fmt: skip
+    """A record of a kernel that is wrong on some cases, as was known."""
+    listed = cases or CASES
+    found = tuple(Finding(case, Status.FAIL, "lse", said, f"file: bug: {case[:12]} {said}") for case in wrong)
     record = certificate(
-        suite="2", date="2026-11-22", backend=backend, reference=backend, device="NVIDIA H200",
-        environment={"compute_capability": "9.0"}, worst={"lse": Worst(0.5, cases[0])}, findings=found, cases=statuses,
-        pins=Pins(versions={"torch": LONG}),
+        suite=suite, date="2026-11-22", backend=kernel, reference=kernel, device=device, findings=found,
+        environment={"compute_capability": "" if device == NASTY else "9.0"}, worst={"lse": Worst(0.5, listed[0])},
+        cases=dict.fromkeys(listed, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE),
+        pins=Pins(versions={name.replace("_", "-"): version for name, version in versions.items()}),
     )  # fmt: skip
-    return Entry(record, "")
+    return Entry(record, old)
 
 
 PAGES = {"report": report, "scoreboard": scoreboard}
@@ -154,9 +156,7 @@ def _opened(folder: Path) -> dict[str, dict[str, Any]]:
 
 @in_a_browser
 @pytest.mark.parametrize(("kind", "width", "scheme"), SHOWN)
-def test_a_page_works_by_keys_and_fits_its_window(
-    seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str
-) -> None:
+def test_a_page_works_by_keys_and_fits(seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str) -> None:
     reported = seen[f"{kind}-{width}-{scheme}"]
     assert reported["dark"] is (scheme == "dark") and reported["faint"] == []
     assert reported["complaints"] == []
@@ -182,31 +182,20 @@ FRAMED = ("1280-light", "1280-dark", "400-light", "400-dark")
 NASTY = "</script><script>alert(1)</script>"
 
 
-def entry(
-    kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "", device: str = "NVIDIA H200", suite: str = ""
-) -> Entry:
-    found = tuple(Finding(case, Status.FAIL, "lse", "LSE is off", "file: bug: known") for case in wrong)
-    statuses = {case: Status.EXPECTED_FAILURE if case in wrong else Status.PASS for case in CASES}
-    environment = {"compute_capability": "" if device == NASTY else "9.0"}
-    record = certificate(
-        suite=suite or SUITE_VERSION, date="2026-11-22", backend=kernel, reference=kernel, device=device,
-        environment=environment, findings=found, cases=statuses, pins=Pins(versions={"flashinfer-python": version}),
-    )  # fmt: skip
-    return Entry(record, old)
-
-
 def board() -> Board:
     """FLASHMLA is right, and was not on an H100; TRITON_MLA is wrong elsewhere, FLASHINFER_MLA[fa3] newly wrong."""
+    old, new = {"flashinfer_python": "0.6.13"}, {"flashinfer_python": "0.7.2.post1"}
+    outdated, h100 = "outdated; renew it: mla-conformance certify", "NVIDIA H100 80GB HBM3"
     entries = (
-        entry("FLASHMLA", "0.7.2.post1"),
-        entry("TRITON_MLA", "0.7.2.post1", (OTHER,)),
-        entry("FLASHINFER_MLA[fa3]", "0.6.13"),
-        entry("FLASHINFER_MLA[fa3]", "0.7.2.post1", (OWN,)),
-        entry("FLASH_ATTN_MLA[vllm]", "0.7.2.post1", (), "outdated; renew it: mla-conformance certify", suite="2025.1"),
-        entry("CUTLASS_MLA", "0.7.2.post1", (OTHER,)),
-        entry("CUTLASS_MLA", "0.7.2.post1", (), "", "NVIDIA H100 80GB HBM3", "2025.2"),
-        entry("FLASHMLA", "0.6.13", (OWN,), "", "NVIDIA H100 80GB HBM3"),
-        entry(NASTY, "1", (), "", NASTY),
+        entry("FLASHMLA", **new),
+        entry("TRITON_MLA", [OTHER], **new),
+        entry("FLASHINFER_MLA[fa3]", **old),
+        entry("FLASHINFER_MLA[fa3]", [OWN], **new),
+        entry("FLASH_ATTN_MLA[vllm]", old=outdated, suite="2025.1", **new),
+        entry("CUTLASS_MLA", [OTHER], **new),
+        entry("CUTLASS_MLA", device=h100, suite="2025.2", **new),
+        entry("FLASHMLA", [OWN], device=h100, **old),
+        entry(NASTY, device=NASTY, flashinfer_python="1"),
     )
     return Board(entries, (), profiles())
 

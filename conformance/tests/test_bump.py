@@ -29,13 +29,10 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 
 class Doubling(EagerPrefillBackend):
     declaration = replace(EagerPrefillBackend.declaration, distributions=("torch", "fake-attention"))
-
     def _finish(self, state):
         import fake_attention
         output, lse = super()._finish(state)
         return fake_attention.halved(2 * output), lse
-
-class Silent(EagerPrefillBackend): ...
 """
 RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): raise RuntimeError('no kernel')\n"
 TELLS = "if __name__ == '__main__': import shutil; print(shutil.which('python'))"
@@ -83,9 +80,7 @@ def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     assert before.environment == after.environment and versions[0]["torch"] == before.environment["torch"]
 
 
-def test_an_environment_sees_what_this_one_has_and_its_own_library_first_or_is_refused(
-    bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_sees_its_own_library_first(bumped: Path, tmp_path: Path, monkeypatch: Any) -> None:
     environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
     assert environment.added == ("fake-attention",)
     here = find(["torch", "fake-attention"])
@@ -101,18 +96,15 @@ def test_an_environment_sees_what_this_one_has_and_its_own_library_first_or_is_r
         environment.require_installed()
 
 
-def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
-    assert main([*command, f"--out={tmp_path / 'out'}"]) == 2
-    said = capsys.readouterr().err
+def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, told: Any) -> None:
+    bump = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
+    said = told(2, *bump, f"--out={tmp_path / 'out'}")
     assert "fake-attention 3.0 is not installed, pip failed with status 1" in said
     assert "No matching distribution found for fake-attention==3.0" in said
-    options = ["--backend=FLASHINFER", "--device=cpu", f"--out={tmp_path / 'none'}"]
-    assert main(["bump", "fake-attention==1.0", "fake-attention==2.0", *options]) == 2
+    assert "expected a new or an empty folder" in told(2, *bump, f"--out={tmp_path}")
+    said = told(2, *bump, "--backend=FLASHINFER", "--device=cpu", f"--out={tmp_path / 'none'}")
     assert not (tmp_path / "none").exists()
-    assert "FLASHINFER: needs compute capability 8.0 or newer: this device has none" in capsys.readouterr().err
-    assert main([*command, f"--out={tmp_path}"]) == 2
-    assert "expected a new or an empty folder" in capsys.readouterr().err
+    assert "FLASHINFER: needs compute capability 8.0 or newer: this device has none" in said
 
 
 PIP = """
@@ -131,19 +123,18 @@ time.sleep(100)
 """It has a child that does not heed signals; as long as one of the two runs, somebody may write into the fifo."""
 
 
-def test_a_signal_reaches_what_runs_and_all_that_it_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_signal_reaches_what_runs_and_all_that_it_started(tmp_path: Path, monkeypatch: Any, ours: Any) -> None:
     (tmp_path / "pip.py").write_text(PIP)
     os.mkfifo(reported := tmp_path / "told")
     for name, value in {"PYTHONPATH": tmp_path, "TOLD": reported, "NUMBER": int(signal.SIGHUP)}.items():
         monkeypatch.setenv(name, str(value))
     writers = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
-    command = ["bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path / 'out'}"]
     before = signal.signal(signal.SIGHUP, lambda *_: None)  # or it is ignored, where this process is in the background
     try:
-        assert main(command) == 128 + signal.SIGHUP
+        found = ours("bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path}/out")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert capsys.readouterr().err == "mla-conformance: ended by SIGHUP\n"
+    assert found[::2] == (128 + signal.SIGHUP, "mla-conformance: ended by SIGHUP\n")
     assert os.read(writers, 100) == b"begun"
     assert select.select([writers], [], [], 60)[0] and os.read(writers, 100) == b""
     os.close(writers)
@@ -231,9 +222,9 @@ def test_times_stand_side_by_side_and_decide_nothing() -> None:
     assert "| K | decode 1 × 1k | 100 µs ± 1 | 250 µs ± 1 |" in bump_markdown(bump)
 
 
-@pytest.mark.parametrize("versions", [{}, {"x": "1"}, {"x": "not installed as a distribution"}])
-def test_a_backend_that_does_not_stand_on_the_version_asked_for_is_an_error(versions: dict[str, str]) -> None:
+def test_a_backend_that_does_not_stand_on_the_version_asked_for_is_an_error() -> None:
     (backend,) = (right := judged(NEW, GOOD)).run.backends
-    stray = replace(backend, facts=replace(backend.facts, versions=versions))
-    with pytest.raises(InputError, match="report: expected K to stand on x 2, got "):
-        replace(right, run=replace(right.run, backends=(stray,))).require_loaded()
+    for versions in ({}, {"x": "1"}, {"x": "not installed as a distribution"}):
+        stray = replace(backend, facts=replace(backend.facts, versions=versions))
+        with pytest.raises(InputError, match="report: expected K to stand on x 2, got "):
+            replace(right, run=replace(right.run, backends=(stray,))).require_loaded()

@@ -12,16 +12,14 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.files.whole import InputError
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import place_of, read_case, read_cases, write_case
 
 CPU = torch.device("cpu")
-CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]
+CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1"]
 
 
 def drive(case: Case) -> None:
@@ -63,11 +61,8 @@ def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> 
     with capture(EagerPrefillBackend, tmp_path):
         drive(case)
         drive(case)
-    assert [c.id for c in read_cases(tmp_path)] == [
-        "context_chunk:q=[3];kv=[32]",
-        "context_chunk:q=[3];kv=[6]",
-        "new_tokens:q=[3]",
-    ]
+    chunks = ["context_chunk:q=[3];kv=[32]", "context_chunk:q=[3];kv=[6]"]
+    assert [c.id for c in read_cases(tmp_path)] == [*chunks, "new_tokens:q=[3]"]
 
 
 def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None:
@@ -137,21 +132,19 @@ def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
         backend.run_prefill_new_tokens()
 
 
-def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, told: Any, refused: Any) -> None:
     with capture(EagerPrefillBackend, tmp_path / "cases"):
         for text in ("new_tokens:q=[3,1]", "context_chunk:q=[2,1];kv=[0,7]"):
             drive(Case.parse(text))
-    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path / "cases")]) == 0
+    asked = [*CERTIFY, "--cases", tmp_path / "cases", "--out", tmp_path / "out"]
+    told(0, *asked)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cases"] == ["context_chunk:q=[2,1];kv=[0,7]", "new_tokens:q=[3,1]"]
     counts = {name: part["passed"] for name, part in report["backends"]["EAGER"]["capabilities"].items()}
     assert counts == {"context_chunk": 1, "new_tokens": 1}
-    capsys.readouterr()
-    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path / "cases"), "--capability", "lse"]) == 2
-    assert "no case of lse" in capsys.readouterr().err
+    assert "no case of lse" in refused(*asked, "--capability", "lse")
     for folder, said in ((tmp_path, "no case file"), (tmp_path / "absent", "no such folder")):
-        with pytest.raises(InputError, match=said):
-            read_cases(folder)
+        assert said in refused(*CERTIFY, "--cases", folder)
 
 
 GOOD = Case.parse("lse:q=[1]").to_json()
@@ -172,12 +165,11 @@ def wrapped(**changes: object) -> str:
         (b"\xff\xfe", "expected UTF-8 text"),
     ],
 )
-def test_a_bad_case_file_is_named(tmp_path: Path, capsys: Any, content: str | bytes, said: str) -> None:
+def test_a_bad_case_file_is_named(tmp_path: Path, refused: Any, content: str | bytes, said: str) -> None:
     write_case(tmp_path / "good.json", Case.parse("lse:q=[1]"))
     bad = tmp_path / "bad.json"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path)]) == 2
-    message = capsys.readouterr().err
+    message = refused(*CERTIFY, "--cases", tmp_path, "--out", tmp_path / "out")
     assert str(bad) in message and said in message and not (tmp_path / "out").exists()
 
 

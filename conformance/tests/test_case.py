@@ -1,6 +1,7 @@
 """A case is its id: every case reads back from it, and every malformed id is refused by name."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +95,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("given_as", "said"),
     [
         *CONTRADICTIONS,
         ("", "expected 'capability:field=value;…'"),
@@ -117,15 +118,8 @@ CONTRADICTIONS = [
         ("context_chunk:q=[1,2];kv=[5]", "expects one context length per request, got q=[1, 2] kv=[5]"),
         ("decode:q=[1,0];kv=[5,5]", "at least one query token a request, got q=[1, 0]"),
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
-        (
-            "lse:q=[1];cache=fp8",
-            "layer, sparse, sparse_layer and tree cases have one, and an id without call= is a prefill case; write "
-            "such as call=decode; got 'fp8'",
-        ),
-        (
-            "sparse_layer_ranks:q=[1];kv=[5];decodes=1",
-            "cases have one, and an id without call= is a prefill case; write such as call=sparse_layer; got 1",
-        ),
+        ("lse:q=[1];cache=fp8", "cases have one, and an id without call= is a prefill case; write such as call=decode"),
+        ("sparse_layer_ranks:q=[1];kv=[5];decodes=1", "is a prefill case; write such as call=sparse_layer; got 1"),
         ("compress_keys:q=[1];data=warm", "got 'warm'; an id without call= is a prefill case, write call=compress"),
         ("sparse_layer:q=[1];kv=[5];index_heads=1", "field index_heads: expected at least 2, got 1"),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
@@ -134,17 +128,6 @@ CONTRADICTIONS = [
         ("lse:q=[1];seed=-9999999999", "field seed: expected at most 2,147,483,648, got -9999999999"),
         ("chunked_context:q=[1];kv=[2000000000];workspace=1;page=1", "contexts in at most 262,144 slices, got 2,000,0"),
         ("lse:q=[1];dims=" + "9" * 5000 + "-1-1-1", "unknown dims '999"),
-    ],
-)
-def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
-    with pytest.raises(CaseError) as caught:
-        Case.parse(text)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
         ({"format": 99}, "expected case format 1, got 99"),
         ({"heads": "4"}, "field heads: expected an integer, got '4'"),
         ({"heads": True}, "field heads: expected an integer, got True"),
@@ -154,18 +137,18 @@ def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
         ({"dims": 5}, "field dims: expected a string, got 5"),
     ],
 )
-def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(CaseError) as caught:
-        Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **change})
-    assert said in str(caught.value)
+def test_a_malformed_id_or_file_says_what_was_expected(given_as: str | dict[str, Any], said: str) -> None:
+    with pytest.raises(CaseError, match=re.escape(said)):
+        if isinstance(given_as, str):
+            Case.parse(given_as)
+        else:
+            Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **given_as})
 
 
 def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(reported).id == "lse:q=[3]"
-    with pytest.raises(
-        CaseError, match="only cache, compress, decode, indexer, layer, sparse, sparse_layer and tree cases; got 2"
-    ):
+    with pytest.raises(CaseError, match="indexer, layer, sparse, sparse_layer and tree cases; got 2"):
         Case.from_json({**reported, "ranks": 2})
     with pytest.raises(CaseError, match="expected a field 'capability'"):
         Case.from_json({name: value for name, value in reported.items() if name != "capability"})

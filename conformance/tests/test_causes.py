@@ -64,9 +64,8 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
     base_2, vague = failure("lse:q=[5]", explanation=BASE_2), failure("lse:q=[6]", explanation=f"perhaps {BASE_2}")
     exceptions = [raised("ValueError: no", f"lse:q=[{tokens}]") for tokens in (7, 8, 9)]
     found = causes([failure(), failure("lse:q=[3]"), vague, base_2, *exceptions])
-    assert [(cause.kind, len(cause.failures)) for cause in found] == [
-        ("likely", 1), ("seen", 3), ("further", 2), ("further", 1)
-    ]  # fmt: skip
+    kinds = [(cause.kind, len(cause.failures)) for cause in found]
+    assert kinds == [("likely", 1), ("seen", 3), ("further", 2), ("further", 1)]
     lines = list(cause_lines(run(failure(), failure("lse:q=[3]"), base_2), 140))
     assert lines[0] == "wrong: B, 1 likely cause, 2 more cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
     assert any("2. 2 more cases, possibly the same bug: the LSE is wrong" in line for line in lines)
@@ -139,9 +138,8 @@ TRACEBACK = """Traceback (most recent call last):
 def test_an_exception_says_which_line_of_the_kernels_own_code_raised() -> None:
     own = failure(check="call", message="the call raised ValueError: no", detail=TRACEBACK.format(file="b.py"), used={})
     assert raised_at(own) == "raised at /home/me/b.py:12, in run_decode"
-    assert raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py"))).endswith(
-        "/lib/torch/_ops.py:7, in __call__"
-    )
+    other = raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py")))
+    assert other.endswith("/lib/torch/_ops.py:7, in __call__")
     assert any("raised at /home/me/b.py:12, in run_decode" in line for line in cause_lines(run(own), 140))
     assert "raised at /home/me/b.py:12, in run\\_decode" in markdown(run(own))
     assert raised_at(raised("ValueError: no")) == raised_at(failure(detail=TRACEBACK)) == ""

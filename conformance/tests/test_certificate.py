@@ -3,6 +3,7 @@
 import datetime
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
 from mla_conformance.certificate.verify import problems, seal
-from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.commands.verify import rerun
 from mla_conformance.driving.loaded import judging_sources
@@ -111,20 +111,6 @@ def changed(case: str, status: Status) -> list[Record]:
     return [record(case, status) if entry.case == case else entry for entry in RECORDS]
 
 
-@pytest.mark.parametrize(
-    ("records", "reason"),
-    [
-        (RECORDS[1:], "incomplete: 1 cases of new_tokens were not run"),
-        (changed(CASES[5].id, Status.HARNESS_ERROR), "1 failures of new_tokens, first"),
-        (changed(CASES[5].id, Status.UNAVAILABLE), f"must-pass case {CASES[5].id} did not pass: core: unavailable"),
-    ],
-)
-def test_no_certificate_for_a_run_that_is_no_success(records: list[Record], reason: str) -> None:
-    with pytest.raises(Refused) as refused:
-        issue(run(records), TODAY, PINS)
-    assert reason in str(refused.value)
-
-
 def test_a_kernel_that_lacks_must_pass_cases_has_a_record_that_says_so() -> None:
     lacking = changed(CASES[5].id, Status.UNSUPPORTED)
     found = record_of(run(lacking), TODAY, PINS)
@@ -135,23 +121,18 @@ def test_a_kernel_that_lacks_must_pass_cases_has_a_record_that_says_so() -> None
     ):
         tampered = msgspec.structs.replace(found, **changes)
         assert problems(msgspec.structs.replace(tampered, seal=seal(tampered)), TODAY) == [said]
-    with pytest.raises(Refused, match="1 failures of new_tokens"):
-        record_of(run(changed(CASES[5].id, Status.FAIL)), TODAY, PINS)
 
 
 LARGE = [case.id for case in CASES if case.capability == "large_offsets"]
 
 
-def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason_and_one_of_each_capability_must() -> None:
+def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason() -> None:
     large = record(LARGE[0], Status.UNAVAILABLE).with_fields(message="may need 294912 MiB")
     issued = issue(run([large if entry.case == LARGE[0] else entry for entry in RECORDS]), TODAY, PINS)
     assert [(entry.case, entry.reason) for entry in issued.unjudged] == [(LARGE[0], "may need 294912 MiB")]
     assert problems(issued, TODAY) == []
     untold = msgspec.structs.replace(issued, unjudged=(), seal="")
     assert f"case {LARGE[0]} could not be judged, and nothing says why" in problems(untold, TODAY)
-    records = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else entry for entry in RECORDS]
-    with pytest.raises(Refused, match="no case of large_offsets could be judged here"):
-        issue(run(records), TODAY, PINS)
 
 
 def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_fast(tmp_path: Path) -> None:
@@ -159,9 +140,8 @@ def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_
     speed = Speed((Timed("decode", "decode 64 × 8k", "decode:q=[1]", interval, share=0.81),), copy=2e3)
     summary = run([RECORDS[0].with_fields(used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
     facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
-    backend = replace(
-        summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}), speed=speed
-    )
+    traced = Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"})
+    backend = replace(summary.backends[0], facts=facts, traced=traced, speed=speed)
     issued = issue(replace(summary, backends=(backend,)), TODAY, PINS)
     assert (issued.deviations[0].library, issued.deviations[0].adapter) == ("LSE in base 2", "times ln 2")
     assert issued.traced.kernels == {"lse": ("flash::fwd",)} and issued.traced.libraries == {"x.so": "ab"}
@@ -201,10 +181,6 @@ FINDING = {"case": WAIVED, "status": "fail", "check": "lse", "message": "m"}
 TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (set_to("digests", "cases", to="0" * 64), "digest 'cases': expected "),
     (set_to("digests", "judging", to="0" * 64), "digest 'judging': expected "),
-    (
-        set_to("suite", to="2026.1"),
-        f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here; renew it: mla-",
-    ),
     (set_to("tier", to="smoke"), "tier smoke: only the full tier is certified"),
     (set_to("counts", "passed", to=len(CASES)), f"the certificate says {len(CASES)}"),
     (set_to("cases", OPTIONAL, to="pass"), "count 'passed': the cases give "),
@@ -215,10 +191,7 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (judged_as(WAIVED, "pass"), f"a finding waives {WAIVED}, which is not waived among the cases"),
     (set_to("findings", to=[]), f"case {WAIVED} is waived, but no finding says why"),
     (set_to("findings", to=[{**FINDING, "expectation": ""}]), f"the finding on {WAIVED} gives no reason"),
-    (
-        set_to("findings", to=[{**FINDING, "expectation": "known", "explanation": ""}]),
-        f"the finding on {WAIVED} is a wrong number, and nothing says what it looks like",
-    ),
+    (set_to("findings", to=[{**FINDING, "expectation": "k", "explanation": ""}]), f"{WAIVED} is a wrong number, and"),
     (set_to("backend", to="EAGER"), "backend EAGER is an emulated kernel, which is never certified"),
     (set_to("device", to="NVIDIA B200"), "the certificate of NVIDIA B200"),
     (set_to("date", to="2027-01-01"), "date 2027-01-01 lies in the future"),
@@ -227,9 +200,7 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
 
 
 @pytest.mark.parametrize(("tamper", "said"), TAMPERED, ids=[f"{i}-{said}" for i, (_, said) in enumerate(TAMPERED)])
-def test_tampering_is_rejected_even_under_a_new_seal(
-    certificate: Json, tamper: Callable[[Json], None], said: str
-) -> None:
+def test_tampering_is_rejected_under_a_new_seal(certificate: Json, tamper: Callable[[Json], None], said: str) -> None:
     tamper(certificate)
     tampered = read(certificate)
     found = problems(msgspec.structs.replace(tampered, seal=seal(tampered)), TODAY)
@@ -246,9 +217,7 @@ def test_tampering_is_rejected_even_under_a_new_seal(
         (set_to("pins", "harness", to={"clean": "yes"}), "pins.harness.clean: expected `bool | null`, got `str`"),
     ],
 )
-def test_a_malformed_certificate_is_refused_with_the_place(
-    certificate: Json, tamper: Callable[[Json], None], said: str, tmp_path: Path
-) -> None:
+def test_a_malformed_one_is_refused_with_the_place(certificate: Json, tamper: Any, said: str, tmp_path: Path) -> None:
     tamper(certificate)
     (tmp_path / "c.json").write_text(json.dumps(certificate))
     with pytest.raises(InputError) as refused:
@@ -257,47 +226,44 @@ def test_a_malformed_certificate_is_refused_with_the_place(
 
 
 REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
-
-
-@pytest.mark.parametrize(
-    ("backends", "cases", "drawn", "reason"),
-    [
-        (1, LISTED[1:], False, "1 cases are left out, for example"),
-        (1, [*LISTED, "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
-        (1, LISTED, True, "drawn cases are in no list; certify without --explore"),
-        (2, LISTED, False, "expected one --backend, got 2"),
-    ],
+NO_LARGE = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else entry for entry in RECORDS]
+CLEAN, CHANGED = (
+    msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=clean)}) for clean in (True, False)
 )
-def test_what_run_can_never_be_certified(backends: int, cases: list[str], drawn: bool, reason: str) -> None:
+NEVER: list[tuple[Callable[[], object], str]] = [
+    (lambda: issue(run(RECORDS[1:]), TODAY, PINS), "incomplete: 1 cases of new_tokens were not run"),
+    (lambda: issue(run(changed(CASES[5].id, Status.HARNESS_ERROR)), TODAY, PINS), "1 failures of new_tokens, first"),
+    (lambda: issue(run(changed(CASES[5].id, Status.UNAVAILABLE)), TODAY, PINS), "did not pass: core: unavailable"),
+    (lambda: issue(run(NO_LARGE), TODAY, PINS), "no case of large_offsets could be judged here"),
+    (lambda: record_of(run(changed(CASES[5].id, Status.FAIL)), TODAY, PINS), "1 failures of new_tokens"),
+    (lambda: require_whole(1, LISTED[1:]), "1 cases are left out, for example"),
+    (lambda: require_whole(1, [*LISTED, "lse:q=[77]"]), "1 cases are not of the full tier, for example lse:q=[77]"),
+    (lambda: require_whole(1, LISTED, True), "drawn cases are in no list; certify without --explore"),
+    (lambda: require_whole(2, LISTED), "expected one --backend, got 2"),
+    (lambda: require_real(replace(REAL, emulated=True)), "is an emulated kernel, which is judged but never certified"),
+    (lambda: require_real(replace(REAL, reasons=("no GPU",))), "TORCH_SDPA is unavailable: no GPU"),
+    (lambda: require_core(replace(REAL, declared={"topk": ""})), "is topk, a certificate needs prefill or decode or s"),
+    (lambda: committed(CHANGED), "package mine is a checkout with changes"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), NEVER, ids=[reason for _, reason in NEVER])
+def test_what_can_never_be_certified_is_refused_with_a_reason(asked: Callable[[], object], reason: str) -> None:
+    with pytest.raises(Refused, match=re.escape(reason)):
+        asked()
+
+
+def test_what_may_be_certified_is_not_refused() -> None:
     require_whole(1, LISTED)
-    with pytest.raises(Refused) as refused:
-        require_whole(backends, cases, drawn)
-    assert reason in str(refused.value)
-
-
-def test_what_backend_can_never_be_certified() -> None:
     require_real(REAL)
-    for backend, reason in (
-        (replace(REAL, emulated=True), "is an emulated kernel, which is judged but never certified"),
-        (replace(REAL, reasons=("no GPU",)), "TORCH_SDPA is unavailable: no GPU"),
-    ):
-        with pytest.raises(Refused, match=reason):
-            require_real(backend)
-
-
-def test_a_role_without_a_core_profile_has_records_alone() -> None:
     require_core(replace(REAL, declared={"decode": "", "topk": ""}))
-    with pytest.raises(Refused, match="is topk, a certificate needs prefill or decode or sparse or indexer; use"):
-        require_core(replace(REAL, declared={"topk": ""}))
+    assert committed(CLEAN) == CLEAN
 
 
-def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(tmp_path: Path, told: Any) -> None:
     chosen = ["--backend=TORCH_SDPA", "--tier=smoke", "--device=cpu", "-n1"]
-    out = [f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}"]
-    assert main(["certify", *chosen, *out]) == 3
-    assert "no certificate: " in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    said = told(3, "certify", *chosen, f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}")
+    assert "no certificate: " in said and list(tmp_path.iterdir()) == []
 
 
 def test_the_digests_cover_what_a_verdict_depends_on() -> None:
@@ -317,8 +283,8 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
         (WAIVED, Status.FAIL, "", []),
     ],
 )
-def test_running_again_tells_what_differs(
-    certificate: Json, monkeypatch: pytest.MonkeyPatch, case: str, now: Status, salt: str, weights: list[Weight]
+def test_a_rerun_tells_what_differs(
+    certificate: Json, monkeypatch: Any, case: str, now: Status, salt: str, weights: Any
 ) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
     monkeypatch.setattr("mla_conformance.commands.verify._run", lambda request: run(changed(case, now)))
@@ -328,27 +294,17 @@ def test_running_again_tells_what_differs(
     assert all(each.sentence.startswith(f"case {case}: the certificate says {was}, run again") for each in found)
 
 
-def test_what_changed_or_failed_gets_nothing_and_what_lacks_cases_a_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = msgspec.structs.replace(here(), sources={})
-    assert Issuing("record", tmp_path / "r.json", None, before).write(run(RECORDS), 0) == 1
-    assert "no record: the backend, one of its packages or the harness changed" in capsys.readouterr().err
-    assert Issuing("certificate", tmp_path / "c.json", None, before).write(run(RECORDS), 3) == 3
-    assert "no certificate: the run failed or is incomplete" in capsys.readouterr().err
-    lacking = run(changed(CASES[5].id, Status.UNSUPPORTED))
-    assert Issuing("certificate", tmp_path / "c.json", None, here()).write(lacking, 0) == 1
-    assert f"no certificate: must-pass case {CASES[5].id} did not pass" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_what_changed_or_failed_gets_nothing_and_what_lacks_cases_a_record(tmp_path: Path, capsys: Any) -> None:
+    before, lacking = msgspec.structs.replace(here(), sources={}), run(changed(CASES[5].id, Status.UNSUPPORTED))
+    for kind, pins, judged, ended, status, said in (
+        ("record", before, run(RECORDS), 0, 1, "the backend, one of its packages or the harness changed"),
+        ("certificate", before, run(RECORDS), 3, 3, "the run failed or is incomplete"),
+        ("certificate", here(), lacking, 0, 1, f"must-pass case {CASES[5].id} did not pass"),
+    ):
+        assert Issuing(kind, tmp_path / "c.json", None, pins).write(judged, ended) == status
+        assert f"no {kind}: {said}" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     assert Issuing("record", tmp_path / "r.json", None, here()).write(lacking, 0) == 0
     assert read_certificate(tmp_path / "r.json").pins == here()
-
-
-def test_a_package_that_no_commit_names_is_refused() -> None:
-    clean = msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=True)})
-    assert committed(clean) == clean
-    with pytest.raises(Refused, match="package mine is a checkout with changes"):
-        committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=False)}))
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")
@@ -363,9 +319,8 @@ def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
     request, subject = RunRequest.of(["TORCH_SDPA"], device="cpu"), Subject.of("TORCH_SDPA", device)
-    fitted = tuple(
-        case.id for name in request.arrays for case in region_of(subject, SPACES[name], FITTED[Tier.FULL]).cases
-    )
+    regions = (region_of(subject, SPACES[name], FITTED[Tier.FULL]) for name in request.arrays)
+    fitted = tuple(case.id for region in regions for case in region.cases)
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal(folder / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))
@@ -373,20 +328,17 @@ def all_but_two(folder: Path) -> None:
         journal.append(Judgement(record(entry.case) if entry.case == WAIVED else entry))
 
 
-def test_a_run_is_certified_verified_and_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_certified_verified_and_run_again(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
     records = tmp_path / "records.jsonl"
     # Cases are fitted to one role, which is done twice, and takes seconds for each role.
     monkeypatch.setattr(RunRequest, "drawn", property(lambda run: ("decode_combinations",)))
     all_but_two(tmp_path)
-    assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(records)]) == 0
-    assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
-    capsys.readouterr()
+    told(0, "certify", "--resume", tmp_path, "-n1", "--submission", records)
+    told(0, "gate", tmp_path, "--must-pass", "--require", "TORCH_SDPA")
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTED[:number])
-    assert main(["verify", str(records), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
-    assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again with salt s1" in said
+    said = told(0, "verify", records, "--rerun", "2", "--device", "cpu", "--salt", "s1")
+    assert "TORCH_SDPA on cpu" in said and "holds · 2 run again with salt s1" in said
     file = tmp_path / "record.json"
     file.write_bytes(msgspec.json.encode(kept_records(records)[0].certificate))
-    assert main(["verify", str(file), "--rerun", "1", "--backend", "EAGER", "--device", "cpu"]) == 2
-    assert "expected the certificate's backend, TORCH_SDPA, got EAGER" in capsys.readouterr().err
+    said = told(2, "verify", file, "--rerun", "1", "--backend", "EAGER", "--device", "cpu")
+    assert "expected the certificate's backend, TORCH_SDPA, got EAGER" in said

@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
-from mla_conformance.commands.console import _write_step_summary
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
@@ -25,51 +24,45 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability, write_case
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
+Ours = Callable[..., tuple[int, str, str]]
+Write = Callable[..., Path]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
 
 
-def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(tmp_path: Path, ours: Ours) -> None:
     (tmp_path / "wrong.py").write_text(BASE_2)
-    assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Mine", "--out", str(tmp_path / "out")]) == 1
-    printed = capsys.readouterr().out
+    status, printed, _ = ours(*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Mine", "--out", tmp_path / "out")
     digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
     report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
-    assert printed.endswith(f"\n{report}")
+    assert status == 1 and printed.endswith(f"\n{report}")
     explaining = r" · judging 1 failure again, explaining 1 \(--no-explain leaves that out\)"
     assert re.search(rf"{explaining}\n  Mine lse:\S+ new tokens: LSE is ", printed)
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
     assert f"wrong: Mine, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
-    assert command == "mla-conformance" and main([*arguments, "--no-explain"]) == 1
-    printed = capsys.readouterr().out
+    status, printed, _ = ours(*arguments, "--no-explain")
+    assert (command, status) == ("mla-conformance", 1)
     assert "wrong: Mine, 1 likely cause, 1 case: the LSE is in base 2" in printed and "known defect" not in printed
     assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 
-def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, step_summary = tmp_path / "out", tmp_path / "step.md"
+def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(tmp_path: Path, ours: Ours) -> None:
+    out = tmp_path / "out"
     out.mkdir()
     (out / "journal.jsonl").write_text('{"event": "plan"}\n')
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step_summary))
-    backends = ["--backend", "EAGER", "--backend", "FLASH_ATTN"]
-    assert main([*CERTIFY, *backends, "--out", str(out), "--fresh"]) == 0
+    status, printed, _ = ours(*CERTIFY, "--backend", "EAGER", "--backend", "FLASH_ATTN", "--out", out, "--fresh")
     (kept,) = tmp_path.glob("out-*")
-    assert (kept / "journal.jsonl").read_text() == '{"event": "plan"}\n'
+    assert status == 0 and (kept / "journal.jsonl").read_text() == '{"event": "plan"}\n'
     eager, absent = load_report(out).backends
-    assert absent.reasons and not absent.capabilities and "FLASH_ATTN ? unavailable: " in capsys.readouterr().out
+    assert absent.reasons and not absent.capabilities and "FLASH_ATTN ? unavailable: " in printed
     assert (eager.counts.passed, eager.counts.failed, eager.counts.not_run) == (LSE_CASES, 0, 0)
-    assert "EAGER" in step_summary.read_text()
 
 
-def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CERTIFY, "--backend", "no_such_module:Mine", "--out", str(tmp_path), "--json"]) == 3
-    mine = json.loads(capsys.readouterr().out)["backends"]["Mine"]
-    assert mine["status"] == "unavailable" and "No module named 'no_such_module'" in mine["reasons"][0]
+def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, ours: Ours) -> None:
+    status, printed, _ = ours(*CERTIFY, "--backend", "no_such_module:Mine", "--out", tmp_path, "--json")
+    mine = json.loads(printed)["backends"]["Mine"]
+    assert status == 3 and mine["status"] == "unavailable" and "No module named 'no_such_module'" in mine["reasons"][0]
 
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
@@ -142,7 +135,6 @@ PASSED = Record("EAGER", "EAGER", "lse", CAPABILITIES["lse"].cases[0].id, Status
 FAILED = PASSED.with_fields(status=Status.FAIL, check="lse", message="wrong")
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\nimport os, sys, signal\n"
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-Write = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
@@ -158,26 +150,14 @@ def test_the_status_stands_where_nobody_reads(write_report: Write, line: str, st
     assert (done.returncode, done.stderr) == (status, f"mla-conformance: standard output cannot be written: {why}\n")
 
 
-def test_nothing_is_watched_that_nobody_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_watched_that_nobody_reads(tmp_path: Path, monkeypatch: Any, ours: Ours) -> None:
     (tmp_path / "mine.py").write_text(f"{EAGER}class Mine(E): ...\n")
     monkeypatch.setattr("mla_conformance.engine.run.Run.prepare", lambda run: None)
     monkeypatch.setattr("mla_conformance.engine.run.Run.begin", lambda run: None)
     monkeypatch.setattr("mla_conformance.commands.replay._judge_anew", lambda *_: None)
     monkeypatch.setattr("mla_conformance.commands.replay.is_read", lambda: False)
-    assert main(["watch", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu"]) == 3
-    assert capsys.readouterr().err == "mla-conformance: nobody reads the output\n"
-
-
-def test_a_step_summary_that_cannot_be_written_is_one_line(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(place := tmp_path / "summary.md")
-    _write_step_summary(str(place), load_report(write_report("a.json", [PASSED])))
-    told = capsys.readouterr().err
-    assert told.startswith(f"mla-conformance: GITHUB_STEP_SUMMARY {place}: cannot be written: ")
-    assert told.count("\n") == 1
+    status, _, said = ours("watch", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu")
+    assert (status, said) == (3, "mla-conformance: nobody reads the output\n")
 
 
 def test_a_current_folder_that_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
@@ -204,25 +184,21 @@ def test_neither_locale_nor_files_beside_nor_streams_change_a_verdict(tmp_path: 
     assert (mine.counts.passed, mine.counts.failed) == (1, 0)
 
 
-def test_export_says_of_a_kernel_that_it_ends_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_says_of_a_kernel_that_it_ends_the_process(tmp_path: Path, refused: Any) -> None:
     ends = "class Mine(E):\n    def run_prefill_new_tokens(self, *a, **k): os._exit(0)\n"
     (tmp_path / "mine.py").write_text(EAGER + ends)
     backend = f"{tmp_path / 'mine.py'}:Mine"
     out = tmp_path / "out.py"
-    assert main(["export", "lse:q=[4]", "--backend", backend, "--device", "cpu", "--out", str(out)]) == 2
     ended = f"export: a process that judged lse:q=[4] on {backend} ended: exit status 0"
-    assert capsys.readouterr().err == f"mla-conformance: {ended}\n" and not out.exists()
+    said = refused("export", "lse:q=[4]", "--backend", backend, "--device", "cpu", "--out", out)
+    assert said == f"mla-conformance: {ended}\n" and not out.exists()
 
 
 @pytest.mark.parametrize("asked", ["certify", "export lse:q=[4] --out x.py", "replay lse:q=[4]", ""])
-def test_a_missing_torch_is_one_sentence(
-    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_missing_torch_is_one_sentence(asked: str, here: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("commands.export", "commands.replay"):
         monkeypatch.delitem(sys.modules, f"mla_conformance.{name}", raising=False)
-    arguments = [*asked.split(), "--backend", "EAGER"] if asked else ["backends"]
-    assert main(arguments) == 2 and not list(tmp_path.iterdir())
-    told = capsys.readouterr().err
+    told = refused(*([*asked.split(), "--backend", "EAGER"] if asked else ["backends"]))
     assert told.startswith(f"mla-conformance: torch is not installed for {sys.executable}") and told.count("\n") == 1
+    assert not list(here.iterdir())

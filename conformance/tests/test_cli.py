@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cli import main
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import RunRequest
@@ -24,18 +24,11 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
+Ours = Callable[..., tuple[int, str, str]]
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message of a command that must end with the status of a usage error and print nothing else."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
-
-
-CERTIFY = "certify --device cpu --out out --backend"
+CERTIFY, REPLAY = "certify --device cpu --out out --backend", "replay --backend EAGER --device cpu"
 FILES = {
     "a.py": f"{EAGER}class Mine(E): ...",
     "b.py": f"{EAGER}class Mine(E): ...",
@@ -56,44 +49,34 @@ FILES = {
         (f"{CERTIFY} a.py:Mine --backend b.py:Mine", "two backends named 'Mine': HERE/a.py:Mine and HERE/b.py:Mine"),
         (f"{CERTIFY} near.py", "expected near.py:Class; did you mean near.py:Mine?\n"),
         (f"{CERTIFY} function.py", "expected function.py:Class; it defines no class\n"),
-        (
-            f"{CERTIFY} function.py:decode",
-            "expected a class, got a function, which mla.cases judges: docs/python-api.md",
-        ),
+        (f"{CERTIFY} function.py:decode", "expected a class, got a function, which mla.cases judges: docs/python-ap"),
         (f"{CERTIFY} broken.py", "broken.py:Class; the file is no Python: invalid syntax (broken.py, line 1)\n"),
         (f"{CERTIFY} others.py:MyBackedn", "no class MyBackedn in others.py; did you mean others.py:MyBackend?\n"),
         (f"{CERTIFY} empty.py:MyBackedn", "no class MyBackedn in empty.py; it defines no class\n"),
         (f"{CERTIFY} EAGER --capability nope", "unknown capability 'nope'; expected one of new_tokens, lse"),
+        (f"{REPLAY} 'decode_lse:q=[1];kv=[3]'", "expected a call of decode_lse, such as call=decode, got new_tokens"),
+        (f"{REPLAY} 'tree:q=[1];kv=[3]'", "not a capability; expected one of tree_decode, determinism, "),
         (
-            "replay 'decode_lse:q=[1];kv=[3]' --backend EAGER --device cpu",
-            "expected a call of decode_lse, such as call=decode, got new_tokens",
-        ),
-        ("replay 'tree:q=[1];kv=[3]' --backend EAGER", "not a capability; expected one of tree_decode, determinism, "),
-        (
-            "replay 'large_offsets:call=decode;q=[1];kv=[3];far=k31' --backend EAGER --device cpu",
-            "field far: expected none or cache31 or cache32 of a decode under large_offsets, got k31",
+            f"{REPLAY} 'large_offsets:call=decode;q=[1];kv=[3];far=k31'",
+            "expected none or cache31 or cache32 of a de",
         ),
         (
             f"{CERTIFY} EAGER --capability new_token",
-            "; did you mean new_tokens? 'mla-conformance capabilities' lists all\n",
+            "; did you mean new_tokens? 'mla-conformance capabilities' lists",
         ),
         ("certify --out out --model deepseek-r", "; did you mean deepseek-r1? 'mla-conformance models' lists all\n"),
         ("certify --out out --device cuda -n1", "sees no CUDA device; use --device cpu"),
         ("watch EAGER", "expected a class in a file, as file.py:Class, got EAGER"),
-        (
-            "replay 'chunked_context:q=[1,1];kv=[5,5];workspace=16' --backend EAGER --device cpu",
-            "workspace_tokens must be at least 32",
-        ),
+        (f"{REPLAY} 'chunked_context:q=[1,1];kv=[5,5];workspace=16'", "workspace_tokens must be at least 32"),
     ],
 )
 def test_what_does_not_exist_is_told_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+    refused: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name, source in FILES.items():
         Path(name).write_text(source)
-    told = refused(capsys, *shlex.split(arguments)).replace(str(tmp_path), "HERE")
+    told = refused(*shlex.split(arguments)).replace(str(here), "HERE")
     assert said in told and not Path("out").exists()
 
 
@@ -117,15 +100,13 @@ def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_p
         ("replay lse:q=[1] --timeout 0", "expected a positive time"),
     ],
 )
-def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.split())
-    printed = capsys.readouterr().err
-    assert ended.value.code == 2 and "usage: mla-conformance" in printed and said in printed
+def test_a_command_that_does_not_exist(refused: Callable[..., str], arguments: str, said: str) -> None:
+    printed = refused(*arguments.split())
+    assert "usage: mla-conformance" in printed and said in printed
 
 
-def test_without_a_command_it_is_told_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = refused(capsys)
+def test_without_a_command_it_is_told_how_to_begin(refused: Callable[..., str]) -> None:
+    printed = refused()
     assert printed.startswith("usage: mla-conformance ") and "--backend my_backend.py:MyBackend " in printed
     for line in re.findall("^  mla-conformance (.*?)  +", printed, re.MULTILINE)[:-1]:
         assert callable(command_line(COMMANDS, GROUPS).parse_args(shlex.split(line)).run)
@@ -155,19 +136,15 @@ def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pyt
         assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog
 
 
-def test_versions_of_package_and_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    printed = capsys.readouterr().out
-    assert (ended.value.code, printed) == (0, f"mla-conformance {__version__}, suite {SUITE_VERSION}\n")
+def test_versions_of_package_and_suite(ours: Ours) -> None:
+    assert ours("--version") == (0, f"mla-conformance {__version__}, suite {SUITE_VERSION}\n", "")
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
-def test_a_shell_is_told_commands_options_and_names(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for name in ("certify", "minimize", "give-up-after", "TORCH_SDPA", "new_tokens", "nightly"):
-        assert name in script
+def test_a_shell_is_told_commands_options_and_names(shell: str, ours: Ours) -> None:
+    status, script, _ = ours("completion", shell)
+    names = ("certify", "minimize", "give-up-after", "TORCH_SDPA", "new_tokens", "nightly")
+    assert status == 0 and all(name in script for name in names)
 
 
 def test_bash_completes(tmp_path: Path, command: Path) -> None:
@@ -175,26 +152,25 @@ def test_bash_completes(tmp_path: Path, command: Path) -> None:
     if bash is None:
         pytest.skip("this machine has no bash")
     typed = ("'' certify --backend FLEX", "'' report d", "'' replay --rep")
-    ask = "\n".join(
-        f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}"
-        for words in typed
-    )
+    asked = [f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}" for words in typed]
+    ask = "\n".join(f"{each}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}" for each in asked)
     script = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["FLEX_ATTENTION", "diff", "--report --repeats"]
 
 
-def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_are_listed_with_reasons(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["backends", "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    status, said, _ = ours("backends", "--device", "cpu")
+    printed = said.splitlines()
     assert max(map(len, printed)) <= 80 and not [line for line in printed if re.search(r"\(pip [^)]*$", line)]
     assert printed[0].endswith(" available:") and {"EAGER,", "TORCH_SDPA,"} <= set(printed[1].split())
     assert sum("they need a GPU" in line for line in printed) == 1 and len(printed) < 50
     assert "    nvidia-cudnn-frontend: CUDNN, CUDNN[graph], CUDNN[fp8]" in printed
-    assert main(["backends", "TRTLLM_RAGGED", "--device", "cpu"]) == 0
-    named = " ".join(capsys.readouterr().out.split())
+    again, said, _ = ours("backends", "TRTLLM_RAGGED", "--device", "cpu")
+    named = " ".join(said.split())
     assert named.startswith("TRTLLM_RAGGED unavailable: needs compute capability") and "of no use here" in named
+    assert status == again == 0
 
 
 def test_help_usage_errors_lists_references_and_cases_need_no_torch(tmp_path: Path) -> None:

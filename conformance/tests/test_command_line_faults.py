@@ -1,11 +1,9 @@
 """No command prints a traceback: for no bad value, for nothing that is no such file, and wherever output goes."""
 
-import io
 import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,17 +19,10 @@ from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError
 
-_FILLED = {
-    "case": "lse:q=[4]",
-    "--backend": "EAGER",
-    "backend": "mine.py:Mine",
-    "before": "pip==1",
-    "after": "pip==2",
-    "shell": "bash",
-}
+_FILLED = {"case": "lse:q=[4]", "--backend": "EAGER", "backend": "mine.py:Mine"}
+_FILLED |= {"before": "pip==1", "after": "pip==2", "shell": "bash"}
 """What is given where something has to be; paths that are not there are called ``nothing``."""
 MINE = "from mla_conformance.backends.eager import EagerPrefillBackend\nclass Mine(EagerPrefillBackend): ...\n"
-STATUSES = (0, 1, 2, 3)
 
 
 def options_of(command: Command) -> list[Option]:
@@ -53,61 +44,11 @@ def call(command: Command, option: Option | None = None, value: str = "") -> lis
     return arguments
 
 
-def outcome(arguments: list[str]) -> int:
-    """The exit status of a call."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as ended:
-        return int(ended.code or 0)
-
-
-def without_work(patch: pytest.MonkeyPatch) -> None:
-    """Everything that follows once all arguments are read is refused."""
-
-    def no_process(*_: object, **__: object) -> NoReturn:
-        raise RunError("no process, in a test")
-
-    def no_work(*_: object, **__: object) -> NoReturn:
-        raise InputError("no work, in a test")
-
-    for module in ("certify", "reports", "verify"):
-        patch.setattr(f"mla_conformance.commands.{module}.KNOWN_FAILURES", Path.cwd())  # which holds none
-    patch.setattr("mla_conformance.engine.run.Run.prepare", no_process)
-    patch.setattr("mla_conformance.commands.defects.deciding_digest", no_work)
-    patch.setattr("mla_conformance.tests.cheats.report.run_cheats", no_work)
-    patch.setattr("mla_conformance.bump.version.Environment.make", no_work)
-    patch.setattr("mla_conformance.commands.listing.tier_lines", list)
-    patch.setattr("mla_conformance.commands.export._require_survival", lambda *_: None)
-    patch.setattr("mla_conformance.commands.export.reproduced", no_work)
-    patch.setattr("mla_conformance.scoreboard.site.page", lambda board: "")
-
-
-def run_all(report: str) -> NoReturn:
-    """Carry out every command as the console script would; what any of them raises is written into a file."""
-    raised = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        without_work(patch)
-        for command in COMMANDS:
-            for arguments in (call(command), [*command.words.split(), "--help"]):
-                try:
-                    status: Any = outcome(arguments)
-                except BaseException:
-                    status = traceback.format_exc()
-                if status not in STATUSES:
-                    raised.write(f"{arguments}: {status}\n")
-    Path(report).write_text(raised.getvalue(), encoding="utf-8")
-    cli.leave(0)
-
-
 KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
 MOST_SECONDS = 20
 MOST_CHARACTERS = 2_000
-VALUES = {
-    "empty": "",
-    "unprintable": "::error::\x1b[31mred\x07\udcff\udcfe",
-    "endless": "a" * 100_000,
-    "nowhere": "/dev/null/nope",
-}
+VALUES = {"empty": "", "endless": "a" * 100_000, "nowhere": "/dev/null/nope"}
+VALUES |= {"unprintable": "::error::\x1b[31mred\x07\udcff\udcfe"}
 parser = command_line(COMMANDS, GROUPS)
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
@@ -135,16 +76,38 @@ BAD: dict[str, Callable[[Path], object]] = {
 }
 
 
+NO_WORK = (
+    "commands.defects.deciding_digest", "tests.cheats.report.run_cheats", "bump.version.Environment.make",
+    "commands.export.reproduced",
+)  # fmt: skip
+"""What follows once all arguments are read."""
+
+
 @pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In a folder of its own with a backend, without work, and not for long: who waits for a FIFO waits for ever."""
 
     def late(*_: object) -> None:
         raise AssertionError(f"no answer within {MOST_SECONDS} s")
 
-    monkeypatch.chdir(tmp_path)
+    def no_process(*_: object, **__: object) -> NoReturn:
+        raise RunError("no process, in a test")
+
+    def no_work(*_: object, **__: object) -> NoReturn:
+        raise InputError("no work, in a test")
+
+    def instead(name: str, value: object) -> None:
+        monkeypatch.setattr(f"mla_conformance.{name}", value)
+
+    for module in ("certify", "reports", "verify"):
+        instead(f"commands.{module}.KNOWN_FAILURES", here)  # which holds none
+    for name in NO_WORK:
+        instead(name, no_work)
+    instead("engine.run.Run.prepare", no_process)
+    instead("commands.listing.tier_lines", list)
+    instead("commands.export._require_survival", lambda *_: None)
+    instead("scoreboard.site.page", lambda board: "")
     Path("mine.py").write_text(MINE)
-    without_work(monkeypatch)
     monkeypatch.setattr(whole, "MOST_MEBIBYTES", 8)
     monkeypatch.setattr(cli, "command_line", lambda *_: parser)
     before = signal.signal(signal.SIGALRM, late)
@@ -156,66 +119,41 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("value", VALUES)
 @commands
-def test_a_bad_value_is_told_in_a_short_sentence(
-    command: Command, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_value_is_told_in_a_short_sentence(command: Command, value: str, ours: Any) -> None:
     for option in options_of(command):
-        status = outcome(call(command, option, VALUES[value]))
-        told = capsys.readouterr()
+        status, *told = ours(*call(command, option, VALUES[value]))
         kind, is_blank = option.settings.get("type"), not VALUES[value].strip()
-        is_checked = (
-            "choices" in option.settings
-            or kind not in (None, Path, require_salt)
-            or (is_blank and kind is not require_salt)
-        )
+        is_checked = "choices" in option.settings or kind not in (None, Path, require_salt)
+        is_checked |= is_blank and kind is not require_salt
         assert status in ((2,) if is_checked else (1, 2, 3)), (option.names, told)
-        assert (told.out + told.err).replace("\n", "").isprintable(), (option.names, told)
-        assert max(len(told.out), len(told.err)) < MOST_CHARACTERS and "Traceback" not in told.err, (option.names, told)
-        assert not (is_checked and option.names[-1].startswith("-")) or option.names[-1] in told.err
+        assert "".join(told).replace("\n", "").isprintable(), (option.names, told)
+        assert max(map(len, told)) < MOST_CHARACTERS and "Traceback" not in told[1], (option.names, told)
+        assert not (is_checked and option.names[-1].startswith("-")) or option.names[-1] in told[1]
 
 
 @commands
-def test_an_option_that_means_nothing_alone_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_means_nothing_alone_is_refused(command: Command, refused: Any) -> None:
     for option in filter(lambda option: option.only_with, chain(*command.options)):
         other = str(option.settings.get("default", 0) + 1)
         value = [] if "action" in option.settings else [*option.settings.get("choices", other)][:1]
-        assert outcome([*call(command), option.names[-1], *value]) == 2
-        told = capsys.readouterr().err
+        told = refused(*call(command), option.names[-1], *value)
         assert told == f"mla-conformance: {option.names[-1]}: expected together with {' or '.join(option.only_with)}\n"
 
 
-def test_an_empty_salt_is_that_of_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert outcome(["certify", "--backend", "mine.py:Mine", "--salt", ""]) == 3
-    assert "no process, in a test" in capsys.readouterr().err
+def test_an_empty_salt_is_that_of_the_list(told: Any) -> None:
+    assert "no process, in a test" in told(3, "certify", "--backend", "mine.py:Mine", "--salt", "")
 
 
 @pytest.mark.parametrize("kind", BAD)
 @commands
-def test_a_file_that_is_none_is_told_in_a_sentence(
-    command: Command, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_none_is_told_in_a_sentence(command: Command, kind: str, ours: Any) -> None:
     for number, option in enumerate(options_of(command)):
         suffix = {"case": ".json", "backend": ".py:Mine"}.get(option.names[-1].strip("-"), "")
         if option.settings.get("type") is Path or suffix:
             BAD[kind](Path(f"it{number}{suffix}".removesuffix(":Mine")))
-            status = outcome(call(command, option, f"it{number}{suffix}"))
-            told = capsys.readouterr()
-            assert status in STATUSES and "Traceback" not in told.err, (option.names, told)
-            assert status == 0 or told.out + told.err, option.names
-
-
-def test_no_command_fails_of_where_its_output_goes() -> None:
-    for name in ("torch", "jinja2", "rich", "msgspec", "numpy", "shtab"):
-        Path(f"{name}.py").write_text("raise SystemExit('shadowed')\n")
-    Path("conformance").mkdir()
-    Path("conformance/__init__.py").write_text("raise SystemExit('shadowed')\n")
-    signal.alarm(4 * MOST_SECONDS)
-    line = 'exec "$0" -P -m mla_conformance.tests.test_command_line_faults told <&- >/dev/full'
-    asked = ["bash", "-c", line, sys.executable]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(asked, capture_output=True, env=environment, timeout=4 * MOST_SECONDS)
-    assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
-    assert Path("told").read_text(encoding="utf-8") == "" and b"Traceback" not in done.stderr
+            status, *told = ours(*call(command, option, f"it{number}{suffix}"))
+            assert status in (0, 1, 2, 3) and "Traceback" not in told[1], (option.names, told)
+            assert status == 0 or any(told), option.names
 
 
 def test_python_without_docstrings_is_told_in_a_sentence() -> None:
@@ -223,10 +161,3 @@ def test_python_without_docstrings_is_told_in_a_sentence() -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("mla-conformance: expected Python with docstrings;") and done.stderr.count("\n") == 1
-
-
-if __name__ == "__main__":
-    from mla_conformance.__main__ import start
-
-    cli.command = lambda: run_all(sys.argv[1])
-    start()

@@ -2,11 +2,13 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import compared, comparisons, confirmation
@@ -16,7 +18,7 @@ from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CPU, judged
+from mla_conformance.tests.drawn import CPU, changed, judged
 from mla_conformance.tests.reports import unexplained, write_run
 from mla_conformance.trials import trial as kept
 from mla_conformance.trials.trial import Context
@@ -28,49 +30,28 @@ BACKENDS = """
 import mla_conformance_test_shared as shared
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-
 class Wrong(EagerPrefillBackend):
-    def is_wrong(self, tokens): ...
-
     def run_prefill_new_tokens(self, q, *arguments, **options):
         output, lse = super().run_prefill_new_tokens(q, *arguments, **options)
         return output, lse + bool(self.is_wrong(len(q)))
-
-
 class Always(Wrong):
-    def is_wrong(self, tokens):
-        return tokens == 4
-
-
+    def is_wrong(self, tokens): return tokens == 4
 class Remembers(Wrong):
     seen = set()
-
     def is_wrong(self, tokens):
         self.seen.add(tokens)
         return tokens == 5 and 3 in self.seen
-
-
 class Once(Wrong):
     def is_wrong(self, tokens):
         if tokens == 4 and not shared.once.exists():
             shared.once.touch()
             return True
-
-
 class Spoils(Wrong):
-    def is_wrong(self, tokens):
-        shared.spoiled = True
-
-
+    def is_wrong(self, tokens): shared.spoiled = True
 class Spoiled(Wrong):
-    def is_wrong(self, tokens):
-        return shared.spoiled
+    def is_wrong(self, tokens): return shared.spoiled
 """
-SHARED = """
-import pathlib
-spoiled = False
-once = pathlib.Path(__file__).with_name("once")
-"""
+SHARED = 'import pathlib; spoiled = False; once = pathlib.Path(__file__).with_name("once")'
 
 
 def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wrong") -> Record:
@@ -140,18 +121,17 @@ def test_whose_a_failure_is(records: dict[tuple[str, str], Record]) -> None:
     assert all("Spoils" in record.message for record in spoiled)
 
 
-def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reproduces_it(
-    records: dict[tuple[str, str], Record], folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_after_a_case_names_it_and_its_replay_reproduces_it(
+    records: dict[tuple[str, str], Record], folder: Path, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     found = records["Remembers", THIRD]
-    assert (found.status, found.confirmation) == (Status.FAIL, "after")
-    assert found.after == (FIRST,)
+    assert (found.status, found.confirmation, found.after) == (Status.FAIL, "after", (FIRST,))
     monkeypatch.chdir(folder)
     command, *arguments = shlex.split(found.replay)
     assert command == "mla-conformance" and "--after" in arguments
     with unexplained():
-        assert main(arguments) == 1
-    assert main(["replay", found.case, "--backend", found.reference]) == 0
+        told(1, *arguments)
+    told(0, "replay", found.case, "--backend", found.reference)
 
 
 def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
@@ -174,49 +154,38 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
     first = failed(FIRST)
     again = first.with_fields(message="LSE is 6", seconds=7.0, explanation="It is wrong")
     assert compared(first, again) == first.with_fields(explanation="It is wrong")
-    for changed in ({"explanation": ""}, {"check": "output"}, {"case": SECOND}, {"status": Status.CRASH, "check": ""}):
-        other = again.with_fields(**changed)
-        assert compared(first, other) is None
+    for change in ({"explanation": ""}, {"check": "output"}, {"case": SECOND}, {"status": Status.CRASH, "check": ""}):
+        assert compared(first, again.with_fields(**change)) is None
 
 
-def test_a_replay_says_that_a_failure_was_not_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_says_that_a_failure_was_not_confirmed(tmp_path: Path, monkeypatch: Any, ours: Any) -> None:
     record = failed("lse:q=[4]").with_fields(backend="EAGER", reference="EAGER", confirmation="unrepeated")
     write_run(tmp_path / "report.json", [record])
     monkeypatch.setattr("mla_conformance.commands.replay.run_and_report", lambda run, keep_report: 0)
-    assert main(["replay", "--report", str(tmp_path), "--device", "cpu"]) == 0
-    assert "the report says of this failure: it did not fail again, neither alone nor after" in capsys.readouterr().out
+    status, said, _ = ours("replay", "--report", tmp_path, "--device", "cpu")
+    assert status == 0
+    assert "the report says of this failure: it did not fail again, neither alone nor after" in said
 
 
 CASE = Case.parse("new_tokens:dims=small;heads=2;q=[5,9]")
-WRONG = """
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-class SpoilsItsInputs(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, q, k, v, *arguments, **options):
-        returned = super().run_prefill_new_tokens(q, k, v, *arguments, **options)
-        for tensor in (q, k, v):
-            tensor.fill_(1.0)
-        return returned
-"""
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
-    """What builds problems and what computes golden results, which counts how often it did."""
+def spoil(run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    returned = run(q, k, v, **options)
+    for tensor in (q, k, v):
+        tensor.fill_(1.0)
+    return returned
+
+
+def test_what_a_backend_writes_into_its_inputs_no_other_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a problem that is built, and a golden result that is computed, once for both."""
     makers = [Mock(wraps=kept.build_problem), Mock(wraps=kept.golden_of)]
     monkeypatch.setattr(kept, "build_problem", makers[0])
     monkeypatch.setattr(kept, "golden_of", makers[1])
-    return makers
-
-
-def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
-    context = Context()
-    assert judged(f"{tmp_path}/wrong.py:SpoilsItsInputs", CASE, context).check == Check.MUTATED_INPUT
+    context, spoils = Context(), changed(EagerPrefillBackend, run_prefill_new_tokens=spoil)
+    assert judged(spoils, CASE, context).check == Check.MUTATED_INPUT
     assert judged("EAGER", CASE, context).status is Status.PASS
-    assert [each.call_count for each in made] == [1, 1]
+    assert [each.call_count for each in makers] == [1, 1]
 
 
 OF_EACH_ROLE = [
@@ -257,13 +226,10 @@ class Wrong(EagerPrefillBackend):
 """
 
 
-def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(tmp_path: Path, ours: Any) -> None:
     (tmp_path / "wrong.py").write_text(TELLS_ITS_QUERIES)
     named = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--salt", "s1"]
-    assert main(["replay", "lse:q=[4]", *named, "--device", "cpu"]) == 1
-    said = capsys.readouterr().out
+    status, said, _ = ours("replay", "lse:q=[4]", *named, "--device", "cpu")
     first = float(build_problem(Case.parse("lse:q=[4]"), CPU, "s1").calls[0].q.flatten()[0])
-    assert f"it begins with {first}" in said
+    assert status == 1 and f"it begins with {first}" in said
     assert "· salt s1" in said and f"replay: mla-conformance replay 'lse:q=[4]' {' '.join(named)}" in said

@@ -1,6 +1,7 @@
 """Device capabilities as far as a CPU shows them, offsets beyond 2^31 too; a GPU's own part runs where there is one."""
 
 import resource
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,7 @@ from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
 from mla_conformance.judging.golden import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.tests.drawn import CONTEXT, judged
+from mla_conformance.tests.drawn import CONTEXT, changed, judged
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
@@ -53,45 +54,41 @@ STREAMS = next(case.id for case in CAPABILITIES["streams"].cases if case.role is
         (EagerPrefillBackend, STREAMS, Status.UNSUPPORTED, "needs a CUDA device"),
     ],
 )
-def test_a_graph_is_asked_for_where_it_is_declared_and_what_it_froze_is_found(
-    kernel: type | str, case: str, status: Status, said: str
-) -> None:
+def test_a_graph_is_asked_for_where_it_is_declared(kernel: type | str, case: str, status: Status, said: str) -> None:
     found = judged(kernel, case)
     assert found.status is status and said in found.message
 
 
-class WrapsAroundItsQueries(EagerSparseBackend):
+def wraps_around_its_queries(run: Any, q: Tensor, *operands: Any, **options: Any) -> Any:
     """Reads what lies beyond 2^12 elements of the queries from where it is modulo that."""
-
-    def run_sparse_prefill(self, q: Any, *operands: Any, **options: Any) -> Any:
-        wrapped = q.reshape(-1)[torch.arange(q.numel()) % 2**12].view(q.shape)
-        return super().run_sparse_prefill(wrapped, *operands, **options)
+    return run(q.reshape(-1)[torch.arange(q.numel()) % 2**12].view(q.shape), *operands, **options)
 
 
-class WrapsAround(EagerPrefillBackend):
+def wraps_around(run: Any, *operands: Any) -> Any:
     """Writes what lies beyond 2^12 elements to where it is modulo that."""
+    output, lse = run(*operands)
+    wrapped = torch.full_like(output, torch.nan)
+    wrapped.view(-1)[torch.arange(output.numel()) % 2**12] = output.reshape(-1)
+    return wrapped, lse
 
-    def run_prefill_context_chunk(self, chunk_idx: int, q: Any, k: Any, v: Any) -> Any:
-        output, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
-        wrapped = torch.full_like(output, torch.nan)
-        wrapped.view(-1)[torch.arange(output.numel()) % 2**12] = output.reshape(-1)
-        return wrapped, lse
+
+CHUNK = "context_chunk;q=[9];kv=[40];far=rows31"
+SELECTED = "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "case", "checks"),
+    ("base", "step", "case", "check"),
     [
-        (WrapsAround, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
-        (WrapsAroundItsQueries, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
+        (EagerPrefillBackend, {"run_prefill_context_chunk": wraps_around}, CHUNK, Check.MASK),
+        (EagerSparseBackend, {"run_sparse_prefill": wraps_around_its_queries}, SELECTED, Check.OUTPUT),
     ],
 )
-def test_far_rows_and_blocks_are_judged_and_found_wrong(
-    wrong: type, case: str, checks: set[Check], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_far_rows_and_blocks_are_judged(base: type, step: Any, case: str, check: Check, monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[:-2], 2**12)))
     monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
-    right, found = (judged(each, f"large_offsets:dims=small;heads=2;call={case}") for each in (wrong.__mro__[1], wrong))
-    assert right.status is Status.PASS and found.status is Status.FAIL and found.check in checks
+    kernels = (base, changed(base, **step))
+    right, found = (judged(each, f"large_offsets:dims=small;heads=2;call={case}") for each in kernels)
+    assert right.status is Status.PASS and found.status is Status.FAIL and found.check == check
 
 
 def test_the_memory_that_a_case_needs_is_stated() -> None:
@@ -102,25 +99,24 @@ def test_the_memory_that_a_case_needs_is_stated() -> None:
         Case.of(capability="large_offsets", q=(1,), far="k30")
 
 
-@needs_cuda
-@pytest.mark.parametrize("case", CAPABILITIES["streams"].cases, ids=lambda case: case.id)
-def test_what_leaves_the_stream_is_found(case: Case) -> None:
-    if case.role is not Role.PREFILL:
-        pytest.skip("a prefill backend is asked")
-    for name, status in (("EAGER", Status.PASS), (f"{__file__}:OnTheDefaultStream", Status.FAIL)):
-        assert judge_one(Subject.of(name, torch.device("cuda", 0)), case, CONTEXT).status is status
+def on_the_default_stream(run: Any, *operands: Any, **options: Any) -> Any:
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return run(*operands, **options)
 
 
 class OnTheDefaultStream(EagerPrefillBackend):
-    def _elsewhere(self, call: Any, *args: Any, **options: Any) -> Any:
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            return call(*args, **options)
+    def run_prefill_new_tokens(self, *operands: Any, **options: Any) -> Any:
+        return on_the_default_stream(super().run_prefill_new_tokens, *operands, **options)
 
-    def run_prefill_new_tokens(self, *args: Any, **options: Any) -> Any:
-        return self._elsewhere(super().run_prefill_new_tokens, *args, **options)
+    def run_prefill_context_chunk(self, *operands: Any, **options: Any) -> Any:
+        return on_the_default_stream(super().run_prefill_context_chunk, *operands, **options)
 
-    def run_prefill_context_chunk(self, *args: Any, **options: Any) -> Any:
-        return self._elsewhere(super().run_prefill_context_chunk, *args, **options)
+
+@needs_cuda
+@pytest.mark.parametrize("case", [case for case in CAPABILITIES["streams"].cases if case.role is Role.PREFILL], ids=str)
+def test_what_leaves_the_stream_is_found(case: Case) -> None:
+    for name, status in (("EAGER", Status.PASS), (f"{__file__}:OnTheDefaultStream", Status.FAIL)):
+        assert judge_one(Subject.of(name, torch.device("cuda", 0)), case, CONTEXT).status is status
 
 
 LARGE = [case.id for case in CAPABILITIES["large_offsets"].cases if not is_due_on_gpu(case)]
@@ -135,50 +131,41 @@ def found_by(x: Tensor, unit: int = 1) -> Tensor:
     return rows
 
 
-class FarBlocks(EagerDecodeBackend):
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        return super().run_decode(ql_nope, q_pe, found_by(kv_cache), k_scale)
-
-
-class FarScales(EagerIndexerBackend):
+def far_scales(run: Any, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
     """Codes are found by their bytes, scales by floats."""
-
-    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        rows = k.contiguous().clone()
-        behind = k.shape[1] * 128
-        rows.view(len(k), -1)[:, behind:] = found_by(k, unit=4).view(len(k), -1)[:, behind:]
-        return super().run_index_logits(q, weights, rows, k_scale)
+    rows, behind = k.contiguous().clone(), k.shape[1] * 128
+    rows.view(len(k), -1)[:, behind:] = found_by(k, unit=4).view(len(k), -1)[:, behind:]
+    found: Tensor = run(q, weights, rows, k_scale)
+    return found
 
 
-class FarLogits(EagerTopKBackend):
-    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        return super().run_top_k_per_row(found_by(logits), topk_tokens)
+def far_slots(run: Any, kv_c: Any, k_pe: Any, cache: Tensor, slots: Tensor, k_scale: Any) -> None:
+    near = torch.where(slots // cache.shape[1] * cache.stride(0) < 2**31, slots, -1)
+    run(kv_c, k_pe, cache, near, k_scale)
 
 
-class FarSlots(EagerCacheBackend):
-    def run_write_latent(self, kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, k_scale: Any) -> None:
-        blocks = slot_mapping // kv_cache.shape[1]
-        near = torch.where(blocks * kv_cache.stride(0) < 2**31, slot_mapping, -1)
-        super().run_write_latent(kv_c, k_pe, kv_cache, near, k_scale)
+def grid_of_rows(run: Any, kv_c: Any, k_pe: Any, cache: Tensor, slots: Tensor, k_scale: Any) -> None:
+    run(kv_c[:65535], k_pe[:65535], cache, slots[:65535], k_scale)
 
 
-class GridOfRows(EagerCacheBackend):
-    def run_write_latent(self, kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, k_scale: Any) -> None:
-        super().run_write_latent(kv_c[:65535], k_pe[:65535], kv_cache, slot_mapping[:65535], k_scale)
+DECODED = "large_offsets:call=decode;dims=small;heads=1;q=[1,2];kv=[200,70];far=cache31"
+MANY = "many_rows:call=write_latent;dims=16-8-16-32;q=[65537];kv=[9];page=16"
+WRITTEN = "large_offsets:call=write_latent;dims=16-8-16-32;q=[5,1,30];kv=[40,0,20];page=16;far=cache31"
+FAR: list[tuple[type, str, Callable[..., Any], str]] = [
+    (EagerDecodeBackend, "run_decode", lambda run, ql, q, cache, scale: run(ql, q, found_by(cache), scale), DECODED),
+    (EagerIndexerBackend, "run_index_logits", far_scales, "call=index_logits;heads=2;q=[2,1];kv=[200,70];far=cache31"),
+    (
+        EagerTopKBackend, "run_top_k_per_row", lambda run, logits, topk: run(found_by(logits), topk),
+        "call=select;q=[1x6];kv=[300,70,5,90,200,40];far=q31;topk=16",
+    ),
+    (EagerCacheBackend, "run_write_latent", far_slots, WRITTEN),
+    (EagerCacheBackend, "run_write_latent", grid_of_rows, MANY),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kernel", "case"),
-    [
-        (FarBlocks, "large_offsets:call=decode;dims=small;heads=1;q=[1,2];kv=[200,70];far=cache31"),
-        (FarScales, "large_offsets:call=index_logits;heads=2;q=[2,1];kv=[200,70];far=cache31"),
-        (FarLogits, "large_offsets:call=select;q=[1x6];kv=[300,70,5,90,200,40];far=q31;topk=16"),
-        (FarSlots, "large_offsets:call=write_latent;dims=16-8-16-32;q=[5,1,30];kv=[40,0,20];page=16;far=cache31"),
-        (GridOfRows, "many_rows:call=write_latent;dims=16-8-16-32;q=[65537];kv=[9];page=16"),
-    ],
-)
-def test_offsets_of_32_bits_and_grids_that_end_are_found_on_a_cpu(kernel: type, case: str) -> None:
-    record = judged(kernel, case, Context())
+@pytest.mark.parametrize(("base", "method", "step", "case"), FAR)
+def test_offsets_of_32_bits_and_grids_that_end_are_found(base: type, method: str, step: Any, case: str) -> None:
+    record = judged(changed(base, **{method: step}), case if ":" in case else f"large_offsets:{case}", Context())
     assert record.status is Status.FAIL, record.message
 
 

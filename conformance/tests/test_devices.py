@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,18 +41,14 @@ class Places:
 
     def __init__(self, *gpus: str, memory: int = 140 * GIB) -> None:
         self._gpus, self._memory = gpus, memory
-        self.environments: list[Mapping[str, str]] = []
+        self.places: list[Mapping[str, str]] = []  # their environments
         self.log = SimpleNamespace(write_to=lambda path: None)
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        self.environments.append(environment)
-
-    @property
-    def places(self) -> list[Mapping[str, str]]:
-        return self.environments
+        self.places.append(environment)
 
     def end(self, kept: int = 0) -> None:
-        del self.environments[kept:]
+        del self.places[kept:]
 
     def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         while task := tasks.take(0):
@@ -72,68 +69,59 @@ def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: P
 @pytest.mark.parametrize(
     ("quota", "cores"), [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("6400000 100000", 16)]
 )
-def test_a_container_has_the_cores_of_its_quota(
-    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_has_the_cores_of_its_quota(quota: str, cores: int, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "cpu.max").write_text(quota, encoding="ascii")
     with_cores(monkeypatch, range(16), tmp_path / "cpu.max")
     assert machine.machine_cores() == cores
 
 
+Prepared = Callable[..., list[Mapping[str, str]]]
+
+
 @pytest.fixture
-def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Places]:
-    """The places of a run on a machine of 16 cores, by its GPUs."""
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """The environments of a run's workers on a machine of 16 cores, by its GPUs."""
     monkeypatch.setattr("mla_conformance.engine.request.may_have_gpu", lambda: True)
     with_cores(monkeypatch, range(16))
     for name in ("OMP_NUM_THREADS", VISIBLE):
         monkeypatch.delenv(name, raising=False)
 
-    def prepared(places: Places, workers: int | None = None, capability: str = "lse") -> Places:
-        run = Run(RunRequest.of(["EAGER"], [capability]), RunFolder.claim(tmp_path), Limits(workers))
+    def prepare(places: Places, workers: int | None = None, **asked: Any) -> list[Mapping[str, str]]:
+        request = RunRequest.of(["EAGER"], **(asked or {"capabilities": ["lse"]}))
+        run = Run(request, RunFolder.claim(tmp_path), Limits(workers))
         run.supervisor = places  # type: ignore[assignment]
         run.prepare()
-        return places
+        return places.places
 
-    return prepared
+    return prepare
 
 
 @pytest.mark.parametrize(("cases", "workers"), [(1, 1), (39, 1), (40, 2), (1000, 4)])
-def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
-    cases: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_cores(monkeypatch, range(16))
+def test_a_cpu_has_as_many_workers_as_are_worth_their_start(prepared: Prepared, cases: int, workers: int) -> None:
     ids = [case.id for entry in CAPABILITIES.values() for case in entry.cases][:cases]
-    run = Run(RunRequest.of(["EAGER"], device="cpu", cases=ids), RunFolder.claim(tmp_path))
-    run.supervisor = places = Places()  # type: ignore[assignment]
-    run.prepare()
-    assert len(places.environments) == workers
+    assert len(prepared(Places(), device="cpu", cases=ids)) == workers
 
 
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
     [("0", 140, 6, "2"), ("0", 40, 3, "2"), ("0", 8, 1, "2"), ("01", 140, 12, "1"), ("0123", 24, 8, "2")],
 )
-def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
-    with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: str
+def test_a_gpu_has_workers_as_it_has_room(
+    prepared: Prepared, gpus: str, memory: int, workers: int, threads: str
 ) -> None:
-    places = with_gpus(Places(*gpus, memory=memory * GIB))
-    assert len(places.environments) == workers
-    assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= set(threads)
+    places = prepared(Places(*gpus, memory=memory * GIB))
+    assert len(places) == workers and {each["OMP_NUM_THREADS"] for each in places[1:]} <= set(threads)
 
 
 @pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])
-def test_as_many_workers_as_asked_for_have_a_gpu_in_turn(
-    with_gpus: Callable[..., Places], workers: int, gpus: tuple[str, ...], seen: list[str]
-) -> None:
-    first, *further = with_gpus(Places(*gpus), workers).environments
+def test_workers_have_a_gpu_in_turn(prepared: Prepared, workers: int, gpus: tuple[str, ...], seen: list[str]) -> None:
+    first, *further = prepared(Places(*gpus), workers)
     assert VISIBLE not in first and [environment[VISIBLE] for environment in further] == seen
 
 
-def test_threads_that_the_user_has_chosen_stay(
-    with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_the_user_has_chosen_stay(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert all("OMP_NUM_THREADS" not in each for each in with_gpus(Places("0")).environments)
+    assert all("OMP_NUM_THREADS" not in each for each in prepared(Places("0")))
 
 
 @pytest.mark.parametrize(
@@ -152,20 +140,13 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple[
         (2**20, [], r"out of memory: may need \d+ MiB, this device has 1 MiB"),
     ],
 )
-def test_a_case_without_its_memory_is_unavailable_after_a_wait_that_may_make_it_fit(
-    monkeypatch: pytest.MonkeyPatch, whole: int, steps: list[str], said: str
-) -> None:
+def test_a_case_without_its_memory_waits_for_it(monkeypatch: Any, whole: int, steps: list[str], said: str) -> None:
     monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
     monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(judging, "whole_memory", lambda device: whole)
     done: list[str] = []
     monkeypatch.setattr(Context, "forget", lambda self: done.append("forgets"))
-
-    def wait(*_: object) -> int:
-        done.append("waits")
-        return 2**20
-
-    monkeypatch.setattr(judging, "wait_for_memory", wait)
+    monkeypatch.setattr(judging, "wait_for_memory", lambda *_: (done.append("waits"), 2**20)[1])  # type: ignore[func-returns-value]
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
     assert done == steps
     assert record.status is Status.UNAVAILABLE and record.too_large is not bool(steps)
@@ -188,10 +169,8 @@ GREEDY = """
 import pathlib, torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-
 class Greedy(EagerPrefillBackend):
     '''Lacks memory for three tokens always, for two the first time.'''
-
     def run_prefill_new_tokens(self, q, *arguments, **options):
         if len(q) in (2, 3):
             seen = pathlib.Path(__file__).with_name(f"seen{len(q)}")
@@ -203,7 +182,6 @@ class Greedy(EagerPrefillBackend):
 COMPILES = """
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 
 class Compiles(EagerPrefillBackend):
     declaration = Declaration(distributions=("torch", "triton"))
@@ -251,9 +229,7 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
     return seen
 
 
-def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavailable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lacked_memory_beside_others_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "greedy.py").write_text(GREEDY)
     seen = judged(tmp_path, [f"{tmp_path / 'greedy.py'}:Greedy"], CASES, monkeypatch)
     beside, alone, cleared = seen.order[:-3], seen.order[-3:-1], seen.order[-1]
@@ -284,9 +260,7 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
     assert done.answer.record and done.answer.record.status is Status.PASS
 
 
-def test_what_compiles_follows_and_what_watches_for_races_is_judged_last_of_each_while_no_other_place_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_compiles_follows_and_races_are_watched_for_alone_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "compiles.py").write_text(COMPILES)
     monkeypatch.setattr("mla_conformance.engine.run.ENOUGH", 0)
     given_back, give = list[int](), WorkerSlot.give
@@ -306,10 +280,6 @@ def test_what_compiles_follows_and_what_watches_for_races_is_judged_last_of_each
     assert len({here for *_, here in seen.started}) == 1, "nobody lacks memory, so that nobody begins anew"
     assert given_back == [1, 1], "the other one, before the first that has the GPU for itself"
     assert {record.status for record in seen.records.values()} == {Status.PASS}
-    alone = "judging {} with the GPU for itself"
-    assert seen.phases == [
-        "judging 2 backends, compiling for others beside them",
-        alone.format("2 cases"),
-        "judging the backends that compile",
-        alone.format("1 case"),
-    ]
+    alone = "judging {} with the GPU for itself".format
+    begun = ["judging 2 backends, compiling for others beside them", alone("2 cases")]
+    assert seen.phases == [*begun, "judging the backends that compile", alone("1 case")]

@@ -4,6 +4,7 @@ import re
 from functools import cache
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,33 +23,29 @@ from mla_conformance.judging.golden import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Check
 from mla_conformance.report.causes import causes, symptom
-from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.tests.drawn import CONTEXT, CPU, changed, subject_of
+from mla_conformance.trials.trial import Trial, judged_trial
 
-CONTEXT = Context()
 candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
 KeyScaleLeftOut: Any = vars(cache_suspects)["KeyScaleLeftOut"]
 LeakedKey: Any = vars(suspects)["LeakedKey"]
-SUSPECT_CASES = (
-    "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
-    "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]",
-)
-
-
-def located(kernel: type) -> str:
-    return f"{kernel.__module__}:{kernel.__qualname__}"
+EMPTY = "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]"
+SUSPECT_CASES = ("new_tokens:dims=small;heads=3;q=[70,130];scale=50", EMPTY)
 
 
 @cache
-def tried(reference: str, case: str) -> tuple[Trial, Record]:
-    """A kernel's trial of a case and its record, as candidates are tried."""
-    return explain.attempted(reference, Case.parse(case), CONTEXT, torch.device("cpu"))
+def tried(kernel: str | type, case: str) -> tuple[Trial, Record]:
+    """A kernel's trial of a case and its record; one that a reference names is tried as candidates are."""
+    if isinstance(kernel, type):
+        return judged_trial(subject_of(kernel), Case.parse(case), CONTEXT)
+    return explain.attempted(kernel, Case.parse(case), CONTEXT, CPU)
 
 
 @cache
-def behaved(reference: str, case: str) -> Behaviour:
-    return Behaviour.of(*tried(reference, case))
+def behaved(kernel: str | type, case: str) -> Behaviour:
+    return Behaviour.of(*tried(kernel, case))
 
 
 NAMED = re.compile(
@@ -83,20 +80,15 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
         assert alike(candidate, candidate, text) == 1.0
         covered = any(candidate.id in other.covers for other in found)
         reported = explain.describe(found, certain=True)
-        assert covered or candidate.sentence in reported or (reported == INDISTINCT and len(found) > 2), (
-            f"{candidate.sentence}: {reported}"
-        )
+        named = candidate.sentence in reported or (reported == INDISTINCT and len(found) > 2)
+        assert covered or named, f"{candidate.sentence}: {reported}"
 
 
 def alike(one: Candidate, other: Candidate, case: str) -> float:
     return likeness(behaved(one.reference, case), behaved(other.reference, case))
 
 
-class SquaredWeights(EagerPrefillBackend):
-    """Weights are squared after the softmax's shift."""
-
-    def _exp(self, x: torch.Tensor) -> torch.Tensor:
-        return x.exp().square()
+SQUARED_WEIGHTS = changed(EagerPrefillBackend, _exp=lambda exp, x: exp(x).square())  # after the softmax's shift
 
 
 @pytest.mark.usefixtures("judged_once")
@@ -125,7 +117,7 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
     kernel = vars(cache_suspects)[mistake]
     case = "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
-    said = told(*(found := tried(located(kernel), case)))
+    said = told(*(found := tried(kernel, case)))
     assert where in with_reach(*found).message
     assert named in said and not said.startswith("perhaps ")
 
@@ -143,16 +135,15 @@ def test_a_wrong_form_says_what_it_is_the_form_of(message: str, said: str) -> No
     assert said in (found := of_form(message, Case.parse("decode:q=[1,2];kv=[5,6]"))) and bool(said) == bool(found)
 
 
-class HeadsFirst(EagerDecodeBackend):
+def heads_first(run: Any, *operands: torch.Tensor) -> Any:
     """Returns the output as [heads, tokens, columns]."""
-
-    def run_decode(self, *operands: Any) -> Any:
-        output, lse = super().run_decode(*operands)
-        return output.transpose(0, 1), lse
+    output, lse = run(*operands)
+    return output.transpose(0, 1), lse
 
 
 def test_an_output_whose_form_does_not_tell_that_it_is_transposed_is_said_to_be() -> None:
-    trial, record = tried(located(HeadsFirst), "decode:dims=small;heads=2;q=[1,1];kv=[13,31];page=16")
+    kernel = changed(EagerDecodeBackend, run_decode=heads_first)
+    trial, record = tried(kernel, "decode:dims=small;heads=2;q=[1,1];kv=[13,31];page=16")
     assert record.check == Check.OUTPUT and "tokens and heads are swapped" in with_reach(trial, record).message
 
 
@@ -175,83 +166,60 @@ BOUND = f"{EXACTLY} 48 keys or more are wrong, those with 32 or fewer are right"
         (["xx", "xxx"], [16, 9], []),
     ],
 )  # fmt: skip
-def test_where_wrong_numbers_are_is_told_as_far_as_it_is_regular(
-    found: list[str], keys: list[int], said: list[str]
-) -> None:
+def test_where_wrong_numbers_are_is_told_if_it_is_regular(found: list[str], keys: list[int], said: list[str]) -> None:
     case = Case.parse("decode:q=[1];kv=[5];page=16")
     rows = [[query == "x" for query in each] for each in found]
     assert [*list(of_queries(rows))[:1], *list(of_requests(rows, keys, case))[:1]] == said
 
 
-class OneNan(EagerPrefillBackend):
+def at_places(finish: Any, state: Any) -> Any:
     """One element is not a number."""
-
-    def _finish(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse = super()._finish(state)
-        output[-1, -1, -1] = torch.nan
-        return output, lse
+    output, lse = finish(state)
+    output[-1, -1, -1] = torch.nan
+    return output, lse
 
 
-class RotatedInOneRequest(RotatedHeads, EagerPrefillBackend):
+def in_one_request(finish: Any, state: Any) -> Any:
     """Heads are rotated, in the first request only."""
-
-    def _finish(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rotated = state.total.shape[1] == 70
-        return super()._finish(state) if rotated else super(RotatedHeads, self)._finish(state)
+    return finish(state) if state.total.shape[1] == 70 else EagerPrefillBackend._finish(finish.args[0], state)
 
 
-class RotatedAndInBase2(RotatedHeads, Base2Lse, EagerPrefillBackend):
-    """Two mistakes at once."""
+def and_more(finish: Any, state: Any) -> Any:
+    """A few rows are a little too large beside what else is wrong."""
+    output, lse = finish(state)
+    output[::40] *= 1.05
+    return output, lse
 
 
-class NegatedScores(EagerIndexerBackend):
-    """Scores have the wrong sign."""
-
-    def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return -super()._scores(q, weights, keys)
-
-
-class Raises(EagerPrefillBackend):
-    """An exception, where known defects raise others."""
-
-    def _batch(self, *args: Any) -> Any:
-        raise RuntimeError("does not support paged KV")
+ONE_NAN = changed(EagerPrefillBackend, _finish=at_places)
+ROTATED = type("Rotated", (RotatedHeads, EagerPrefillBackend), {})
+TOP_K = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[70,9];topk=5"
+NEW: dict[str, tuple[type, str, str]] = {
+    "squared weights": (SQUARED_WEIGHTS, SUSPECT_CASES[0], UNLIKE),
+    "one nan": (ONE_NAN, SUSPECT_CASES[0], UNLIKE),
+    "one request": (changed(ROTATED, _finish=in_one_request), SUSPECT_CASES[0], UNLIKE),
+    "two at once": (type("Both", (RotatedHeads, Base2Lse, EagerPrefillBackend), {}), SUSPECT_CASES[0], UNLIKE),
+    "negated": (changed(EagerIndexerBackend, _scores=lambda scores, *operands: -scores(*operands)), TOP_K, UNLIKE),
+    "raises": (changed(EagerPrefillBackend, _batch=Mock(side_effect=RuntimeError("no pages"))), SUSPECT_CASES[0], ""),
+}
 
 
 @pytest.mark.usefixtures("judged_once")
-@pytest.mark.parametrize(
-    ("kernel", "case", "said"),
-    [
-        *((kernel, SUSPECT_CASES[0], UNLIKE) for kernel in (SquaredWeights, OneNan, RotatedInOneRequest)),
-        (RotatedAndInBase2, SUSPECT_CASES[0], UNLIKE),
-        (NegatedScores, "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[70,9];topk=5", UNLIKE),
-        (Raises, SUSPECT_CASES[0], ""),
-    ],
-)
-def test_what_is_new_or_fits_in_part_is_said_to_be_new(kernel: type, case: str, said: str) -> None:
+@pytest.mark.parametrize("mistake", NEW)
+def test_what_is_new_or_fits_in_part_is_said_to_be_new(mistake: str) -> None:
     """A mistake at one place, or beside another one, is not the mistake that candidates make everywhere."""
-    trial, record = tried(located(kernel), case)
+    kernel, case, said = NEW[mistake]
+    trial, record = tried(kernel, case)
     assert record.failed and told(trial, record) == said
-
-
-class LeaksAndMore(LeakedKey):
-    """The mask is off by one, and a few rows are a little too large beside that."""
-
-    def _finish(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse = super()._finish(state)
-        output[::40] *= 1.05
-        return output, lse
 
 
 def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch: pytest.MonkeyPatch) -> None:
     leaked = tuple(each for each in candidates(Role.PREFILL) if each.kernel is LeakedKey)
     monkeypatch.setattr(explain, "candidates", lambda role: leaked)
-    trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
-    assert (
-        explain.UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
-    )
-    assert told(trial, record) == INDISTINCT
-    assert told(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
+    trial, record = tried(changed(LeakedKey, _finish=and_more), SUSPECT_CASES[0])
+    share = likeness(Behaviour.of(trial, record), behaved(LeakedKey, SUSPECT_CASES[0]))
+    assert explain.UNALIKE < share < ALIKE and told(trial, record) == INDISTINCT
+    assert told(*tried(LeakedKey, SUSPECT_CASES[0])) == leaked[0].reported
 
 
 SYMPTOMS = {
@@ -292,12 +260,12 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
     base_2 = next(each for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
     reported = ReportedCauses(["Heads are rotated by one", base_2.reported])
     assert reported.explain(Failure.of(*tried(base_2.reference, SUSPECT_CASES[0]))) == base_2.reported
-    assert reported.explain(Failure.of(*tried(located(OneNan), SUSPECT_CASES[0]))) == ""
+    assert reported.explain(Failure.of(*tried(ONE_NAN, SUSPECT_CASES[0]))) == ""
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
+    trial, record = tried(SQUARED_WEIGHTS, SUSPECT_CASES[0])
     monkeypatch.setattr(explain, "PATIENCE", -1.0)
     assert told(trial, record, patience=-1.0) == UNCOMPARED
     assert ReportedCauses(["It is wrong"]).explain(Failure.of(trial, record)) == ""
@@ -316,7 +284,7 @@ def test_what_fitted_before_time_ran_out_is_told_with_a_perhaps(monkeypatch: pyt
     monkeypatch.setattr("time.thread_time", count().__next__)
     trial, record = tried(rotated.reference, SUSPECT_CASES[0])
     assert told(trial, record, patience=3.0) == f"perhaps {rotated.reported} (not every known defect was compared)"
-    assert told(*tried(located(SquaredWeights), SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
+    assert told(*tried(SQUARED_WEIGHTS, SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
 
 
 @pytest.mark.parametrize(
@@ -335,14 +303,11 @@ def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
     wrong = torch.zeros(9, 3, 16, dtype=torch.bool)
     wrong[5:7, 1, 3:6] = True
     first = "first at request 2, query 1, head 1"
-    assert extent(rows, wrong) == (
-        f"wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), 1 of 3 heads, 3 of 16 columns (3 to 5), {first}"
-    )
+    where = "wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), "
+    assert extent(rows, wrong) == f"{where}1 of 3 heads, 3 of 16 columns (3 to 5), {first}"
     every = "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads, first at request 0, query 0, head 0"
     assert extent(rows, wrong[..., 0] | True) == every
-    assert extent(rows, wrong[:, 1, 3]) == (
-        "wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), first at request 2, query 1"
-    )
+    assert extent(rows, wrong[:, 1, 3]) == f"{where}first at request 2, query 1"
     assert extent(rows, wrong.transpose(1, 2).contiguous().transpose(1, 2)) == extent(rows, wrong)
     behind = torch.zeros(9, 3, dtype=torch.bool)
     behind[4:, 1:] = True

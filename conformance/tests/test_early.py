@@ -36,9 +36,9 @@ from mla_conformance.vocabulary.capabilities import write_case
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no such files")
 def test_it_ends_with_a_command_that_has_no_use_for_it() -> None:
     mark = f"MARK={uuid4()}"
-    name, _, value = mark.partition("=")
     command = [sys.executable, "-P", "-m", "mla_conformance", "certify", "--nonsense"]
-    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MARK": mark.partition("=")[2]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--nonsense" in done.stderr
     end = time.monotonic() + 20
     while any(mark.encode() in _environment(process) for process in Path("/proc").glob("[0-9]*")):
@@ -69,21 +69,14 @@ AVAILABLE = {
     "Replaces": "import builtins, torch; exp = torch.exp; torch.Tensor.exp = lambda tensor: 2 * exp(tensor); "
     "builtins.len = lambda _: 0",
 }
-HANGS_WHEN_MADE = """
-import time
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-class HangsWhenMade(EagerPrefillBackend):
-    def __init__(self, *arguments, **options):
-        time.sleep(1000)
-"""
+HANGS_WHEN_MADE = "    def __init__(self, *arguments, **options): __import__('time').sleep(1000)"
 
 
-def reference(folder: Path, name: str, statement: str) -> str:
+def reference(folder: Path, name: str, statement: str, body: str = "    ...") -> str:
     """A backend that does as EAGER does once it is imported."""
     source = folder / f"{name.lower()}.py"
     eager = "from mla_conformance.backends.eager import EagerPrefillBackend"
-    source.write_text(f"{eager}\n{statement}\nclass {name}(EagerPrefillBackend): ...\n")
+    source.write_text(f"{eager}\n{statement}\nclass {name}(EagerPrefillBackend):\n{body}\n")
     return f"--backend={source}:{name}"
 
 
@@ -93,8 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, command: Path) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("imports")
     statements = {name: statement for name, (statement, _) in UNAVAILABLE.items()} | AVAILABLE
     backends = [reference(folder, name, statement) for name, statement in statements.items()]
-    (folder / "made.py").write_text(HANGS_WHEN_MADE)
-    backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
+    backends += [reference(folder, "HangsWhenMade", "", HANGS_WHEN_MADE), "--backend=EAGER"]
     for number, case in enumerate(CASES):
         write_case(folder / "cases" / f"{number}.json", Case.parse(case))
     options = [f"--cases={folder / 'cases'}", "--device=cpu", "--timeout=2s", "--give-up-after=1", "--workers=2"]
@@ -133,7 +125,6 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 
 class EndsWhenFitted(EagerPrefillBackend):
     asked = 0
-
     @classmethod
     def validate_configuration(cls, *operands, **named):
         EndsWhenFitted.asked += 1
@@ -163,23 +154,19 @@ class EndsWhereCandidatesAreAsked:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         executed = spec.loader.exec_module
-
         def exec_module(module):
             executed(module)
             module.candidates = lambda role: os.kill(os.getpid(), signal.SIGSEGV)
-
         spec.loader.exec_module = exec_module
         return spec
 
 sys.meta_path.insert(0, EndsWhereCandidatesAreAsked())
 """
 KERNEL = """
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend as E
 
-class Wrong(EagerPrefillBackend):
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse + 0.25
+class Wrong(E):
+    def _finish(self, state): return E._finish(self, state)[0], E._finish(self, state)[1] + 0.25
 """
 ENDED = "explanation ended by signal 11 (Segmentation fault)"
 
@@ -188,17 +175,13 @@ def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path)
     for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL}.items():
         (tmp_path / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    line = (
-        "-m mla_conformance certify --capability lse --tier smoke --out out -n1 --backend wrong.py:Wrong --device cpu"
-    )
-    command = [sys.executable, *line.split()]
+    line = "certify --capability lse --tier smoke --out out -n1 --backend wrong.py:Wrong --device cpu"
+    command = [sys.executable, "-m", "mla_conformance", *line.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and ENDED in " ".join(done.stdout.split()), done.stdout + done.stderr
 
 
-def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "wrong.py").write_text(KERNEL)
     subject = Subject.of(f"{tmp_path / 'wrong.py'}:Wrong", torch.device("cpu"))
     trial, record = judged_trial(subject, Case.parse(CASE), Context())

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import compress, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.sharding import Extent
 from mla_conformance.cases.space import Row
 from mla_conformance.cases.work import LARGE_CPU_WORK
-from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Step, Told
 from mla_conformance.engine.request import RunRequest
@@ -38,18 +37,11 @@ from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.arrays import SPACES, could_be_fitted
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
-CPU = torch.device("cpu")
 Fails = Callable[[Case], str]
 
 
-class Narrow(EagerPrefillBackend):
-    """Of one dtype."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-
-
-class Nothing(EagerPrefillBackend):
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float64]
+NARROW = type("Narrow", (EagerPrefillBackend,), {"supported_dtypes": [torch.bfloat16]})
+NOTHING = type("Nothing", (EagerPrefillBackend,), {"supported_dtypes": [torch.float64]})
 
 
 @cache
@@ -64,7 +56,7 @@ def explored(
     fails: Fails,
     draws: int = 30,
     seconds: float = 0.0,
-    kernel: type = Narrow,
+    kernel: type = NARROW,
     so_far: Callable[[Record], None] = lambda record: None,
 ) -> tuple[list[Case], Record]:
     """The cases that were judged, each of which fails a check that ``fails`` names, and the record."""
@@ -101,9 +93,8 @@ def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     assert 3 < len(sessions) <= 12 and left and all(could_be_fitted(case.id) for case in fitted)
     others = [*listed(space), *(case for case in fitted if case not in sessions)]
     assert not Pairs(space, region.rows) - Pairs(space, space.rows(others)), "a pair is claimed that is not judged"
-    pairs = judged_pairs(
-        [Record("K", "K", space.capability, fitted[0].id, Status.PASS)], [each.id for each in sessions]
-    )
+    first = Record("K", "K", space.capability, fitted[0].id, Status.PASS)
+    pairs = judged_pairs([first], [each.id for each in sessions])
     assert pairs["tree"].claimed == pairs["tree"].judged
     assert judge_one(subject, sessions[0], Context()).status is Status.PASS
 
@@ -126,9 +117,8 @@ def test_a_right_kernel_is_not_blamed_where_it_was(text: str) -> None:
 
 
 def test_a_batch_that_a_session_cannot_make_blames_no_kernel() -> None:
-    record = drawn.judged(
-        "EAGER", "call_order:call=chunked_context;dims=small;heads=1;q=[9];kv=[5];page=16;workspace=16"
-    )
+    case = "call_order:call=chunked_context;dims=small;heads=1;q=[9];kv=[5];page=16;workspace=16"
+    record = drawn.judged("EAGER", case)
     assert record.status is Status.UNAVAILABLE and "workspace_tokens must be at least" in record.message
 
 
@@ -156,9 +146,7 @@ def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.Monkey
     assert record.status is Status.FAIL and record.message.endswith("when run again the case passed")
 
 
-def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET", 0.0)
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET_SHARE", 0.0)
     known = list[Record]()
@@ -182,7 +170,7 @@ def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged, record = explored(monkeypatch, lambda case: "", kernel=Nothing)
+    judged, record = explored(monkeypatch, lambda case: "", kernel=NOTHING)
     assert (judged, record.status, record.capability) == ([], Status.UNSUPPORTED, "explored")
     assert record.message == "declares nothing of what could be drawn"
 
@@ -198,14 +186,11 @@ def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
             Extent.of(other)
 
 
-def test_without_a_space_or_without_hypothesis_nothing_is_explored(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["certify", "--device", "cpu", "--backend", "EAGER", "--explore", "5", "--capability", "lse"]) == 2
-    assert "none of these capabilities is selected" in capsys.readouterr().err
+def test_without_a_space_or_without_hypothesis_nothing_is_explored(refused: Any, monkeypatch: Any) -> None:
+    asked = ["certify", "--device", "cpu", "--backend", "EAGER", "--explore", "5"]
+    assert "none of these capabilities is selected" in refused(*asked, "--capability", "lse")
     monkeypatch.setattr("mla_conformance.engine.request.find_spec", lambda name: None)
-    assert main(["certify", "--device", "cpu", "--backend", "EAGER", "--explore", "5"]) == 2
-    assert "pip install 'hypothesis>=6.130'" in capsys.readouterr().err
+    assert "pip install 'hypothesis>=6.130'" in refused(*asked)
 
 
 HOPPER = DeviceCapability(9, 0)
@@ -216,11 +201,8 @@ def declared(name: str) -> Callable[[Sequence[Case]], list[bool]]:
     """What a registered backend declares, asked as if its GPU and its library were here."""
     decode = DEFINITIONS[Role.DECODE]
     kernel = load_role(parse_reference(name), Role.DECODE).resolve(HOPPER)
-    here = {
-        "is_available": classmethod(lambda cls: True),
-        "supports_compute_capability": classmethod(lambda cls, c: True),
-    }
-    kernel = type(kernel.__name__, (kernel,), here)
+    yes = classmethod(lambda cls, *_: True)
+    kernel = type(kernel.__name__, (kernel,), {"is_available": yes, "supports_compute_capability": yes})
 
     def supports(cases: Sequence[Case]) -> list[bool]:
         dtypes = [(case, TORCH_DTYPES[case.dtype]) for case in cases]

@@ -15,7 +15,6 @@ import torch
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.commands import export as command
 from mla_conformance.commands.parser import command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
@@ -71,8 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def export(case: str, backend: str, out: Path) -> int:
-    return main(["export", case, "--backend", backend, "--device", "cpu", "--out", str(out)])
+def asked(case: str, backend: str, out: Path) -> list[str]:
+    return ["export", case, "--backend", backend, "--device", "cpu", "--out", str(out)]
 
 
 def exported(reference: str, case: str, path: Path) -> str:
@@ -81,16 +80,14 @@ def exported(reference: str, case: str, path: Path) -> str:
     return text
 
 
-def test_the_command_writes_a_script_that_fails_alone(
-    folder: Path, python: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_command_writes_a_script_that_fails(folder: Path, python: Path, monkeypatch: Any, told: Any) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: explain(failure))
     path = folder / "scripts" / "repro.py"
-    assert export(CASE, f"{folder / 'base2.py'}:MyBackend", path) == 0
-    assert "checked: without mla-conformance the call fails, too" in capsys.readouterr().out
+    said = told(0, *asked(CASE, f"{folder / 'base2.py'}:MyBackend", path))
+    assert "checked: without mla-conformance the call fails, too" in said
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     assert re.search(r"^Looks like: The LSE is in base 2, .*like [\w-]+/[\w-]+#\d+$", text, re.MULTILINE)
@@ -119,9 +116,7 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     reported = dict(zip(cases, printed[::2], strict=True))
     assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", reported["scaled"])
     assert "11 of 22 wrong in 1 of 2 heads (1), the worst " in reported["reference"]
-    assert re.search(
-        r"cannot be decided here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", reported["no-name"]
-    )
+    assert re.search(r": FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", reported["no-name"])
     assert "cannot be decided here: ZeroDivisionError: division by zero" in reported["raises"] and done.returncode == 2
     assert "raises.py" in done.stderr and "1 / 0" in done.stderr
 
@@ -134,35 +129,34 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
         (0, "WRONG\nsaid at exit\n", "does not run without mla-conformance: exit status 0, printed: WRONG · said at"),
     ],
 )
-def test_a_script_that_finds_something_else_or_nothing_is_not_kept(
-    folder: Path, monkeypatch: Any, capsys: Any, status: int, printed: str, said: str
+def test_another_script_is_not_kept(
+    folder: Path, monkeypatch: Any, refused: Any, status: int, printed: str, said: str
 ) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: "")
-    assert export(CASE, f"{folder / 'scaled.py'}:MyBackend", folder / "none.py") == 2
-    assert said in capsys.readouterr().err and not (folder / "none.py").exists()
+    assert said in refused(*asked(CASE, f"{folder / 'scaled.py'}:MyBackend", folder / "none.py"))
+    assert not (folder / "none.py").exists()
 
 
-def test_a_failure_that_nothing_explains_looks_like_nothing(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failure_that_nothing_explains_is_like_nothing(folder: Path, here: Path, monkeypatch: Any, told: Any) -> None:
     """Of a case in a file, whose script prints more behind its verdict."""
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: UNLIKE)
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
-    write_case(tmp_path / "case.json", Case.parse(CASE))
-    assert export(str(tmp_path / "case.json"), f"{folder / 'scaled.py'}:MyBackend", tmp_path / "x.py") == 0
-    text = (tmp_path / "x.py").read_text(encoding="utf-8")
+    write_case(here / "case.json", Case.parse(CASE))
+    told(0, *asked("case.json", f"{folder / 'scaled.py'}:MyBackend", here / "x.py"))
+    text = (here / "x.py").read_text(encoding="utf-8")
     assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
 
 
-def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_place_for_no_file_is_refused_before_anything_is_run(here: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.delattr(command, "reproduced")
-    (tmp_path / "kernel.py").write_text("mine")
+    (here / "kernel.py").write_text("mine")
     for out, said in (
         ("kernel.py", "kernel.py: exists, and export did not write it; name another file\n"),
-        ("kernel.py/x.py", f"expected a folder that takes files, got {tmp_path / 'kernel.py'}\n"),
+        ("kernel.py/x.py", f"expected a folder that takes files, got {here / 'kernel.py'}\n"),
     ):
-        assert export(CASE, "TORCH_SDPA", tmp_path / out) == 2
-        assert capsys.readouterr().err.endswith(said)
-    assert (tmp_path / "kernel.py").read_text() == "mine"
+        assert refused(*asked(CASE, "TORCH_SDPA", Path(out))).endswith(said)
+    assert (here / "kernel.py").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -175,17 +169,13 @@ def test_a_place_for_no_file_is_refused_before_anything_is_run(tmp_path: Path, m
         (CASE, "needs compute capability 9.x: this device has none", "FLASH_ATTN[fa3]"),
     ],
 )
-def test_what_no_script_shows_or_cannot_run_here_is_refused(
-    tmp_path: Path, capsys: Any, case: str, said: str, backend: str
-) -> None:
-    assert export(case, backend, tmp_path / "x.py") == 2
-    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+def test_what_no_script_shows_is_refused(tmp_path: Path, refused: Any, case: str, said: str, backend: str) -> None:
+    assert said in refused(*asked(case, backend, tmp_path / "x.py")) and list(tmp_path.iterdir()) == []
 
 
-def test_a_case_that_is_too_large_gets_the_commands_that_come_next(tmp_path: Path, capsys: Any) -> None:
+def test_a_case_that_is_too_large_gets_the_commands_that_come_next(tmp_path: Path, refused: Any) -> None:
     case, out = "lse:q=[64];data=needle", tmp_path / "a script.py"
-    assert export(case, "TORCH_SDPA", out) == 2
-    said = capsys.readouterr().err
+    said = refused(*asked(case, "TORCH_SDPA", out))
     assert f" characters, a script has room for {MOST_BYTES}; a smaller case may fit: " in said
     commands = [text.rstrip(";") for text in re.findall(r"mla-conformance (\w+ .*?)(?= && |; |$)", said, re.MULTILINE)]
     small, again, dumped = (command_line(COMMANDS, GROUPS).parse_args(shlex.split(text)) for text in commands)
@@ -279,8 +269,7 @@ def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) ->
     assert "22 of 22 cells over their budget" in picture
 
 
-def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "kept").touch()
-    assert main(["replay", CASE, "--backend", "TORCH_SDPA", "--dump", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert "expected a new or an empty folder" in err and out == ""
+    said = refused("replay", CASE, "--backend", "TORCH_SDPA", "--dump", tmp_path)
+    assert "expected a new or an empty folder" in said

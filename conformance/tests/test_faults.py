@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.foreign import LINE, MESSAGE
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.messages import Judge, Step
+from mla_conformance.engine.journal import JOURNAL_NAME
+from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.place import KEPT_BYTES
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
@@ -34,7 +35,7 @@ FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[
 PASS = (Status.PASS, "", "")
 FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
 """Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
-HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself")
+HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself", "SaysTooLittle")
 _DIED = "the process died during this case: "
 OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
     **dict.fromkeys(("Killed", "KillsItsGroup", "KillsItsParent"), (Status.CRASH, "", f"{_DIED}Killed")),
@@ -42,6 +43,9 @@ OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
     "Segfault": (Status.CRASH, "", f"{_DIED}Segmentation fault"),
     "ExitsAtOnce": (Status.CRASH, "", f"{_DIED}exit status 0"),
     **dict.fromkeys(HANGS, (Status.TIMEOUT, "", "no verdict within the time")),
+    "Shouts": (Status.FAIL, Check.CALL, "… and 29,997,952 more "),
+    "SaysWhatEndsNever": (Status.FAIL, Check.CALL, "malformed reply from the kernel process: expected at most"),
+    "TellsTooMuch": PASS,
     "ClosesStdout": (Status.FAIL, Check.PROCESS_STATE, "a standard stream"),
     "ForbidsFiles": (Status.FAIL, Check.PROCESS_STATE, "resource limit RLIMIT_FSIZE"),
     "EAGER": PASS,
@@ -76,9 +80,7 @@ def records(folder: Path) -> dict[tuple[str, str], Record]:
     return by_case
 
 
-def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only_which_says_what_happened(
-    records: dict[tuple[str, str], Record],
-) -> None:
+def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only(records: dict[tuple[str, str], Record]) -> None:
     expected = {(name, case): PASS for name in OF_PROCESSES for case in CASES}
     expected |= {(name, HANGING if name in HANGS else FAULTY): outcome for name, outcome in OF_PROCESSES.items()}
     found = {key: (record.status, record.check) for key, record in records.items()}
@@ -89,34 +91,36 @@ def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only_which_says_
         assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
-def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(folder: Path) -> None:
+def test_nothing_is_left_but_bounded_files(folder: Path, records: dict[tuple[str, str], Record]) -> None:
     children = (folder / "children").read_text().split()
     assert len(children) == 4  # two, each confirmed
     assert not [child for child in children if Path("/proc", child).exists()]
     names = {path.name for path in (folder / "out").iterdir() if not path.is_fifo()}
-    assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
+    assert names == {JOURNAL_NAME, LOG_NAME, "report.json", "report.html"}
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES
+    assert (folder / "out" / JOURNAL_NAME).stat().st_size < 2**20
+    shouted, told = records["Shouts", FAULTY], records["TellsTooMuch", FAULTY]
+    assert len(shouted.message) <= MESSAGE and len(shouted.detail) < LINE + 99
+    assert sum(map(len, told.evidence)) < 2 * MESSAGE
 
 
 STARVED = """
 import os, pathlib
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend as E
 
-class Starved(EagerPrefillBackend):
+class Starved(E):
     def run_prefill_new_tokens(self, *arguments, **options):
         pathlib.Path(__file__).with_name("vmstat").write_text("oom_kill 9\\n")
         os.kill(os.getpid(), 9)
 """
 
 
-def test_what_the_system_ends_for_want_of_memory_is_not_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_system_ends_for_want_of_memory_is_not_wrong(tmp_path: Path, monkeypatch: Any, told: Any) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 8\n")
     monkeypatch.setattr(machine, "_VMSTAT", tmp_path / "vmstat")
     (tmp_path / "starved.py").write_text(STARVED)
-    assert main(["replay", SMALL, f"--backend={tmp_path}/starved.py:Starved", "--device=cpu"]) == 3
-    assert "while the system ended a process for want of memory" in " ".join(capsys.readouterr().out.split())
+    said = told(3, "replay", SMALL, f"--backend={tmp_path}/starved.py:Starved", "--device=cpu")
+    assert "while the system ended a process for want of memory" in " ".join(said.split())
 
 
 GPU_CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
@@ -154,8 +158,8 @@ TOO_LARGE = "new_tokens:heads=128;q=[1000000];lse=0"
 
 
 class Wrong(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        output, lse = super().run_prefill_new_tokens(*arguments, **options)
+    def _finish(self, state: Any) -> Any:
+        output, lse = super()._finish(state)
         return output, lse + 1
 
 
@@ -181,14 +185,6 @@ def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | Non
     return [*said, answer]
 
 
-def test_a_case_and_those_before_are_announced_before_they_are_judged_and_a_pass_keeps_the_process() -> None:
-    first = "lse:dims=small;heads=2;q=[3]"
-    *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
-    assert [event.step for event in started] == [Step.STARTED] * 2
-    assert [event.record.case for event in started] == [first, SMALL]
-    assert answer.record.case == SMALL and answer.record.status is Status.PASS and not answer.leaves
-
-
 def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU takes its part."""
     worker, free = Worker(CPU, None, lambda event: None, IN_PROCESS), [2**40]
@@ -205,21 +201,13 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.Monk
         assert answer.wants == wants and (answer.record is None) is bool(wants)
 
 
-def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda failure, patience: "as one that is off by one")
-    _, judged, answer = asked(Wrong, explain=True)
-    assert judged.step is Step.JUDGED and not judged.record.explanation
-    assert answer.record.explanation == "as one that is off by one" and not answer.leaves
-    assert (answer.found.heat.part, answer.found.heat.wrong) == ("LSE of new tokens", 2 * 14)
-    assert asked(Wrong)[-1].found.heat is None
+def test_a_failure_whose_explanation_nothing_waits_for_has_the_time_that_comparing_takes(monkeypatch: Any) -> None:
     monkeypatch.setattr(room, "explain", lambda failure, patience: f"{patience:.0f}")
     given = [int(asked(Wrong, explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
     assert given[1] >= 60 > given[0]
 
 
-def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(monkeypatch: Any) -> None:
     assert asked(ChangesDtype)[-1].leaves
     monkeypatch.setattr(machine, "allocated_memory", lambda: 51)
     assert asked(EagerPrefillBackend, limit=100)[-1].leaves
@@ -234,9 +222,7 @@ def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeyp
 
 
 @pytest.mark.parametrize(("device", "leaves"), [("cpu", False), ("cuda", True)])
-def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
-    monkeypatch: pytest.MonkeyPatch, device: str, leaves: bool
-) -> None:
+def test_after_running_out_of_a_gpus_memory_a_process_ends(monkeypatch: Any, device: str, leaves: bool) -> None:
     monkeypatch.setattr(driver, "device_lost", lambda device: False)
     worker = Worker(torch.device(device), None, lambda event: None, IN_PROCESS)
     record = asked(EagerPrefillBackend, TOO_LARGE)[-1].record
@@ -247,9 +233,7 @@ def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
     ("error", "status"),
     [("CUDA error: out of memory", machine.LACKED_MEMORY), ("CUDA error: misaligned address", None)],
 )
-def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
-    monkeypatch: pytest.MonkeyPatch, error: str, status: int | None
-) -> None:
+def test_a_process_that_a_full_gpu_ends_blames_no_kernel(monkeypatch: Any, error: str, status: int | None) -> None:
     def fail(*_: object) -> NoReturn:
         raise RuntimeError(error)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands
 from mla_conformance.files.whole import InputError
@@ -20,46 +19,39 @@ from mla_conformance.judging.record import detection
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CPU, judged
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.tests.drawn import CPU, changed, judged
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-CONTEXT = Context()
 CASES = CAPABILITIES["fp8_operands"].cases
 NEW = Case.parse("fp8_operands:dtype=e4m3;dims=small;q=[5,9]")
 TAIL = CASES[1]
 
 
-class Unscaled(E4M3Operands):
-    """P as it is."""
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p.to(torch.float8_e4m3fn).float()
+CODES = torch.float8_e4m3fn
+UNSCALED = {"_round_p": lambda self, p, dtype: p.to(CODES).float()}
+"""P as it is."""
+DECLARED = UNSCALED | {"declaration": Declaration(e4m3_rounding=Rounding(p=Precision.E4M3), emulated=True)}
 
 
 @pytest.mark.parametrize(
     ("backend", "case", "attributes", "check"),
     [
-        (EagerPrefillBackend, NEW, {"_store": lambda self, x, *_: x.to(torch.float8_e4m3fn)}, Check.DTYPE),
+        (EagerPrefillBackend, NEW, {"_store": lambda self, x, *_: x.to(CODES)}, Check.DTYPE),
         (E4M3Operands, NEW, {}, ""),
         (E4M3Operands, NEW, {"declaration": Declaration(emulated=True)}, Check.OUTPUT),
         (E4M3Operands, TAIL, {}, ""),
-        (Unscaled, TAIL, {}, Check.OUTPUT),
-        (Unscaled, TAIL, {"declaration": Declaration(e4m3_rounding=Rounding(p=Precision.E4M3), emulated=True)}, ""),
+        (E4M3Operands, TAIL, UNSCALED, Check.OUTPUT),
+        (E4M3Operands, TAIL, DECLARED, ""),
     ],
 )
-def test_p_in_e4m3_must_be_declared_and_without_its_scale_it_loses_a_tail(
-    backend: Any, case: Case, attributes: dict[str, Any], check: str
-) -> None:
-    subject = Subject.of("EAGER", CPU)
-    subject._classes[Role.PREFILL] = type(backend.__name__, (backend,), attributes)
-    record = judge_one(subject, case, CONTEXT)
+def test_p_in_e4m3_must_be_declared_and_scaled(backend: type, case: Case, attributes: Any, check: str) -> None:
+    record = judged(type(backend.__name__, (backend,), attributes), case)
     assert (record.status, record.check) == (Status.FAIL if check else Status.PASS, check)
 
 
 def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
-    found = judge_one(Subject.of("TORCH_SDPA", CPU), NEW, CONTEXT)
+    found = judged("TORCH_SDPA", NEW)
     assert (found.status, found.message) == (Status.UNSUPPORTED, "dtype torch.float8_e4m3fn not supported")
 
 
@@ -130,30 +122,18 @@ class AddsWeightsOneByOne(EagerPrefillBackend):
         return output, sums.mul(self.factor).log() + largest.squeeze(-1)
 
 
-class LosesOneInTwoThousand(AddsWeightsOneByOne):
-    """What is beyond the roundings of any data."""
-
-    factor = 1 - 2.0**-11
-
-
-class LosesOneInSixteenThousand(AddsWeightsOneByOne):
-    """What is beyond the roundings of weights that differ."""
-
-    factor = 1 - 2.0**-14
-
-
 @pytest.mark.parametrize(
-    ("kernel", "data", "status"),
+    ("factor", "data", "status"),
     [
-        (AddsWeightsOneByOne, "integers", Status.PASS),
-        (AddsWeightsOneByOne, "normal", Status.PASS),
-        (LosesOneInTwoThousand, "integers", Status.FAIL),
-        (LosesOneInSixteenThousand, "normal", Status.FAIL),
+        (1.0, "integers", Status.PASS),
+        (1.0, "normal", Status.PASS),
+        (1 - 2.0**-11, "integers", Status.FAIL),  # beyond the roundings of any data
+        (1 - 2.0**-14, "normal", Status.FAIL),  # beyond the roundings of weights that differ
     ],
 )
-def test_weights_that_are_added_one_by_one(kernel: type[AddsWeightsOneByOne], data: str, status: Status) -> None:
-    case = f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}"
-    record = judged(kernel, case)
+def test_weights_that_are_added_one_by_one(factor: float, data: str, status: Status) -> None:
+    kernel = type("Adds", (AddsWeightsOneByOne,), {"factor": factor})
+    record = judged(kernel, f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}")
     assert record.status is status, record.message
 
 
@@ -186,28 +166,23 @@ def test_ends_and_edges_are_judged_and_the_choice_is_the_same_every_time(case: s
     assert record.status is Status.PASS and record.sampled == {"rows": 96, "of": 700, "drawn": 60}
 
 
-class WrongRow(EagerPrefillBackend):
-    row = 415
-    value = 1.0
+def with_row(number: int, value: float) -> type:
+    """A kernel that adds to one row of its output."""
 
-    def run_prefill_context_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        output, lse = super().run_prefill_context_chunk(*args, **kwargs)
-        output[self.row] += self.value
+    def step(run: Any, *operands: Any) -> Any:
+        output, lse = run(*operands)
+        output[number] += value
         return output, lse
 
-
-class NanRow(WrongRow):
-    row = 200
-    value = torch.nan
+    return changed(EagerPrefillBackend, run_prefill_context_chunk=step)
 
 
 @pytest.mark.usefixtures("few")
 def test_a_wrong_row_is_named_by_its_place_in_the_batch_and_none_may_hold_nan() -> None:
-    found = judged(WrongRow, LARGE_CASES[1], Context())
+    found = judged(with_row(415, 1.0), LARGE_CASES[1], Context())
     assert found.status is Status.FAIL and "request 1, query 15" in found.message
     assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
-
-    found = judged(NanRow, LARGE_CASES[1], Context())  # in a row that is not judged
+    found = judged(with_row(200, torch.nan), LARGE_CASES[1], Context())  # in a row that is not judged
     assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
 
 

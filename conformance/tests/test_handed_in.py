@@ -22,7 +22,6 @@ from mla_conformance.certificate.issue import sign
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import change_records, kept_records, write_record
 from mla_conformance.certificate.verify import record_digests, seal
-from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import NOTHING_TRACED
@@ -33,8 +32,6 @@ from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, added_cases, first_cases, lists_of
 
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
@@ -68,17 +65,15 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_holds_line_by_line(records: Path, capsys: Capture) -> None:
-    assert main(["verify", str(records)]) == 0
-    said = capsys.readouterr().out
+def test_what_is_written_holds_line_by_line(records: Path, ours: Any, refused: Any) -> None:
+    status, said, _ = ours("verify", records)
+    assert status == 0
     assert f"{records}: line 2: TORCH_SDPA on cpu" in said and f"{records}: line 3: TORCH_SDPA on some GPU" in said
-    assert main(["verify", str(records), "--backend", "EAGER"]) == 2
-    assert "expected a record of EAGER, got none" in capsys.readouterr().err
+    assert "expected a record of EAGER, got none" in refused("verify", records, "--backend", "EAGER")
     records.write_text(records.read_text().replace('"backend":"TORCH_SDPA"', '"backend":"OTHER"', 1))
-    assert main(["verify", str(records)]) == 2
-    printed = capsys.readouterr()
-    assert f"{records}: line 2: expected the certificate's backend, OTHER, got TORCH_SDPA" in printed.err
-    assert f"{records}: line 3: TORCH_SDPA on some GPU" in printed.out
+    status, out, err = ours("verify", records)
+    assert status == 2 and f"{records}: line 2: expected the certificate's backend, OTHER, got TORCH_SDPA" in err
+    assert f"{records}: line 3: TORCH_SDPA on some GPU" in out
 
 
 def edited(line: str, record: bool = True, **changes: Any) -> str:
@@ -105,48 +100,39 @@ def _nested(depth: int) -> Any:
         (lambda line: f"{line}\n{line}", 2, "line 3: expected another kernel, version or device than line 2"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_torn_or_edited_is_refused_and_the_others_hold(
-    records: Path, capsys: Capture, spoil: Callable[[str], str], status: int, said: str
-) -> None:
+def test_a_line_that_is_torn_or_edited_is_refused(records: Path, ours: Any, spoil: Any, status: int, said: str) -> None:
     head, first, second, _ = records.read_text().split("\n")
     records.write_text("\n".join([head, spoil(first), second, ""]))
-    assert main(["verify", str(records)]) == status
-    printed = capsys.readouterr()
-    assert said in printed.err and "TORCH_SDPA on some GPU" in printed.out
+    found, out, err = ours("verify", records)
+    assert found == status and said in err and "TORCH_SDPA on some GPU" in out
     write_record(records, certificate(**GPU, seconds=3.0))
     assert {*spoil(first).split("\n")} - {first} <= {*records.read_text().split("\n")}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"schema": "other/1", "suite": "1", "cases": []}\n', "line 1: expected schema mla-conformance-records/1"),
-        ('{"schema": "mla-conformance-records/1", "suite": "1", "cases": ["x"]}', "expected ids as `certify --sub"),
-        ('{"schema": "mla-conformance-records/1", "suite": "1", "cases": []}\n', "expected a line for each record"),
-    ],
-)
-def test_a_file_without_records_is_bad_input(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(text)
-    assert main(["verify", str(path)]) == 2
-    assert said in capsys.readouterr().err
+HEAD = '{"schema": "%s/1", "suite": "%s", "cases": [%s]}'
+KEPT = "mla-conformance-records"
+VERIFY = "verify {}"
+CERTIFY = "certify --backend TORCH_SDPA --submission {}"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("command", "name", "text", "said"),
     [
-        ("submissions", None, "expected a file of records, such as fixtures/records/"),
-        ("old.jsonl", '{"schema": "mla-conformance-records/1", "suite": "2026.1", "cases": []}', "got those of 2026.1"),
-        ("torn.jsonl", "{", "torn.jsonl: line 1: not JSON"),
+        (VERIFY, "r.jsonl", HEAD % ("other", 1, ""), "line 1: expected schema mla-conformance-records/1"),
+        (VERIFY, "r.jsonl", HEAD % (KEPT, 1, '"x"'), "expected ids as `certify --sub"),
+        (VERIFY, "r.jsonl", HEAD % (KEPT, 1, "") + "\n", "expected a line for each record"),
+        (CERTIFY, "submissions", "", "expected a file of records, such as fixtures/records/"),
+        (CERTIFY, "old.jsonl", HEAD % (KEPT, "2026.1", ""), "got those of 2026.1"),
+        (CERTIFY, "torn.jsonl", "{", "torn.jsonl: line 1: not JSON"),
     ],
 )
-def test_where_no_record_can_be_written_is_said_before_the_run(
-    tmp_path: Path, capsys: Capture, name: str, text: str | None, said: str
+def test_a_file_of_no_records_is_bad_input(
+    tmp_path: Path, refused: Any, command: str, name: str, text: str, said: str
 ) -> None:
-    if text is not None:
+    """The latter before anything is run."""
+    if text:
         (tmp_path / name).write_text(text)
-    assert main(["certify", "--backend", "TORCH_SDPA", "--submission", str(tmp_path / name)]) == 2
-    assert said in capsys.readouterr().err
+    assert said in refused(*command.format(tmp_path / name).split())
 
 
 @pytest.mark.parametrize(
@@ -156,14 +142,10 @@ def test_where_no_record_can_be_written_is_said_before_the_run(
         ({"suite": "2026.1"}, f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here"),
     ],
 )
-def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
-    record: Path, capsys: Capture, content: dict[str, str], said: str
-) -> None:
-    old = {**msgspec.to_builtins(certificate()), **content}
-    record.write_bytes(msgspec.json.encode(old))
-    assert main(["verify", str(record)]) == 1
-    printed = capsys.readouterr().err
-    assert said in printed and "renew it: mla-conformance certify --backend TORCH_SDPA --device cpu --subm" in printed
+def test_an_old_record_is_told_how_to_be_renewed(record: Path, told: Any, content: dict[str, str], said: str) -> None:
+    record.write_bytes(msgspec.json.encode({**msgspec.to_builtins(certificate()), **content}))
+    found = told(1, "verify", record)
+    assert said in found and "renew it: mla-conformance certify --backend TORCH_SDPA --device cpu --subm" in found
 
 
 def test_a_record_replaces_one_of_its_kernel_versions_and_device_alone(records: Path) -> None:
@@ -191,7 +173,7 @@ NEW = Case.parse("lse:call=context_chunk;q=[3,1,4];kv=[1,5,9];seed=26").id
 
 
 @pytest.fixture
-def grow(monkeypatch: Patch) -> Iterator[Callable[[], None]]:
+def grow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """One line more in a role's list, with the version that adds it."""
     known = (lists_of, first_cases, added_cases, verify.listed_ids, verify.installed_digests, MustPass.of_vocabulary)
 
@@ -209,38 +191,27 @@ def grow(monkeypatch: Patch) -> Iterator[Callable[[], None]]:
         each.cache_clear()
 
 
-def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
-    records: Path, tmp_path: Path, capsys: Capture, grow: Callable[[], None]
-) -> None:
+def test_a_case_that_is_added_is_not_yet_judged(records: Path, tmp_path: Path, told: Any, grow: Any) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     before, stored = records.read_text().split("\n"), verify.version_digests()
     grow()
     counts = msgspec.structs.replace(COUNTS, listed=len(CASES) + 1, passed=len(CASES) + 1)
-    of_all = {
-        "digests": record_digests(()),
-        "counts": counts,
-        "cases": dict.fromkeys(verify.listed_ids(), Status.PASS),
-    }
+    of_all = {"digests": record_digests(()), "counts": counts, "cases": dict.fromkeys(verify.listed_ids(), Status.PASS)}
     assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
     write_record(records, certificate(**GPU, **of_all))
     assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
-    assert main(["verify", str(records)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        said.count("not yet judged") == 1
-        and f"1 cases of the suite's list are not yet judged, for example {NEW}" in said
-    )
-    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 0
+    said = told(0, "verify", records)
+    assert said.count("not yet judged") == 1
+    assert f"1 cases of the suite's list are not yet judged, for example {NEW}" in said
+    told(0, "scoreboard", records, "--out", tmp_path / "site")
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
     for since, error in (("1", "digest 'cases': expected"), (NEXT, f"1 cases are missing, for example {NEW}")):
         lacking = certificate(version=since, digests=record_digests(()))
         records.with_suffix(".json").write_bytes(msgspec.json.encode(lacking))
-        assert main(["verify", str(records.with_suffix(".json"))]) == 1 and error in capsys.readouterr().err
+        assert error in told(1, "verify", records.with_suffix(".json"))
 
 
-def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
-    record: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monkeypatch: Any, ours: Any) -> None:
     here, stored = record_digests(()), verify._stored
     *added, third = sorted(CAPABILITIES["lse"].cases, key=lambda case: case.id)[:3]
     listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
@@ -270,13 +241,12 @@ def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
         (known | {"cases": "b" * 64}, grown, f"got {'b' * 64}, {unlisted}"),
     ):
         record.write_bytes(msgspec.json.encode(made(stated, cases)))
-        assert main(["verify", str(record)]) == bool(said)
-        assert said in capsys.readouterr().err
+        status, _, err = ours("verify", record)
+        assert status == bool(said) and said in err
     record.write_bytes(msgspec.json.encode(made(known, grown)))
-    assert main(["verify", str(record), "--rerun", "1"]) == 1
-    assert (
-        f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again" in capsys.readouterr().err
-    )
+    status, _, err = ours("verify", record, "--rerun", "1")
+    said = f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again"
+    assert status == 1 and said in err
 
 
 FAILED = "new_tokens:q=[1];data=needle;lse=0"
@@ -289,42 +259,36 @@ reason = "its rows are added in bf16"
 
 
 @pytest.fixture
-def failing(record: Path) -> Path:
-    """A record of a kernel with one known failure, whose cause nobody knew when it was run."""
+def failing(record: Path, tmp_path: Path) -> Path:
+    """A record of a kernel with one known failure, whose cause nobody knew when it was run; an entry knows it now."""
+    (tmp_path / "known.toml").write_text(ENTRY)
     finding = Finding(FAILED, Status.FAIL, "lse", "LSE is 1.5, expected 1", "old.toml entry 1: bug: not looked into")
-    known = msgspec.structs.replace(
-        certificate(),
-        cases={**certificate().cases, FAILED: Status.EXPECTED_FAILURE},
-        counts=msgspec.structs.replace(COUNTS, passed=COUNTS.passed - 1, waived=1),
-        findings=(finding,),
-    )
-    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, seal=seal(known))))
+    cases = {**certificate().cases, FAILED: Status.EXPECTED_FAILURE}
+    counts = msgspec.structs.replace(COUNTS, passed=COUNTS.passed - 1, waived=1)
+    record.write_bytes(msgspec.json.encode(certificate(cases=cases, counts=counts, findings=(finding,))))
     return record
 
 
-def test_a_record_in_a_file_of_its_own_loses_the_signature_beside_it_with_its_reasons(
-    failing: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "known.toml").write_text(ENTRY)
+def explained(path: Path) -> list[object]:
+    return ["expectations", "explain", path, "--expectations", path.parent]
+
+
+def test_a_record_loses_the_signature_beside_it_with_its_reasons(failing: Path, ours: Any, told: Any) -> None:
     failing.with_name("record.json.sig").touch()
-    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 0
-    assert main(["verify", str(failing)]) == 0 and not failing.with_name("record.json.sig").exists()
+    told(0, *explained(failing))
+    assert ours("verify", failing)[0] == 0 and not failing.with_name("record.json.sig").exists()
 
 
-def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_signed_again(
-    failing: Path, records: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    (tmp_path / "known.toml").write_text(ENTRY)
+def test_a_record_with_another_reason_must_be_signed_again(failing: Path, records: Path, ours: Any, told: Any) -> None:
     before = read_certificate(failing)
     write_record(records, before, "a signature")
     untouched = records.read_text().split("\n")[2]
-    assert main(["expectations", "explain", str(records), "--expectations", str(tmp_path)]) == 0
-    assert "TORCH_SDPA on cpu: 1 of 1 failures have another" in capsys.readouterr().out
+    assert "TORCH_SDPA on cpu: 1 of 1 failures have another" in told(0, *explained(records))
     kept, _ = kept_records(records)
     after = kept.certificate
     assert after.findings[0].expectation.endswith("its rows are added in bf16") and not kept.signature
     assert msgspec.structs.replace(after, findings=before.findings, seal=before.seal) == before
-    assert untouched in records.read_text().split("\n") and main(["verify", str(records)]) == 0
+    assert untouched in records.read_text().split("\n") and ours("verify", records)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -334,14 +298,13 @@ def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_s
         ("1.6", "lse", "expected a record that verifies; the seal does not fit the content"),
     ],
 )
-def test_what_no_entry_foresees_and_what_does_not_verify_is_not_explained(
-    failing: Path, tmp_path: Path, capsys: Capture, record_says: str, entry_says: str, said: str
+def test_what_does_not_fit_is_not_explained(
+    failing: Path, refused: Any, record_says: str, entry_says: str, said: str
 ) -> None:
-    (tmp_path / "known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
+    failing.with_name("known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
     failing.write_text(failing.read_text().replace("LSE is 1.5", f"LSE is {record_says}"))
     written = failing.read_bytes()
-    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err and failing.read_bytes() == written
+    assert said in refused(*explained(failing)) and failing.read_bytes() == written
 
 
 @pytest.fixture
@@ -355,54 +318,46 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @needs_keys
-def test_a_signature_holds_for_its_content_and_its_signer(
-    record: Path, keys: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_signature_holds_for_content_and_signer(record: Path, keys: Any, tmp_path: Path, told: Any) -> None:
     key, signers = keys
-    asked = ["verify", str(record), "--signature", "--signers", str(signers)]
-    assert main(asked) == 1 and "it is not signed: there is no record.json.sig" in capsys.readouterr().err
+    asked = ("verify", record, "--signature", "--signers", signers)
+    assert "it is not signed: there is no record.json.sig" in told(1, *asked)
     record.with_name("record.json.sig").write_text(sign(record.read_text(), key))
-    assert main(asked) == 0 and "signed by me@example.org" in capsys.readouterr().out
-    assert main(["verify", str(record)]) == 0 and "record.json.sig was not checked" in capsys.readouterr().out
+    assert "signed by me@example.org" in told(0, *asked)
+    assert "record.json.sig was not checked" in told(0, *asked[:2])
     record.write_bytes(record.read_bytes() + b"\n")
-    assert main(asked) == 1 and "is no signature of me@example.org under this content" in capsys.readouterr().err
+    assert "is no signature of me@example.org under this content" in told(1, *asked)
     signers.write_text("")
-    assert main(asked) == 1 and f"is of none of the signers of {signers}" in capsys.readouterr().err
-    assert main([*asked[:-1], str(tmp_path / "none")]) == 2 and "expected a file of allowed" in capsys.readouterr().err
+    assert f"is of none of the signers of {signers}" in told(1, *asked)
+    assert "expected a file of allowed" in told(2, *asked[:-1], tmp_path / "none")
 
 
 @needs_keys
-def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], capsys: Capture) -> None:
+def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], told: Any) -> None:
     key, signers = keys
     for each in kept_records(records):
         write_record(records, each.certificate, sign(each.certificate.seal, key))
-    asked = ["verify", str(records), "--signature", "--signers", str(signers)]
-    assert main(asked) == 0 and capsys.readouterr().out.count("signed by me@example.org") == 2
+    asked = ["verify", records, "--signature", "--signers", signers]
+    said = told(0, *asked)
+    assert said.count("signed by me@example.org") == 2
     changed = certificate(seconds=2.0)
     change_records(records, lambda kept: [replace(each, certificate=changed) for each in kept[:1]] + kept[1:])
-    assert main(asked) == 1 and "line 2: signature is no signature of me@example.org" in capsys.readouterr().err
+    assert "line 2: signature is no signature of me@example.org" in told(1, *asked)
 
 
 @needs_keys
-def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "text").write_text("no key")
     with pytest.raises(InputError, match="ssh-keygen refuses it"):
         sign("content", tmp_path / "text")
-    certify = ["certify", "--backend=TORCH_SDPA", "--device=cpu", "--record=r.json", "--sign", str(tmp_path / "none")]
-    assert main(certify) == 2 and "expected the file of an SSH key" in capsys.readouterr().err
-    assert (
-        main([*certify[:3], *certify[4:]]) == 2
-        and "with --certificate or --submission or --record" in capsys.readouterr().err
-    )
+    certify, signed = ["certify", "--backend=TORCH_SDPA", "--device=cpu"], ["--sign", tmp_path / "none"]
+    assert "expected the file of an SSH key" in refused(*certify, "--record=r.json", *signed)
+    assert "with --certificate or --submission or --record" in refused(*certify, *signed)
 
 
-def test_without_ssh_keygen_a_signature_is_said_to_need_it(
-    record: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_signature_is_said_to_need_ssh_keygen(record: Path, tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     for name in ("record.json.sig", "signers"):
         record.with_name(name).touch()
-    assert main(["verify", str(record), "--signers", str(record.with_name("signers"))]) == 2
-    assert "ssh-keygen, which is not here" in capsys.readouterr().err
-    assert main(["verify", str(record), "--signature"]) == 2
-    assert "expected together with --signers" in capsys.readouterr().err
+    assert "ssh-keygen, which is not here" in refused("verify", record, "--signers", record.with_name("signers"))
+    assert "expected together with --signers" in refused("verify", record, "--signature")

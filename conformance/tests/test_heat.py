@@ -19,26 +19,25 @@ from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
-from mla_conformance.tests.drawn import CONTEXT, subject_of
+from mla_conformance.tests.drawn import CONTEXT, changed, subject_of
 from mla_conformance.trials.trial import Trial, judged_trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))
 
 
-class LastHeadWrong(EagerPrefillBackend):
+def last_head_wrong(run: Any, *arguments: Any, **options: Any) -> Any:
     """The output of one head of two is wrong, and its LSE in one row."""
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        output, lse = super().run_prefill_new_tokens(*arguments, **options)
-        output[:, 1] += 1.0
-        lse[1, 3] += 1.0
-        return output, lse
+    output, lse = run(*arguments, **options)
+    output[:, 1] += 1.0
+    lse[1, 3] += 1.0
+    return output, lse
 
 
 @pytest.fixture
 def failed() -> tuple[Trial, Record]:
-    return judged_trial(subject_of(LastHeadWrong), Case.parse(CASE), CONTEXT)
+    kernel = changed(EagerPrefillBackend, run_prefill_new_tokens=last_head_wrong)
+    return judged_trial(subject_of(kernel), Case.parse(CASE), CONTEXT)
 
 
 def test_a_picture_shows_where_errors_are() -> None:
@@ -55,10 +54,8 @@ def test_a_picture_shows_where_errors_are() -> None:
 
 def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
     assert 'd="M1 0h2v1h-2zM0 1h1v1h-1z"' in picture(HeatMap("LSE", 2, 3, ("011", "100")))
-    assert words(SMALL) == (
-        "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
-        "stronger colour = further over budget"
-    )
+    said = "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
+    assert words(SMALL) == f"{said}stronger colour = further over budget"
     part = msgspec.structs.replace(SMALL, part="<a & b>")
     root = ElementTree.fromstring(picture_file(part))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img"
@@ -103,34 +100,25 @@ OUTPUT = torch.arange(24, dtype=torch.float64).view(2, 3, 4).sin()
 
 
 @pytest.mark.parametrize(
-    ("lse", "golden", "found"),
+    ("explain", "wrong", "golden", "found"),
     [
-        (LSE / math.log(2), LSE, "the LSE is in base 2, expected the natural logarithm"),
-        (LSE * math.log(2), LSE, "the LSE is multiplied by ln 2, as if it had been in base 2"),
-        (LSE.mT, LSE, TRANSPOSED),
-        (LSE * 1.4, LSE, ""),
-        (torch.full_like(LSE, 2 / math.log(2)), torch.full_like(LSE, 2.0), ""),
-        (LSE[:1, :1] / math.log(2), LSE[:1, :1], ""),
-        (LSE + LSE.mT + 0.5, LSE + LSE.mT, ""),
-        (torch.where(LSE > 2, torch.nan, LSE / math.log(2)), LSE, ""),
+        (explain_lse, LSE / math.log(2), LSE, "the LSE is in base 2, expected the natural logarithm"),
+        (explain_lse, LSE * math.log(2), LSE, "the LSE is multiplied by ln 2, as if it had been in base 2"),
+        (explain_lse, LSE.mT, LSE, TRANSPOSED),
+        (explain_lse, LSE * 1.4, LSE, ""),
+        (explain_lse, torch.full_like(LSE, 2 / math.log(2)), torch.full_like(LSE, 2.0), ""),
+        (explain_lse, LSE[:1, :1] / math.log(2), LSE[:1, :1], ""),
+        (explain_lse, LSE + LSE.mT + 0.5, LSE + LSE.mT, ""),
+        (explain_lse, torch.where(LSE > 2, torch.nan, LSE / math.log(2)), LSE, ""),
+        (explain_output, OUTPUT.roll(1, 1), OUTPUT, "heads are rotated by 1"),
+        (explain_output, 1e-3 * OUTPUT.roll(2, 1), 1e-3 * OUTPUT, "heads are rotated by 2"),
+        (explain_output, torch.zeros_like(OUTPUT), OUTPUT, ""),
+        (explain_output, OUTPUT * torch.tensor([1.0, 0.0, 0.0]).view(3, 1), OUTPUT, UNWRITTEN),
+        (explain_output, OUTPUT * torch.tensor([1.0, 0.0, 1.0]).view(3, 1), OUTPUT, ""),
+        (explain_output, OUTPUT[:, :1].expand(2, 3, 4) + 1e-4, OUTPUT[:, :1].expand(2, 3, 4), ""),
+        (explain_output, 1e-3 * OUTPUT + 1e-3, 1e-3 * OUTPUT, ""),
+        (explain_output, OUTPUT.roll(1, 0), OUTPUT, ""),
     ],
 )
-def test_a_wrong_lse(lse: torch.Tensor, golden: torch.Tensor, found: str) -> None:
-    assert explain_lse(lse, golden) == found
-
-
-@pytest.mark.parametrize(
-    ("output", "golden", "found"),
-    [
-        (OUTPUT.roll(1, 1), OUTPUT, "heads are rotated by 1"),
-        (1e-3 * OUTPUT.roll(2, 1), 1e-3 * OUTPUT, "heads are rotated by 2"),
-        (torch.zeros_like(OUTPUT), OUTPUT, ""),
-        (OUTPUT * torch.tensor([1.0, 0.0, 0.0]).view(3, 1), OUTPUT, UNWRITTEN),
-        (OUTPUT * torch.tensor([1.0, 0.0, 1.0]).view(3, 1), OUTPUT, ""),
-        (OUTPUT[:, :1].expand(2, 3, 4) + 1e-4, OUTPUT[:, :1].expand(2, 3, 4), ""),
-        (1e-3 * OUTPUT + 1e-3, 1e-3 * OUTPUT, ""),
-        (OUTPUT.roll(1, 0), OUTPUT, ""),
-    ],
-)
-def test_a_wrong_output(output: torch.Tensor, golden: torch.Tensor, found: str) -> None:
-    assert explain_output(output, golden) == found
+def test_what_wrong_numbers_are_is_found(explain: Any, wrong: torch.Tensor, golden: torch.Tensor, found: str) -> None:
+    assert explain(wrong, golden) == found

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from mla_conformance.backends import hub
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
-from mla_conformance.cli import main
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.own import own_class
@@ -31,7 +31,8 @@ from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.trials.trial import Context, judge_one
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_mla"
-CPU, CASE = torch.device("cpu"), Case.parse("decode:call=decode;dims=small;heads=2;q=[1,1];kv=[9,40];page=16")
+DECODE = "decode:call=decode;dims=small;heads=2;q=[1,1];kv=[9,40];page=16"
+CPU, CASE = torch.device("cpu"), Case.parse(DECODE)
 COMMIT, OTHER = "0123456789" * 4, "89abcdef01" * 4
 STAND_IN = f"""
 import os
@@ -104,9 +105,8 @@ def test_a_name_is_judged_at_the_commit_of_its_version(hub_of: Path, tmp_path: P
     assert right.status is Status.PASS and found.status is Status.FAIL
     assert [each.evidence["revision"] for each in (right, found)] == [COMMIT, OTHER]
     asked = (hub_of / "asked").read_text().splitlines()
-    assert asked == [f"org/my-mla None {version} False" for version in (1, 2)] + [
-        f"org/my-mla {commit} None True" for commit in (COMMIT, OTHER)
-    ]
+    by_commit = [f"org/my-mla {commit} None True" for commit in (COMMIT, OTHER)]
+    assert asked == [f"org/my-mla None {version} False" for version in (1, 2)] + by_commit
 
 
 @pytest.mark.parametrize(
@@ -125,50 +125,42 @@ def test_a_name_is_judged_at_the_commit_of_its_version(hub_of: Path, tmp_path: P
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(
-    hub_of: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reference: str, said: str
+    hub_of: Path, monkeypatch: Any, refused: Any, reference: str, said: str
 ) -> None:
     monkeypatch.chdir(hub_of)
     for name in ("none/build/torch29-cxx11-cu126-sparc-linux", "bare/build/torch-universal", "a b"):
         Path(name).mkdir(parents=True)
     source = build(Path("other/build/torch-universal")) / "conformance.py"
     source.write_text(source.read_text("utf-8").replace("class Backend", "class Mine"), encoding="utf-8")
-    assert main(["certify", "--backend", reference, "--device", "cpu"]) == 2
-    error = capsys.readouterr().err
+    error = refused("certify", "--backend", reference, "--device", "cpu")
     assert re.search(said, error) and error.count("\n") == 1 and len(error) < 1000 and "Traceback" not in error
 
 
-def test_without_the_package_a_name_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
     monkeypatch.setattr(hub, "_KERNELS", replace(hub._KERNELS, module="no_such_kernels"))
-    assert main(["certify", "--backend", "hub:org/my-mla@9"]) == 2
-    assert "package kernels not installed (pip install 'mla-conformance[hub]')" in capsys.readouterr().err
+    said = refused("certify", "--backend", "hub:org/my-mla@9")
+    assert "package kernels not installed (pip install 'mla-conformance[hub]')" in said
 
 
 def test_the_build_that_fits_best_is_taken() -> None:
     here = f"{platform.machine()}-{platform.system().lower()}"
-    ranked = ("torch-universal", "torch-cuda", f"torch29-cxx11-cu126-{here}", f"torch29-cu128-{here}")
-    best = (f"torch-stable-abi29-cu128-{here}",)
+    ranked = ["torch-universal", "torch-cuda", f"torch29-cxx11-cu126-{here}", f"torch29-cu128-{here}"]
+    ranked += [f"torch-stable-abi29-cu128-{here}"]
     others = (f"torch210-cu128-{here}", f"torch29-cu129-{here}", f"torch29-cu118-{here}", "torch-cpu", "torch-x")
     torch29 = {"__version__": "2.9.1+cu128", "cuda": "12.8", "hip": None}
-    ranks = [hub._rank(variant, torch29) for variant in (*ranked, *best)]
+    ranks = [hub._rank(variant, torch29) for variant in ranked]
     assert ranks == sorted(set(ranks)) and all(ranks)
     assert not any(hub._rank(variant, torch29) for variant in (*others, "torch29-cu128-x-linux"))
 
 
-DECODE = "decode:call=decode;dims=small;heads=2;q=[1,1];kv=[9,40];page=16"
 KERNEL = """
 import torch
 from mla_conformance.backends.decode import MLADecodeBackend
 from {package}steps import DECLARED, attended, require_model_dtype
 
-
 class Mine(MLADecodeBackend):
     declaration = DECLARED
-
-    @staticmethod
-    def get_name():
-        return "MINE"
+    get_name = staticmethod(lambda: "MINE")
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         require_model_dtype(self, ql_nope)
@@ -181,11 +173,9 @@ from {package}pages import keys_of
 
 DECLARED = declaration.Declaration(rounding=declaration.Rounding())
 
-
 def require_model_dtype(backend, q):
     if not backend.supports_dtype(q.dtype):
         raise kernel.UnsupportedConfiguration(f"{{q.dtype}} is not supported")
-
 
 def attended(backend, q, kv_cache):
     outputs, lses = [], []
@@ -196,7 +186,6 @@ def attended(backend, q, kv_cache):
         lses.append(scores.logsumexp(-1) + {error})
     return torch.stack(outputs).to(q.dtype), torch.stack(lses, dim=1)
 
-
 import torch
 """
 PAGES = """
@@ -204,9 +193,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.slots import slots_of
 
-
 class AnotherRole(SelectedKeysBackend): ...
-
 
 def keys_of(metadata: MLACommonDecodeMetadata, kv_cache):
     page = kv_cache.shape[1]
@@ -268,9 +255,7 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
         ("import mla_conformance", "mla_conformance,"),
     ],
 )
-def test_a_file_beside_the_kernel_that_computes_with_this_project_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, said: str
-) -> None:
+def test_a_file_that_computes_with_us_is_named(tmp_path: Path, monkeypatch: Any, taken: str, said: str) -> None:
     kernel_in(tmp_path)
     (tmp_path / "pages.py").write_text(f"{taken}\n{PAGES}")
     monkeypatch.syspath_prepend(str(tmp_path))

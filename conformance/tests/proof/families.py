@@ -128,48 +128,32 @@ _LONG_ROPE: dict[str, Any] = {
 }
 _POOLED = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"], "index_kpool": INDEX_POOL}
 _RESCALED: dict[str, Any] = {"q_factor": (HIDDEN / Q_RANK) ** 0.5, "kv_factor": (HIDDEN / LATENT) ** 0.5}
+_RESCALED["settings"] = {"head_dim": ROPE}
 _PAIRS, _HALVES = IndexerForm(interleaved=True), IndexerForm(interleaved=False)
 _LAST = IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON)
+
+_WINDOW: dict[str, Any] = {"settings": {"rope_interleave": False}, "interleaved": False, "window": WINDOW}
+_POOLS: dict[str, Any] = {"rope": 0, "epsilon": CONFIGURED_EPSILON, "selects": True, "padding_mask": True}
+_GATED: dict[str, Any] = {"doubled_query_latent": True, "gate": "query_latent", "selects": True, "indexer": _HALVES}
+_SUNK: dict[str, Any] = {"interleaved": False, "gate": "hidden", "sink": True, "selects": True, "indexer": _LAST}
+_FULL = {"layer_types": ["full_attention"]}
+_SLOW = Rotation(frequencies=_SLOWED, interleaved=False)
 
 FAMILIES: tuple[ProofFamily, ...] = (
     _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2", _V2),
     _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2-Lite", _V2, q_lora_rank=None),
     _extended("deepseek_v3", "DeepseekV3", "DeepSeek-V3, R1, Kimi-K2", _V3),
-    _plain(
-        "deepseek_v3",
-        "DeepseekV3",
-        "DeepSeek-V3 in a window",
-        1e4,
-        settings={"rope_interleave": False},
-        interleaved=False,
-        window=WINDOW,
-    ),
+    _plain("deepseek_v3", "DeepseekV3", "DeepSeek-V3 in a window", 1e4, **_WINDOW),
     _extended("deepseek_v32", "DeepseekV32", "DeepSeek-V3.2", _V3, selects=True, indexer=_HALVES),
     _plain("glm_moe_dsa", "GlmMoeDsa", "GLM-5", 1e6, selects=True, indexer=_PAIRS),
     _plain("glm4_moe_lite", "Glm4MoeLite", "GLM-4.7-Flash", 1e6),
-    _layer(
-        "glm5_next",
-        "Glm5NextText",
-        "GLM-5.3",
-        None,
-        _POOLED,
-        rope=0,
-        epsilon=CONFIGURED_EPSILON,
-        selects=True,
-        padding_mask=True,
-    ),
-    _layer("kimi_linear", "KimiLinear", "Kimi-Linear", None, {"layer_types": ["full_attention"]}, q_lora_rank=None),
-    _plain(
-        "longcat_flash", "LongcatFlash", "LongCat-Flash", 1e7, settings={"head_dim": ROPE}, attention="MLA", **_RESCALED
-    ),
-    _layer(
-        "minicpm3", "MiniCPM3", "MiniCPM3", Rotation(frequencies=_SLOWED, interleaved=False), _rope(1e4, **_LONG_ROPE)
-    ),
+    _layer("glm5_next", "Glm5NextText", "GLM-5.3", None, _POOLED, **_POOLS),
+    _layer("kimi_linear", "KimiLinear", "Kimi-Linear", None, _FULL, q_lora_rank=None),
+    _plain("longcat_flash", "LongcatFlash", "LongCat-Flash", 1e7, attention="MLA", **_RESCALED),
+    _layer("minicpm3", "MiniCPM3", "MiniCPM3", _SLOW, _rope(1e4, **_LONG_ROPE)),
     _extended("mistral4", "Mistral4", "Mistral 4", _MISTRAL, _GROWN, growth=_GROWTH),
     _plain("youtu", "Youtu", "Youtu-LLM", 1.6e6),
     _extended("axk1", "AXK1", "A.X-K1", _TOLD_APART),
-    _plain(
-        "axk2", "AXK2", "A.X-K2", 1e4, doubled_query_latent=True, gate="query_latent", selects=True, indexer=_HALVES
-    ),
-    _plain("hy_v4", "HYV4", "HY-V4", 1e4, interleaved=False, gate="hidden", sink=True, selects=True, indexer=_LAST),
+    _plain("axk2", "AXK2", "A.X-K2", 1e4, **_GATED),
+    _plain("hy_v4", "HYV4", "HY-V4", 1e4, **_SUNK),
 )
