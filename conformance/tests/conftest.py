@@ -63,6 +63,40 @@ def python(command: Path) -> Path:
 
 
 @pytest.fixture
+def ours(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Carries out a command; returns its exit status, and what it printed and complained of."""
+
+    def carry_out(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as ended:  # of the parser
+            status = int(ended.code or 0)
+        return status, *capsys.readouterr()
+
+    return carry_out
+
+
+@pytest.fixture
+def refused(ours: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Carries out a command that has to end as a usage error does; returns the one thing that it says."""
+
+    def refusal(*arguments: object) -> str:
+        status, printed, said = ours(*arguments)
+        assert (status, printed) == (2, ""), said
+        return said
+
+    return refusal
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def write_report(tmp_path: Path) -> Callable[..., Path]:
     """Writes the report of a run whose records are given, as ``certify`` would; returns its path."""
 

@@ -1,10 +1,14 @@
 """Cases that tests draw from the spaces of the roles, as ``--explore`` does, and what is judged of a case on a CPU."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.strategies import cases
 from mla_conformance.cases.work import CPU_WORK, work_of
@@ -16,13 +20,28 @@ from mla_conformance.vocabulary.arrays import SPACES
 CPU, CONTEXT = torch.device("cpu"), Context()
 
 
+def changed(base: type, **steps: Callable[..., Any]) -> type:
+    """A kernel whose methods of these names are handed the base's own first, as in ``run_decode=lambda run, *x: …``."""
+
+    def method(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *operands, **options: step(partial(getattr(base, name), self), *operands, **options)
+
+    return type(base.__name__, (base,), {name: method(name, step) for name, step in steps.items()})
+
+
 def subject_of(kernel: type | str) -> Subject:
-    """A class of a module, or what a reference names, on the CPU."""
-    return Subject.of(kernel if isinstance(kernel, str) else f"{kernel.__module__}:{kernel.__qualname__}", CPU)
+    """A class, also one that no module holds, or what a reference names, on the CPU."""
+    if isinstance(kernel, str):
+        return Subject.of(kernel, CPU)
+    if getattr(sys.modules[kernel.__module__], kernel.__qualname__, None) is kernel:
+        return Subject.of(f"{kernel.__module__}:{kernel.__qualname__}", CPU)
+    subject = Subject.of("EAGER", CPU)
+    subject._classes[role_of(kernel)] = kernel
+    return subject
 
 
 def judged(kernel: type | str, case: Case | str, context: Context = CONTEXT) -> Record:
-    """The record of a case, or of the one with this id, on a class of a module, or on what a reference names."""
+    """The record of a case, or of the one with this id, on a class or on what a reference names."""
     return judge_one(subject_of(kernel), Case.parse(case) if isinstance(case, str) else case, context)
 
 

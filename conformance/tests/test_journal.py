@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
+Refused = Callable[..., str]
 AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \udc80\n"
 
 
@@ -74,7 +74,7 @@ def test_files_named_as_seals_that_come_and_go_end_no_run(tmp_path: Path, monkey
     assert journal.is_finished()
 
 
-CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu"]
+CERTIFY = ("certify", "--backend=EAGER", "--device=cpu", "--out")
 UNFINISHED = '{"event": "plan"}\n{"event": "verdict"}\n'
 FINISHED = UNFINISHED + '{"event": "end"}\n'
 
@@ -98,32 +98,27 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, refused: Refused) -> None:
     first = RunFolder.claim(tmp_path)
-    assert main([*CERTIFY, "--out", str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and f"--out {tmp_path}: another run is writing into it" in printed.err
+    assert f"--out {tmp_path}: another run is writing into it" in refused(*CERTIFY, tmp_path)
     os.close(first.lock)
     os.close(RunFolder.claim(tmp_path).lock)
 
 
 @pytest.mark.parametrize("wrong", [["--nonsense"], ["--workers=0"], ["--backend=NOPE"], ["--expectations=/nowhere"]])
-def test_a_usage_error_leaves_a_finished_folder_as_it_was(hold: Callable[[str], Path], wrong: list[str]) -> None:
+def test_a_usage_error_leaves_a_finished_folder_as_it_was(
+    hold: Callable[[str], Path], refused: Refused, wrong: list[str]
+) -> None:
     folder = hold(FINISHED)
     before = contents(folder)
-    try:
-        status = main([*CERTIFY, "--out", str(folder), *wrong])
-    except SystemExit as ended:  # of the parser
-        status = int(str(ended.code))
-    assert status == 2 and contents(folder) == before and [folder] == list(folder.parent.iterdir())
+    assert refused(*CERTIFY, folder, *wrong)
+    assert contents(folder) == before and [folder] == list(folder.parent.iterdir())
 
 
-def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], refused: Refused) -> None:
     folder = hold(UNFINISHED)
     before = contents(folder)
-    assert main([*CERTIFY, "--out", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert f"--resume {folder} continues it, --fresh sets it aside" in said
+    assert f"--resume {folder} continues it, --fresh sets it aside" in refused(*CERTIFY, folder)
     assert contents(folder) == before
 
 

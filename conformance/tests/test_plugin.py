@@ -61,9 +61,9 @@ def judged(once: Callable[[str, Callable[[Path], None]], Path], python: Path) ->
     return once("plugin", fill)
 
 
-def test_help_is_shown_where_the_plugin_is_installed(tmp_path: Path) -> None:
-    status, printed = pytest_in(tmp_path, "--help", "-k", "x")
-    assert status == 0 and "--mla-tier" in printed
+def test_help_is_shown_where_the_plugin_is_installed(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess(*WITHOUT, "--help", "-k", "x")
+    assert result.ret == 0 and "--mla-tier" in result.stdout.str()
 
 
 def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged: Path) -> None:

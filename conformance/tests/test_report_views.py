@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.cli import main
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import BackendFacts, Confirmed, Record
@@ -201,11 +200,10 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
         ("text", "wrong: Broken, 1 likely cause, 4 cases: perhaps The LSE is in base 2, "),
     ],
 )
-def test_render_prints_or_writes(real_run: Path, tmp_path: Path, capsys: Any, kind: str, said: str) -> None:
-    report, out = str(real_run / "report.json"), tmp_path / "out"
-    assert main(["report", "render", report, "--format", kind]) == 0
-    printed = capsys.readouterr().out
-    assert main(["report", "render", report, "--format", kind, "--out", str(out)]) == 0
+def test_render_prints_or_writes(real_run: Path, tmp_path: Path, ours: Any, kind: str, said: str) -> None:
+    render, out = ("report", "render", real_run / "report.json"), tmp_path / "out"
+    status, printed, _ = ours(*render, "--format", kind)
+    assert status == ours(*render, "--format", kind, "--out", out)[0] == 0
     assert said in printed and out.read_text(encoding="utf-8").strip() == printed.strip()
-    assert main(["report", "render", report, "--out", str(out / "below")]) == 2
-    assert "cannot be written: " in capsys.readouterr().err
+    status, _, said = ours(*render, "--out", out / "below")
+    assert status == 2 and "cannot be written: " in said
