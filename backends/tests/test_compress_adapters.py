@@ -20,10 +20,8 @@ class Library:
         def function(name: str, call: Any) -> Any:
             return recorded("sglang 0.5.23", f"{_FILE}:{name}", call)
 
-        for name, new in (
-            ("Decode", lambda a: [1] * len(a["seq_lens"])),
-            ("Prefill", lambda a: a["extend_lens"].tolist()),
-        ):
+        plans = {"Decode": lambda a: [1] * len(a["seq_lens"]), "Prefill": lambda a: a["extend_lens"].tolist()}
+        for name, new in plans.items():
             plan = function(f"Compressor{name}Plan.generate", lambda a, new=new: self.planned(a, new(a)))
             setattr(self, f"Compressor{name}Plan", SimpleNamespace(generate=plan))
         self.compress_forward = function("compress_forward", self.pooled)

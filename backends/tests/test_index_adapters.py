@@ -16,11 +16,7 @@ HEADS, DIM, PAGE = 32, 128, 64
 _IN_VLLM = "vllm/third_party/deep_gemm"
 PACKAGES: Any = {
     DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),
-    DeepGemmIndexerVllm: (
-        "vllm 0.33.0",
-        f"{_IN_VLLM}/_C.py:_register_deep_gemm_kernels.",
-        "vllm.third_party.deep_gemm",
-    ),
+    DeepGemmIndexerVllm: ("vllm 0.33.0", f"{_IN_VLLM}/_C.py:_register_deep_gemm_kernels.", _IN_VLLM.replace("/", ".")),
 }
 PREPARATION = prepare.IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
 

@@ -134,9 +134,7 @@ def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path
     assert part.missing() == [] != other.missing() and part.broken() == [] and part.load().answer == 42
 
 
-def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_never_tried(
-    package: Any, monkeypatch: Any
-) -> None:
+def test_a_broken_install_is_told_apart_with_its_error(package: Any, monkeypatch: Any) -> None:
     package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
     library = _library("broken_library")
     said = "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot "

@@ -107,12 +107,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (TOPK, (), {"metadata": lambda _: {"max_seq_len": 7}}, "max_seq_len: expected at most the 6 columns, got 7"),
     (TOPK, (), {"topk_tokens": 0}, "topk_tokens: expected a positive number, got 0"),
     (TOPK, (), {"logits": torch.zeros(2, 6).double()}, r"dtype torch\.float64 not supported"),
-    (
-        SCORES,
-        (),
-        {"q": torch.zeros(4, 32, 128)},
-        r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .*32",
-    ),
+    (SCORES, (), {"q": torch.zeros(4, 32, 128)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got"),
     (SCORES, (), {"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
     (SCORES, (), {"k": torch.zeros(5, 64, 128).byte()}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
     (SCORES, (), {"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
@@ -135,17 +130,9 @@ def test_operands_that_do_not_fit_are_refused(text: str, kernels: Any, changes: 
 @pytest.mark.parametrize(
     ("kernel", "given", "said"),
     [
-        (
-            EagerSparseBackend,
-            (2, 0.05, 512, 128, 64, 128, "fp7", None),
-            "unknown cache layout 'fp7'; expected one",
-        ),
+        (EagerSparseBackend, (2, 0.05, 512, 128, 64, 128, "fp7", None), "unknown cache layout 'fp7'; expected"),
         (EagerSparseBackend, (2, 0.05, 512, 128, 64, 128, "auto", None, "fp7"), "unknown cache layout 'fp7'; expected"),
-        (
-            EagerPrepareBackend,
-            (2, 0.125, MODEL._replace(scale_format="e4"), None),
-            "scale_format: expected .* got 'e4'",
-        ),
+        (EagerPrepareBackend, (2, 0.125, MODEL._replace(scale_format="e4"), None), "expected one of .*, got 'e4'"),
         (EagerCacheBackend, (8, 4, "fp5", "float32", None), "kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"),
         (EagerCacheBackend, (8, 4, "auto", "bf16", None), "tile_scales: expected one of float32, pow2, got 'bf16'"),
     ],
@@ -184,11 +171,8 @@ def test_reasons_come_in_the_order_of_vllm() -> None:
     picky["missing_dependencies"] = classmethod(lambda cls: ["pip install picky"])
     made: Any = type("Picky", (EagerPrefillBackend,), picky)
     *others, dimensions = made.validate_configuration(DeviceCapability(8, 0), config)
-    assert others == [
-        "compute capability 8.0 not supported",
-        "dtype torch.float16 not supported",
-        "required dependencies not available: pip install picky",
-    ]
+    reasons = "compute capability 8.0 not supported | dtype torch.float16 not supported | "
+    assert " | ".join(others) == f"{reasons}required dependencies not available: pip install picky"
     said = f"MLA dimensions {PRESETS['glm'].head} not supported (supported: {PRESETS['r1'].head})"
     assert dimensions.startswith(said)
     with pytest.raises(TypeError, match="abstract"):

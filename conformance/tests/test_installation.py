@@ -129,9 +129,7 @@ def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monk
     assert changed == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
 
 
-def test_what_is_written_while_a_run_judges_is_not_loaded_by_what_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_while_a_run_judges_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "there_before.py").touch()
     refuse_written_since(time.time())

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,8 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_p
 
 
 NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
-NO_EVENTS += [
-    b'{"event": "gave_up", "backend": "EAGER"}',
-    b'{"event": "learned", "backend": "E", "found": {"traced": 7}}',
-]
+NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}']
+NO_EVENTS += [b'{"event": "learned", "backend": "E", "found": {"traced": 7}}']
 HEAT = b'{"heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
 NO_EVENTS += [b'{"event": "learned", "backend": "E", "case": "c", "found": ' + HEAT + b"}"]
 NO_EVENTS += [b'{"event": "resume", "after": ""}']
@@ -106,9 +105,7 @@ def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, refus
 
 
 @pytest.mark.parametrize("wrong", [["--nonsense"], ["--workers=0"], ["--backend=NOPE"], ["--expectations=/nowhere"]])
-def test_a_usage_error_leaves_a_finished_folder_as_it_was(
-    hold: Callable[[str], Path], refused: Refused, wrong: list[str]
-) -> None:
+def test_a_usage_error_leaves_a_finished_folder_as_it_was(hold: Any, refused: Refused, wrong: Any) -> None:
     folder = hold(FINISHED)
     before = contents(folder)
     assert refused(*CERTIFY, folder, *wrong)
@@ -123,9 +120,7 @@ def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], refused:
 
 
 @pytest.mark.parametrize(("journal", "anew"), [(FINISHED, False), (UNFINISHED, True)], ids=["finished", "--fresh"])
-def test_what_an_earlier_run_wrote_is_kept_in_a_folder_beside(
-    hold: Callable[[str], Path], journal: str, anew: bool
-) -> None:
+def test_what_an_earlier_run_wrote_is_kept_in_a_folder_beside(hold: Any, journal: str, anew: bool) -> None:
     folder = hold(journal)
     before = contents(folder)
     run = RunFolder.claim(folder, anew=anew)

@@ -237,9 +237,7 @@ def test_what_is_declared_unsupported_does_not_fail() -> None:
         (iter(["no fp16"]), "a value of type list_iterator"),
     ],
 )
-def test_an_answer_that_is_no_list_of_reasons_fails(
-    monkeypatch: pytest.MonkeyPatch, answer: object, described: str
-) -> None:
+def test_an_answer_that_is_no_list_of_reasons_fails(monkeypatch: Any, answer: object, described: str) -> None:
     monkeypatch.setattr(EagerPrefillBackend, "validate_configuration", lambda *_: answer)
     said = f"asked what it supports, validate_configuration returned {described}, expected a list of reasons (strings)"
     record = failure_of("EAGER", PLAIN)

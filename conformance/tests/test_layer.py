@@ -162,9 +162,7 @@ class LastChunkTwice(EagerLayer):
 
 
 @pytest.mark.parametrize(("dtype", "chunks", "least"), [("bf16", 16, 4.0), ("fp16", 64, 4.0), ("bf16", 64, 1.0)])
-def test_a_layer_whose_last_chunk_is_the_one_before_it_is_wrong_however_many_there_are(
-    dtype: str, chunks: int, least: float
-) -> None:
+def test_a_last_chunk_that_is_the_one_before_it_is_wrong(dtype: str, chunks: int, least: float) -> None:
     """Merges weigh in a budget by the share of the result that they round."""
     batch = f"dims=32-16-32-64;heads=2;q=[9];kv=[{64 * chunks}];page=16;workspace=64"
     case = f"mixed_batch:call=layer;dtype={dtype};{batch}"

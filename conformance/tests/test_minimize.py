@@ -111,9 +111,7 @@ def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, ca
     assert "ended by SIGTERM" in capsys.readouterr().err
 
 
-def test_a_failure_of_a_report_runs_again(
-    wrong: str, write_report: Callable[..., Path], capsys: Capture, refused: Callable[..., str]
-) -> None:
+def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, capsys: Capture, refused: Any) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)

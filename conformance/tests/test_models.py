@@ -140,9 +140,8 @@ def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.Capture
     assert list(listed) == list(model_names()) and len(listed) >= 10
     assert all(f" {STORED[name].published}: " in line for name, line in listed.items())
     assert listed["deepseek-r1"].endswith(": 10 figures confirmed")
-    assert listed["longcat-flash"].endswith(
-        ": 5 figures confirmed, unconfirmed: q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim"
-    )
+    read = "q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim"
+    assert listed["longcat-flash"].endswith(f": 5 figures confirmed, unconfirmed: {read}")
 
 
 def test_the_docs_show_where_figures_were_read(tmp_path: Path) -> None:
@@ -189,16 +188,13 @@ PASS, FAIL, WAIVED = (Status.PASS, ""), (Status.FAIL, "the LSE is wrong"), (Stat
 ONLY_PREFILL = {PREFILL: PASS, DECODE: NO_ROLE, SPARSE: NO_ROLE}
 NO_DIMS = (Status.UNSUPPORTED, "latent dims (L, R) = (256, 32) not supported")
 NO_MEMORY, NOT_CALLED = (Status.UNAVAILABLE, "out of memory"), (Status.UNSUPPORTED, "indexer only")
+SOME = {PREFILL: PASS, DECODE: NO_DIMS, SPARSE: PASS}
 OF_OTHERS = {PREFILL: NO_PREFILL, DECODE: NO_DIMS, SPARSE: NO_PREFILL}
 NO_DECODE = "no decode: latent dims (L, R) = (256, 32) not supported"
 ABSENT = BackendSummary(BackendFacts("A", "A", ("needs compute capability 10.x",)))
 GROUPS: dict[str, tuple[BackendSummary, Group, str]] = {
     "prefills": (backend(ONLY_PREFILL), Group.RIGHT, "prefill 1/1"),
-    "of some cases": (
-        backend({PREFILL: PASS, DECODE: NO_DIMS, SPARSE: PASS}),
-        Group.RIGHT,
-        f"prefill 1/1 · sparse decode 1/1 · {NO_DECODE}",
-    ),
+    "of some cases": (backend(SOME), Group.RIGHT, f"prefill 1/1 · sparse decode 1/1 · {NO_DECODE}"),
     "emulated": (backend(ONLY_PREFILL, emulated=True), Group.EMULATED, "prefill 1/1"),
     "wrong": (backend(ONLY_PREFILL | {PREFILL: FAIL}), Group.WRONG, "prefill 0/1"),
     "expected to be wrong": (backend(ONLY_PREFILL | {PREFILL: WAIVED}), Group.WAIVED, "prefill 0/1"),
@@ -219,11 +215,8 @@ def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
 def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
     wrong = backend({PREFILL: NO_PREFILL, DECODE: FAIL}, "B")
     lines = list(outcome_lines(run(backend(ONLY_PREFILL, "A"), wrong), 118))
-    assert lines[:3] == [
-        "right for glm-5 at TP 8, fp8 cache:",
-        "  A  prefill 1/1",
-        "nothing right for: decode, sparse decode",
-    ]
+    first = "right for glm-5 at TP 8, fp8 cache:"
+    assert lines[:3] == [first, "  A  prefill 1/1", "nothing right for: decode, sparse decode"]
     assert lines[3].startswith("wrong: B, 1 case: ") and lines[-2] == "wrong, part by part:"
     # Without a right backend the first line says so.
     emulated = backend(ONLY_PREFILL, emulated=True)

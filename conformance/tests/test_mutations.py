@@ -247,9 +247,7 @@ def require_shown(text: str, machine: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_mutated_file_is_answered_or_refused(
-    name: str, unrun: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mutated_file_is_answered_or_refused(name: str, unrun: None, tmp_path: Path, capsys: Any) -> None:
     called, text, line, right = SUBJECTS[name]
     folder = tmp_path / "read"
     folder.mkdir()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,8 +63,7 @@ def certificate(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "kind", "again"),
     [
-        ("my_backend.py", "source", []),
-        ("my_backend.py", "source", ["--rerun", "3"]),
+        *(("my_backend.py", "source", again) for again in ([], ["--rerun", "3"])),
         ("libkernel.so", "shared library", []),
     ],
 )
@@ -121,9 +121,7 @@ def test_a_module_that_was_only_seen_to_be_loaded_is_pinned_by_its_place(
     assert main(["verify", str(certificate)]) == 0 and "not compared" in capsys.readouterr().out
 
 
-def test_what_a_wheel_holds_is_pinned_by_its_distribution_unless_it_was_altered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_wheel_holds_is_pinned_by_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module, added = wheel(tmp_path), tmp_path / "kernels" / "added.py"
     added.touch()
@@ -185,9 +183,7 @@ def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certi
         assert counted(sources, {name: [here], gone: ["earlier"]}) == against
 
 
-def test_a_file_that_was_altered_after_it_was_installed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_altered_after_it_was_installed_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = wheel(tmp_path)
     found = installed("kernels")
@@ -197,9 +193,7 @@ def test_a_file_that_was_altered_after_it_was_installed_is_named(
     assert found.build == "py3-none-any"
 
 
-def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(tmp_path: Path, monkeypatch: Any) -> None:
     """As an editable installation leaves it."""
     module = wheel(tmp_path / "site")
     reported = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
@@ -277,9 +271,7 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
     assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
 
 
-def test_a_certificate_of_what_is_here_holds_and_a_new_seal_does_not_make_it_another_backends(
-    certificate: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_certificate_of_what_is_here_holds_with_its_sources(certificate: Path, capsys: Any) -> None:
     """Without the digest of the code that is here a certificate is of other code."""
     assert main(["verify", str(certificate)]) == 0
     assert "MyBackend on cpu" in capsys.readouterr().out

@@ -102,12 +102,7 @@ def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dt
         (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (
-            RuntimeError(
-                'torch_call_dispatcher( "aten::new_empty", "", stack.data(), 1) API call failed at ops.h, line 961'
-            ),
-            True,
-        ),
+        (RuntimeError('torch_call_dispatcher( "aten::new_empty", "", stack.data(), 1) API call failed at ops.h'), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("CUDA error: out of memory"), False),
     ],

@@ -1,7 +1,6 @@
 """The views of a report: one page that needs nothing else, Markdown and annotations in which nothing is markup."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -98,9 +97,7 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
 
 
 @pytest.mark.parametrize("view", [html, markdown, annotations])
-def test_a_replay_line_is_as_one_would_type_it_here(
-    real_run: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[RunSummary], str]
-) -> None:
+def test_a_replay_line_is_as_one_would_type_it(real_run: Path, monkeypatch: Any, view: Any) -> None:
     run = load_report(real_run / "report.json")
     assert f"--backend {real_run.parent}/broken.py:Broken" in view(run)
     monkeypatch.chdir(real_run.parent)

@@ -46,9 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_journal_cut_inside_a_verdict_can_be_resumed_and_what_lacked_memory_is_judged_again(
-    undisturbed: Path, tmp_path: Path, settled: Settled
-) -> None:
+def test_a_journal_cut_inside_a_verdict_can_be_resumed(undisturbed: Path, tmp_path: Path, settled: Settled) -> None:
     lines = (undisturbed / "journal.jsonl").read_text().splitlines()
     *_, too_large, lacking, last = [number for number, line in enumerate(lines) if '"event": "verdict"' in line]
     for number, changes in ((too_large, {"too_large": True}), (lacking, {})):
@@ -278,9 +276,7 @@ def waiting(command: Path, home: Path, tokens: int, arguments: list[str]) -> Ite
         os.close(descriptor)
 
 
-def test_a_deadline_ends_a_run_with_report_and_resume_line(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deadline_ends_a_run_with_its_report(home: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     clock, append = time.monotonic, Journal.append
 
     def append_and_wait(journal: Journal, event: JournalEvent) -> None:

@@ -102,9 +102,7 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, comma
         ("    space=SPACE,\n", "", "role window_decode: expected a space of its own"),
     ],
 )
-def test_a_file_that_is_no_role_is_refused_in_a_sentence(
-    role: Path, refused: Callable[..., str], old: str, new: str, said: str
-) -> None:
+def test_a_file_that_is_no_role_is_refused(role: Path, refused: Any, old: str, new: str, said: str) -> None:
     text = role.read_text()
     assert old in text
     role.write_text(text.replace(old, new, 1) if old else "")

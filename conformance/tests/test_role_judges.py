@@ -205,9 +205,7 @@ def test_what_a_decode_does_not_declare_is_unsupported(kernel: type, case: str, 
 
 
 @pytest.mark.parametrize(("name", "said"), [("FLEX_ATTENTION", "prefill only"), (EagerDecodeBackend, "decode only")])
-def test_a_backend_without_the_role_is_unsupported_even_where_refusals_are_asked_for(
-    name: str | type, said: str
-) -> None:
+def test_a_backend_without_the_role_is_unsupported(name: str | type, said: str) -> None:
     capability = CAPABILITIES["refusals"]
     case = next(case for case in capability.cases if (case.call == Call.DECODE) == (said == "prefill only"))
     record = judged(name, case)

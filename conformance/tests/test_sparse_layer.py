@@ -32,15 +32,15 @@ def batch(text: str) -> SparseLayerBatch:
     return made
 
 
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        (MIXED, "compute_friendly"),
-        (TILES, "data_movement_friendly"),
-        (SHARED, "chunked_prefill"),
-        (HALVES, "data_movement_friendly"),
-    ],
-)
+PROVEN = {MIXED: "compute_friendly", TILES: "data_movement_friendly", SHARED: "chunked_prefill"}
+PROVEN |= {HALVES: "data_movement_friendly"}
+    MIXED: "compute_friendly",
+    SHARED: "chunked_prefill",
+    **dict.fromkeys((TILES, HALVES), "data_movement_friendly"),
+}
+
+
+@pytest.mark.parametrize(("text", "path"), PROVEN.items())
 def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: Any) -> None:
     made, expected = batch(text), golden_of(build_problem(Case.parse(text), CPU))
     assert isinstance(expected, GoldenAttention)

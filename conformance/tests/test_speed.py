@@ -68,11 +68,8 @@ def test_two_kernels_agree_on_a_call_that_is_made_by_repeating(id: str, moved: i
 
 
 def test_forms_are_the_models_or_those_of_deepseek_v3() -> None:
-    passed = [
-        "sparse_decode:heads=64;q=[1];kv=[9];topk=512",
-        "sparse_decode:heads=16;q=[1];kv=[9];topk=512",
-        "layer:call=layer;q=[1];kv=[9]",
-    ]
+    passed = [f"sparse_decode:heads={heads};q=[1];kv=[9];topk=512" for heads in (64, 16)]
+    passed += ["layer:call=layer;q=[1];kv=[9]"]
     of_model = [Case.parse(form) for form in forms_of(passed, 16, "cuda")]
     assert [(case.heads, case.topk) for case in of_model] == [(16, 512), (64, 512)]  # type: ignore[attr-defined]
     first = Case.parse(forms_of([DECODE], 0, "cuda")[0])
@@ -108,9 +105,8 @@ def test_a_slower_copy_of_a_kernel_stands_behind_it() -> None:
 @pytest.mark.usefixtures("shapes")
 def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = time_kernel(Subject.of(f"{__name__}:Failing", CPU), [DECODE])
-    assert not table_of([("MINE", speed)]) and remarks_of([("MINE", speed)]) == [
-        "no time for MINE: ValueError: not at this length"
-    ]
+    assert not table_of([("MINE", speed)])
+    assert remarks_of([("MINE", speed)]) == ["no time for MINE: ValueError: not at this length"]
     monkeypatch.setattr(measure, "SLOWEST", 0.0)
     assert "up to 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     monkeypatch.setattr(measure, "SHAPES", {"cpu": (Shape(Call.DECODE, 2, 1, 99), Shape(Call.DECODE, 2, 1, 199))})

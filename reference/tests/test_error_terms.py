@@ -1,6 +1,5 @@
 """What roundings do: of keys, projections and alike weights; terms against written sums and real roundings."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -135,9 +134,7 @@ def of_rounded_latents(layer: Layer) -> Tensor:
     ("route", "roundoffs"),
     [(multiplied_out, {"projections": UNIT}), (absorbed, {"projections": UNIT}), (of_rounded_latents, {"keys": UNIT})],
 )
-def test_a_faithful_route_stays_within_the_budget_and_has_its_size(
-    route: Callable[[Layer], Tensor], roundoffs: dict[str, float]
-) -> None:
+def test_a_faithful_route_has_the_size_of_its_budget(route: Any, roundoffs: Any) -> None:
     layer = Layer()
     golden, allowed = layer.golden(), Roundoffs(**NOTHING_ELSE, **roundoffs)
     error = (route(layer) - golden.output).abs()

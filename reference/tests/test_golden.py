@@ -62,9 +62,8 @@ def test_e4m3() -> None:
 
 def test_chunk_plan() -> None:
     payload = load("chunk_plan")["payload"]
-    plan = plan_context_chunks(
-        payload["context_lens"], workspace_tokens=payload["workspace_tokens"], page_size=payload["page_size"]
-    )
+    sizes = {name: payload[name] for name in ("workspace_tokens", "page_size")}
+    plan = plan_context_chunks(payload["context_lens"], **sizes)
     assert [list(chunk.starts) for chunk in plan] == payload["starts"]
     assert [list(chunk.seq_lens) for chunk in plan] == payload["seq_lens"]
 

@@ -52,9 +52,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
     return attention(q, k, v, query_start_loc=starts[0], key_start_loc=starts[1], scale=0.4, causal=False, **options)
 
 
-def test_each_row_is_dense_attention_to_the_keys_of_its_list(
-    qkv: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: Any, monkeypatch: Any) -> None:
     """With its error terms, and in whatever workspace."""
     q, k, v = qkv
     chosen, terms = lists(9), {"with_terms": True, "with_key_terms": True}
