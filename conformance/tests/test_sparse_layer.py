@@ -34,10 +34,6 @@ def batch(text: str) -> SparseLayerBatch:
 
 PROVEN = {MIXED: "compute_friendly", TILES: "data_movement_friendly", SHARED: "chunked_prefill"}
 PROVEN |= {HALVES: "data_movement_friendly"}
-    MIXED: "compute_friendly",
-    SHARED: "chunked_prefill",
-    **dict.fromkeys((TILES, HALVES), "data_movement_friendly"),
-}
 
 
 @pytest.mark.parametrize(("text", "path"), PROVEN.items())
