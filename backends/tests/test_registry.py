@@ -96,13 +96,9 @@ def test_the_registry_lists_exactly_the_variants_that_the_adapters_define() -> N
     ("name", "needed", "devices"),
     [
         ("VLLM_TOPK[decode]", "7.5 or newer", "7.5 8.0 8.9 9.0 10.3 12.0"),
-        ("TRITON_MLA", "8.0 or newer", "8.0 8.9 9.0 10.3 12.0"),
-        ("TRITON_ATTN", "8.9 or newer", "8.9 9.0 10.3 12.0"),
         ("VLLM_TOPK[cooperative]", "9.0 or newer, but not 12.x", "9.0 10.3"),
         ("FLASHMLA", "9.0", "9.0"),
         ("FLASHINFER[cutlass]", "10.x", "10.3"),
-        ("TRTLLM_RAGGED", "10.x", "10.3"),
-        ("TOKENSPEED_MLA", "10.x", "10.3"),
     ],
 )
 def test_a_kernel_runs_on_the_devices_that_it_says(name: str, needed: str, devices: str) -> None:

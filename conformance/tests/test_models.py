@@ -94,6 +94,7 @@ BAD: dict[str, tuple[Config, str]] = {
     "a list": ({"model_type": ["glm_moe_dsa"]}, "model_type ['glm_moe_dsa'] is not known"),
     "no latent": ({"kv_lora_rank": ...}, "kv_lora_rank: expected a number, got none"),
     "a negative number": ({"num_attention_heads": -64}, "num_attention_heads: expected `int` >= 1"),
+    "a size of 0": ({"v_head_dim": 0}, "v_head_dim: expected `int` >= 1"),
     "an odd rotation": ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: expected `int` that's a multiple of 2"),
     "a factor of text": ({"rope_parameters": {"factor": "x"}}, "rope parameters: factor: expected `float`, got `str`"),
     "a list of one": ({"index_topk": 1}, "no case can be made of these numbers: expected one non-negative length"),

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from mla_conformance.backends import block_size, kernel
-from mla_conformance.backends.layer import context_parallel
 from mla_conformance.backends.layer.attention_impl import (
-    AttentionImpl,
     AttentionType,
     CommonAttentionMetadata,
 )
@@ -54,25 +52,6 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
     insists = answering(is_mla=True, is_sparse=True)
     assert reasons(insists) == ["non-MLA not supported", "non-sparse not supported"]
     assert reasons(insists, use_mla=True, use_sparse=True) == reasons(answering()) == []
-
-
-class Impl(AttentionImpl[Any]):
-    can_return_lse_for_decode = True
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self.ranks_at_construction = (self.dcp_world_size, self.total_cp_rank)
-
-    def forward(self, layer: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return query
-
-
-def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
-    alone = Impl(4)
-    assert alone.ranks_at_construction == (1, 0) and not alone.need_to_return_lse_for_decode
-    with context_parallel.dcp_group(context_parallel.Lockstep(4).groups[3]):
-        impl = Impl(4)
-    assert impl.ranks_at_construction == (4, 3) and impl.need_to_return_lse_for_decode
-    assert Impl(4).ranks_at_construction == (1, 0)
 
 
 def test_a_batch_without_its_padding() -> None:
