@@ -135,7 +135,7 @@ def test_a_case_selects_whole_pools(fields: str) -> None:
 
 DRAWN: list[tuple[str | type, str]] = [
     *product(("EAGER", "TORCH_SDPA"), ("combinations", "decode_combinations")),
-    *((kernel, "decode_combinations") for kernel in (honest_attention.KeysOfTheModel, honest_attention.StoredSplits)),
+    *((vars(honest_attention)[name], "decode_combinations") for name in ("KeysOfTheModel", "StoredSplits")),
     (EagerLayer, "layer_combinations"),
 ]
 MAY_REFUSE = (("TORCH_SDPA", "combinations"), (EagerLayer, "layer_combinations"))

@@ -153,7 +153,7 @@ def test_a_run_times_what_is_right_and_keeps_it(here: Path, ours: Any) -> None:
     assert "on a CPU, at small shapes" in lines[head + 2]
     assert not any(wrong.kernel.__name__ in line for line in lines[head : head + 5])
     run = load_report(here / "run")
-    speeds = {each.name: each.speed for each in run.backends}
+    speeds: dict[str, Any] = {each.name: each.speed for each in run.backends}
     assert not speeds[wrong.kernel.__name__] and {each.kind for each in speeds["EAGER"].times} >= {"prefill"}
     assert "<h3>EAGER</h3>" in html(run)
 
