@@ -1,6 +1,7 @@
 """The judge: every way of being wrong is caught by its check and said in a sentence; honest kernels pass."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -145,40 +146,41 @@ def test_what_is_wrong_is_caught_and_said(kernel: type | str, case_id: str, chec
     assert record.check == check and said in f"{record.message} · {record.finding}", record
 
 
+AT = r"at request \d+, query \d+"
 SAID_OF_DEFECTS: dict[str, tuple[Check, str]] = {
-    "paged-causal-fully-masked-finite-lse": (Check.MASK, "expected -inf, no key is visible"),
-    "empty-chunk-finite-lse-garbage-out": (Check.MASK, "where no key is visible, expected 0, at request 1, query 0"),
+    "paged-causal-fully-masked-finite-lse": (Check.MASK, f"LSE is .* {AT}, head 0, expected -inf, no key is visible"),
+    "empty-chunk-finite-lse-garbage-out": (Check.MASK, f"output is .* where no key is visible, expected 0, {AT}"),
     "lse-base2-merged-as-natural-prefix-chunk": (Check.LSE, "in base 2, expected the natural logarithm"),
-    "lse-layout-tokens-heads-vs-heads-tokens": (Check.LSE, "the LSE is transposed, expected [heads, tokens]"),
-    "bmm-fp8-quant-inverted-scale": (Check.OUTPUT, "codes outside the allowed interval"),
-    "quant-output-unsaturated-with-lse": (Check.MASK, "output is nan"),
+    "lse-layout-tokens-heads-vs-heads-tokens": (Check.LSE, r"the LSE is transposed, expected \[heads, tokens\]"),
+    "bmm-fp8-quant-inverted-scale": (Check.OUTPUT, r"\d+ codes outside the allowed interval"),
+    "quant-output-unsaturated-with-lse": (Check.MASK, f"output is nan {AT}"),
     "silent-noop-feature-on-fallback-backend": (Check.OUT_TENSOR, "does not share the storage of out="),
-    "fp4-swizzled-scale-buffer-underallocated": (Check.OUT_OF_BOUNDS_WRITE, " bytes around out= were overwritten"),
+    "fp4-swizzled-scale-buffer-underallocated": (Check.OUT_OF_BOUNDS_WRITE, r"\d+ bytes around out= were overwritten"),
     "ubatch-workspace-slot-misrouted": (Check.STALE_RESULT, "a later call overwrote the result of an earlier one"),
-    "refusal-after-the-output-was-cleared": (Check.UNSAFE_REFUSAL, "bytes of or around out= before it raised"),
+    "refusal-after-the-output-was-cleared": (Check.UNSAFE_REFUSAL, r"wrote \d+ bytes of or around out= before it rai"),
     "refusal-leaves-the-default-dtype": (Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
-    "prefill-accumulator-cleared-by-multiplication": (Check.MASK, "beside request 0, whose queries hold NaN: new tok"),
-    "decode-single-request-path-stays": (Check.MASK, "behind “batch 3 of other lengths, of 1 requests”; on a new ins"),
-    "indexer-relu-dropped": (Check.SCORE, "score is -"),
-    "indexer-token-twice": (Check.SELECTION, "token 63 is selected twice, at request 0, query 0"),
-    "indexer-tail-not-selected": (Check.SELECTION, "0 tokens are selected, expected 6 of 6, at request 1, query 0"),
-    "indexer-positions-for-slots": (Check.SELECTION, "63 is no token of the request, at request 0, query 0"),
-    "indexer-bound-off-by-one": (Check.SELECTION, "token 58 is selected, expected those below 58"),
+    "prefill-accumulator-cleared-by-multiplication": (Check.MASK, r"^beside request \d, whose queries hold NaN: "),
+    "decode-single-request-path-stays": (Check.MASK, "of this instance, behind “.*”; on a new instance it is right"),
+    "indexer-relu-dropped": (Check.SCORE, f"score is .* of token .* {AT}, expected"),
+    "indexer-token-twice": (Check.SELECTION, rf"token \d+ is selected twice, {AT}"),
+    "indexer-tail-not-selected": (Check.SELECTION, rf"\d+ tokens are selected, expected \d+ of \d+, {AT}"),
+    "indexer-positions-for-slots": (Check.SELECTION, rf"\d+ is no token of the request, {AT}"),
+    "indexer-bound-off-by-one": (Check.SELECTION, r"token (\d+) is selected, expected those below \1"),
     "topk-padding-in-front": (Check.SELECTION, "-1 stands before a column"),
     "topk-bits-of-negatives-unflipped": (Check.SELECTION, "not in descending order, which is declared"),
-    "topk-coarse-bins-alone": (Check.SCORE, "token 9 with score 1.1251 is left out for token 168 with 1.125"),
-    "pools-as-many-as-tokens": (Check.SELECTION, " tokens are selected, expected "),
+    "topk-coarse-bins-alone": (Check.SCORE, r"token \d+ with score .* is left out for token \d+ with "),
+    "pools-as-many-as-tokens": (Check.SELECTION, r"top-k of pools: \d+ tokens are selected, expected \d+ of "),
     "prepare-codes-truncated": (Check.PREPARED, "code of keys means "),
     "prepare-norm-bias-dropped": (Check.PREPARED, "scale of keys is "),
     "prepare-weights-without-scale": (Check.PREPARED, "scale of queries, as the weights have it, is "),
-    "cache-writer-takes-latents-for-packed": (Check.CACHE, "the entry of slot 64 of the cache is not the new token's"),
-    "cache-writer-converts-through-fp16": (Check.CACHE, "the latent in slot 57 of the cache is not the code nearest"),
-    "layer-single-pages-of-codes-written-unscaled": (Check.CACHE, "the rope key in slot 17 of the cache is not the co"),
-    "sparse-layer-shared-buffer-cleared": (Check.WRITTEN, "row 0 was written, expected it as it was"),
-    "sparse-layer-own-token-always-selected": (Check.WRITTEN, "row 0 (query 0 of request 0) names 7 of 8 tokens: it l"),
-    "sparse-layer-padding-written-to-the-last-slot": (Check.WRITTEN, "kv_cache: slot 511 of the cache was written"),
-    "sparse-layer-index-keys-in-latent-slots": (Check.WRITTEN, "index_kv_cache: slot 286 of the cache was written"),
-    "sparse-layer-first-rank-writes-latents": (Check.WRITTEN, "on rank 1, kv_cache: the entry of slot 286 of the cac"),
+    "cache-writer-takes-latents-for-packed": (Check.CACHE, r"the entry of slot \d+ of the cache is not the new token"),
+    "cache-writer-converts-through-fp16": (Check.CACHE, r"the latent in slot \d+ of the cache is not the code neare"),
+    "layer-single-pages-of-codes-written-unscaled": (Check.CACHE, r"the rope key in slot \d+ of the cache is not the"),
+    "sparse-layer-shared-buffer-cleared": (Check.WRITTEN, r"row \d+ was written, expected it as it was"),
+    "sparse-layer-own-token-always-selected": (Check.WRITTEN, r"row \d+ \(query 0 of request 0\) names \d of 8 tokens"),
+    "sparse-layer-padding-written-to-the-last-slot": (Check.WRITTEN, r": kv_cache: slot \d+ of the cache was written"),
+    "sparse-layer-index-keys-in-latent-slots": (Check.WRITTEN, r"index_kv_cache: slot \d+ of the cache was written"),
+    "sparse-layer-first-rank-writes-latents": (Check.WRITTEN, "on rank 1, kv_cache: the entry of slot "),
 }
 
 
@@ -187,7 +189,7 @@ def test_a_known_defect_is_told_in_a_sentence(id: str) -> None:
     check, said = SAID_OF_DEFECTS[id]
     record = drawn.judged(known_defects()[id].kernel, stored().killing_cases[id])
     assert (record.status, record.check) == (Status.FAIL, check)
-    assert said in f"{record.message} · {record.finding}", record
+    assert re.search(said, f"{record.message} · {record.finding}"), record
 
 
 def test_a_failure_says_where_and_by_value_how_much_of_the_budget_it_used() -> None:
