@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends import cache_dtypes, eager_cache, roles, sglang_triton
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
+from mla_conformance.reference.cache_layout import decode_rows, entry_width
 
 BF16, INT = torch.bfloat16, torch.int32
 
@@ -89,13 +89,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(call: str, name: 
     assert torch.equal(given[written], before)
 
 
-def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"):
-        backend("fp5")
-    with pytest.raises(ValueError, match="tile_scales: expected one of float32, pow2, got 'bf16'"):
-        eager_cache.EagerCacheBackend(8, 4, "auto", "bf16", None)
-
-
 class WritesAlone(MLACacheBackend):
     """One call of six."""
 
@@ -119,17 +112,9 @@ def test_a_class_may_have_one_call_and_refuses_the_others() -> None:
         WritesAlone(8, 0, "auto", "float32", None).run_write_index(*[torch.zeros(1)] * 3)
 
 
-@pytest.mark.parametrize("slots", [[7, -1, 2], [-1, -1, 5], [-1, -1, -1], []])
-def test_eager_writes_entries_without_a_question_to_the_device(slots: list[int]) -> None:
-    cache, entries = torch.arange(64.0).view(2, 4, 8), torch.randn(len(slots) + 1, 8)
-    expected = cache.clone().view(8, 8)
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            expected[slot] = entries[row]
-    given = cache, entries.view(torch.uint8), torch.tensor(slots, dtype=torch.int64)
-    backend(rope=0)._store(*given)
-    assert torch.equal(cache.view(8, 8), expected)
-    # Tensors without numbers refuse what a graph's capture refuses, where the device would have to answer.
+def test_eager_writes_entries_without_a_question_to_the_device() -> None:
+    """Tensors without numbers refuse what a graph's capture refuses, where the device would have to answer."""
+    given = torch.zeros(2, 4, 8), torch.zeros(4, 32, dtype=torch.uint8), torch.tensor([7, -1, 2])
     backend(rope=0)._store(*(x.to("meta") for x in given))
 
 
@@ -202,13 +187,6 @@ def library(recorded: Any, installed: Any, monkeypatch: Any) -> None:
     stand_in("attention/dsa/dequant_k_cache", "dequantize_k_cache_paged_dsa", values)
 
 
-def _cache(layout: str, beyond: int = 0) -> torch.Tensor:
-    """Blocks of one of two layers, with so many elements beyond these."""
-    width = entry_width(layout, LATENT, ROPE)
-    both = torch.randint(0, 100, (6, 2 * PAGE * width + beyond), generator=torch.Generator().manual_seed(1))
-    return both.to(cache_dtype(layout, torch.bfloat16))[:, PAGE * width : 2 * PAGE * width].unflatten(1, (PAGE, width))
-
-
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla"])
 def test_latents_are_written_and_gathered(layout: str, passes: Any) -> None:
@@ -226,7 +204,8 @@ def test_what_is_not_declared_is_refused_before_it_is_written() -> None:
     with pytest.raises(UnsupportedConfiguration, match="dtype"):
         backend.run_write_latent(*latents, cache, torch.tensor([0]), ONE)
     assert not cache.any()
-    with pytest.raises(UnsupportedConfiguration, match="21056 elements apart, no whole number of entries of 656, not"):
+    with pytest.raises(UnsupportedConfiguration, match="10560 elements apart, no whole number of entries of 656, not"):
         backend = sglang_triton.SGLangTritonCacheBackend(LATENT, ROPE, "fp8_ds_mla", "float32", None)
         latents = torch.ones(1, LATENT).bfloat16(), torch.ones(1, ROPE).bfloat16()
-        backend.run_write_latent(*latents, _cache("fp8_ds_mla", beyond=64), torch.tensor([0]), ONE)
+        between = torch.zeros(2, PAGE * 656 + 64, dtype=torch.uint8)[:, : PAGE * 656].unflatten(1, (PAGE, 656))
+        backend.run_write_latent(*latents, between, torch.tensor([0]), ONE)

@@ -148,35 +148,24 @@ def cutlass(a: Any, kernel: Any) -> Any:
 
 _AITER, _AITER_PACKAGE = "aiter.ops.triton.attention.mla", "amd-aiter 0.1.21.dev46+ge4048607a"
 _FLASH_MLA = "flash_mla", "flash_mla/flash_mla_interface.py:flash_mla_with_kvcache", flash_mla, [64], UNIFORM
-_VLLM_FA = "vllm.vllm_flash_attn.flash_attn_interface"
+_VLLM, _VLLM_FA = "vllm.v1.attention.ops.triton_decode_attention", "vllm.vllm_flash_attn.flash_attn_interface"
+_PAGED, _SGLANG = "lmdeploy.pytorch.kernels.cuda.pagedattention", "sglang.kernels.ops.attention.decode_attention"
+_DECODE, _KV_CACHE, _FA = "decode_attention_fwd", "flash_attn_with_kvcache", (flash_attn_mla, [16, 64], MANY)
+_TOKENSPEED, _OF_128 = "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode", ["q=[1,1];kv=[128,259];pad=1"]
 STAND_INS: dict[str, tuple[str, str, Kernel, list[int], Any]] = {
-    "TRITON_MLA[lse-float32] vllm 0.33.0": (
-        "vllm.v1.attention.ops.triton_decode_attention", "decode_attention_fwd", triton_mla, [16, 32], UNIFORM,
-    ),
+    "TRITON_MLA[lse-float32] vllm 0.33.0": (_VLLM, _DECODE, triton_mla, [16, 32], UNIFORM),
     "FLASHMLA sgl-flash-mla 1.0.0": _FLASH_MLA,
     "FLASHMLA flash-mla 1.0.0+9241ae3": _FLASH_MLA,
     f"AITER_TRITON_MLA {_AITER_PACKAGE}": (_AITER, "mla_decode_fwd", aiter, [64], (*UNIFORM, *SINGLE)),
     f"AITER_TRITON_MLA[prefill] {_AITER_PACKAGE}": (_AITER, "mla_prefill_fwd", aiter, [64], MANY),
-    "LMDEPLOY_TRITON lmdeploy 0.18.0": (
-        "lmdeploy.pytorch.kernels.cuda.pagedattention", "flash_attn_with_kvcache", lmdeploy, [64], SINGLE,
-    ),
-    "SGLANG_TRITON sglang 0.5.23": (
-        "sglang.kernels.ops.attention.decode_attention", "decode_attention_fwd", sglang, [32], SINGLE,
-    ),
-    "FLASH_ATTN_MLA[upstream] flash-attn-3 3.0.0+0251105a": (
-        "flash_attn_interface", "flash_attn_with_kvcache", flash_attn_mla, [16, 64], MANY,
-    ),
-    "FLASH_ATTN_MLA[sglang] sglang-kernel 0.4.10": (
-        "sgl_kernel.flash_attn", "flash_attn_with_kvcache", flash_attn_mla, [16, 64], MANY,
-    ),
-    "FLASH_ATTN_MLA[vllm] vllm 0.33.0": (_VLLM_FA, "flash_attn_varlen_func", flash_attn_mla, [16, 64], MANY),
-    "TOKENSPEED_MLA tokenspeed-mla 2.0.4": (
-        "tokenspeed_mla", "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode", tokenspeed, [32], UNIFORM,
-    ),
-    "CUTLASS_MLA vllm 0.33.0": (
-        "vllm._custom_ops", "sm100_cutlass_mla_decode", cutlass, [128], ["q=[1,1];kv=[128,259];pad=1"],
-    ),
-}  # fmt: skip
+    "LMDEPLOY_TRITON lmdeploy 0.18.0": (_PAGED, _KV_CACHE, lmdeploy, [64], SINGLE),
+    "SGLANG_TRITON sglang 0.5.23": (_SGLANG, _DECODE, sglang, [32], SINGLE),
+    "FLASH_ATTN_MLA[upstream] flash-attn-3 3.0.0+0251105a": ("flash_attn_interface", _KV_CACHE, *_FA),
+    "FLASH_ATTN_MLA[sglang] sglang-kernel 0.4.10": ("sgl_kernel.flash_attn", _KV_CACHE, *_FA),
+    "FLASH_ATTN_MLA[vllm] vllm 0.33.0": (_VLLM_FA, "flash_attn_varlen_func", *_FA),
+    "TOKENSPEED_MLA tokenspeed-mla 2.0.4": ("tokenspeed_mla", _TOKENSPEED, tokenspeed, [32], UNIFORM),
+    "CUTLASS_MLA vllm 0.33.0": ("vllm._custom_ops", "sm100_cutlass_mla_decode", cutlass, [128], _OF_128),
+}
 """By adapter and recorded package: module, function with its file where that is not the module, what stands for it,
 sizes of pages, and batches."""
 OTHERS: dict[str, dict[str, Any]] = {
@@ -184,7 +173,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "get_mla_metadata": ("flash_mla/flash_mla_interface.py:", lambda a, kernel: ("schedule", None)),
         "has_legacy": lambda: True,
     },
-    "lmdeploy.pytorch.kernels.cuda.pagedattention": {"QuantPolicy": QuantPolicy},
+    _PAGED: {"QuantPolicy": QuantPolicy},
     "tokenspeed_mla": {"get_num_sm": lambda device: 148},
     "vllm._custom_ops": {"sm100_cutlass_mla_get_workspace_size": ("vllm/_custom_ops.py:", workspace_size)},
 }

@@ -121,9 +121,7 @@ def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, passes
     assert wrapper.buffers["kv_len_arr"].tolist() == [3, 40]
 
 
-def test_an_e4m3_cache_needs_the_newer_version_hopper_and_bfloat16_and_its_scales_reach_the_kernel(
-    library: Any, monkeypatch: Any
-) -> None:
+def test_an_e4m3_cache_has_its_needs_and_hands_scales_over(library: Any, monkeypatch: Any) -> None:
     backend, hopper = PAGED["fa3"], DeviceCapability(9, 0)
     monkeypatch.setattr(backend, "libraries", ())
     config = decode.MLADecodeSelectorConfig(torch.bfloat16, "fp8", 64, 512, 64)
@@ -161,10 +159,8 @@ def test_outputs_in_codes_are_divided_by_the_scale(passes: Any, prepared: Any, k
     cases = (f"quant_output_fp8:call=new_tokens;{codes};quant=fp8;oscale=20000;{batch}" for batch in batches)
     subject = passes("CUDNN[fp8]", roles.Role.PREFILL, *cases)
     assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
-    for call, said in (
-        ("new_tokens;q=[3]", "pass out in e4m3 and output_scale"),
-        ("context_chunk;q=[3];kv=[4]", "context chunk is bfloat16"),
-    ):
+    refused = {"new_tokens;q=[3]": "pass out in e4m3 and output_sc", "context_chunk;q=[3];kv=[4]": "chunk is bfloat16"}
+    for call, said in refused.items():
         backend, asked = prepared(subject, f"fp8_operands:{codes};call={call}")
         with pytest.raises(UnsupportedConfiguration, match=said):
             asked.invoke(backend, None)

@@ -244,10 +244,8 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
     backend = as_backend(type("Only", (theirs.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
-    assert (
-        backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head))
-        == []
-    )
+    r1 = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
+    assert backend.validate_configuration(None, r1) == []
     (reason,) = backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
     assert not backend.supports_mla_dimensions(SMALL)

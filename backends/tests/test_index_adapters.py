@@ -1,4 +1,4 @@
-"""Indexers and preparations: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins."""
+"""Indexers and preparations: DeepGEMM's and LMDeploy's adapters against stand-ins."""
 
 from typing import Any
 
@@ -16,11 +16,7 @@ HEADS, DIM, PAGE = 32, 128, 64
 _IN_VLLM = "vllm/third_party/deep_gemm"
 PACKAGES: Any = {
     DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),
-    DeepGemmIndexerVllm: (
-        "vllm 0.33.0",
-        f"{_IN_VLLM}/_C.py:_register_deep_gemm_kernels.",
-        "vllm.third_party.deep_gemm",
-    ),
+    DeepGemmIndexerVllm: ("vllm 0.33.0", f"{_IN_VLLM}/_C.py:_register_deep_gemm_kernels.", _IN_VLLM.replace("/", ".")),
 }
 PREPARATION = prepare.IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
 
@@ -176,24 +172,8 @@ def test_lmdeploys_kernels_are_called_as_their_sources_say(passes: Any) -> None:
     passes("LMDEPLOY_TRITON", Role.PREPARE, f"{prepared}=halves", f"{prepared}=neighbours")
 
 
-def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any, passes: Any, prepared: Any) -> None:
-    scores = "indexer_logits:call=index_logits;heads=32;q=[1,3];kv=[69,127]"
-    eager = passes("EAGER", Role.INDEXER)
-    kernel, call = prepared(eager, scores)
-    for change, said in (
-        ({"q": torch.zeros(4, HEADS, DIM)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .* torch.float32"),
-        ({"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
-        ({"k": torch.zeros(5, PAGE, DIM).byte()}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
-        ({"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            call.given_otherwise(**change).invoke(kernel, None)
-    kernel, call = prepared(eager, f"{scores};gathered=1")
-    with pytest.raises(ValueError, match="k_scale: expected the scales of gathered codes, got None"):
-        call.given_otherwise(k_scale=None).invoke(kernel, None)
-    kernel, call = prepared(eager, f"{scores.replace('logits', 'topk')};topk=8")
-    with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
-        call.given_otherwise(topk_tokens=0).invoke(kernel, None)
-    kernel, call = prepared(passes("DEEPGEMM_INDEXER", Role.INDEXER), f"{scores.replace('logits', 'topk')};topk=8")
+def test_what_is_not_declared_is_refused(library: Any, passes: Any, prepared: Any) -> None:
+    scores = "indexer_topk:call=index_topk;heads=32;q=[1,3];kv=[69,127];topk=8"
+    kernel, call = prepared(passes("DEEPGEMM_INDEXER", Role.INDEXER), scores)
     with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
         call.invoke(kernel, None)

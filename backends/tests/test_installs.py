@@ -19,16 +19,8 @@ from mla_conformance.backends.roles import Role
 _FLASH_MLA = r".*pip install 'mla-conformance\[flashmla\]'"
 
 
-def _sparse(q: Any, k_cache: Any, is_fp8_kvcache: bool = True) -> None: ...
-
-
-def _dense(q: Any, k_cache: Any, is_fp8_kvcache: bool = False) -> None: ...
-
-
-def _fork(q: Any, k_cache: Any, is_fp8_kvcache: Any = None, use_legacy: bool = False) -> None: ...
-
-
-def _schedule(cache_seqlens: Any, num_heads_k: int) -> None: ...
+_SPARSE, _DENSE = (lambda q, k, is_fp8_kvcache=True: None), (lambda q, k, is_fp8_kvcache=False: None)
+_FORK, _SCHEDULE = (lambda q, k, is_fp8_kvcache=None, use_legacy=False: None), (lambda cache_seqlens, num_heads_k: None)
 
 
 def _flash_mla(decode: Any, schedule: Any = lambda *args: None, legacy: bool = False) -> dict[str, dict[str, Any]]:
@@ -52,12 +44,12 @@ _UNSUPPORTED = {"fa_version_unsupported_reason": lambda version: f"no extension 
 _FA3_OF_VLLM: dict[str, dict[str, Any]] = {"vllm.vllm_flash_attn.flash_attn_interface": _UNSUPPORTED}
 _SWALLOWED = {"_IMPORT_ERROR": ModuleNotFoundError("No module named 'cutlass'")}
 BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
-    ("FLASHMLA", Role.DECODE, _flash_mla(_sparse), "^package flash-mla .*and later ones have no dense" + _FLASH_MLA),
-    ("FLASHMLA", Role.DECODE, _flash_mla(_fork), "sgl-flash-mla .*built without its legacy kernels" + _FLASH_MLA),
-    ("FLASHMLA", Role.DECODE, _flash_mla(_dense, _schedule), "get_mla_metadata takes lengths" + _FLASH_MLA),
-    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork), "sgl-flash-mla .* built without its legacy" + _FLASH_MLA),
-    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_dense), "drives sgl-flash-mla" + _FLASH_MLA),
-    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork, legacy=True), ""),
+    ("FLASHMLA", Role.DECODE, _flash_mla(_SPARSE), "^package flash-mla .*and later ones have no dense" + _FLASH_MLA),
+    ("FLASHMLA", Role.DECODE, _flash_mla(_FORK), "sgl-flash-mla .*built without its legacy kernels" + _FLASH_MLA),
+    ("FLASHMLA", Role.DECODE, _flash_mla(_DENSE, _SCHEDULE), "get_mla_metadata takes lengths" + _FLASH_MLA),
+    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_FORK), "sgl-flash-mla .* built without its legacy" + _FLASH_MLA),
+    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_DENSE), "drives sgl-flash-mla" + _FLASH_MLA),
+    ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_FORK, legacy=True), ""),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=False, HDIMDIFF64=True), r"head dims \(64, 512\); build"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=True, FP8=True), "built without paged KV;"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(BACKWARD=True), ""),
@@ -134,9 +126,7 @@ def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path
     assert part.missing() == [] != other.missing() and part.broken() == [] and part.load().answer == 42
 
 
-def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_never_tried(
-    package: Any, monkeypatch: Any
-) -> None:
+def test_a_broken_install_is_told_apart_with_its_error(package: Any, monkeypatch: Any) -> None:
     package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
     library = _library("broken_library")
     said = "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot "

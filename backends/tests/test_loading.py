@@ -207,9 +207,7 @@ def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(heeded: None, tmp_p
         ("broken_dependencies", "'gone'", "broken_dependencies returned 'gone', expected a list of reasons (strings)"),
     ],
 )
-def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(
-    tmp_path: Path, method: str, answer: str, said: str
-) -> None:
+def test_who_cannot_say_whether_it_can_run_is_unavailable(tmp_path: Path, method: str, answer: str, said: str) -> None:
     source = f"import sys\n{IMPORT}class Mine(EagerPrefillBackend):\n    {method} = lambda *_: {answer}\n"
     (reason,) = unavailable_reasons(parse_reference(f"{written(tmp_path, source)}:Mine"), None)
     assert reason.startswith(f"asked whether it can run here, {said}")

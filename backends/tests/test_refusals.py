@@ -9,6 +9,8 @@ import torch
 from mla_conformance.backends import eager_decode, eager_topk, interface, prepare, quant_key
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
@@ -42,6 +44,7 @@ def batch(*query_lens: int, contexts: tuple[int, ...] = ()) -> Any:
 PREFILL = "new_tokens:dims=16-8-12-32;heads=2;q=[5];lse=0"
 DECODE = "decode:heads=2;page=4;q=[2,1,3];kv=[7,0,2]"
 SPARSE = "sparse_decode:heads=2;page=4;spare=2;q=[2,1,3];kv=[7,0,2];topk=16"
+SCORES = "indexer_logits:call=index_logits;heads=32;q=[1,3];kv=[69,127]"
 TOPK, PREPARE = "select:q=[1,1];kv=[3,6];topk=4", "prepare_index:heads=2;dims=48-16-64-64;q=[3];kv=[0];scales=pow2"
 MODEL = prepare.IndexPreparation(64, 16, True, True, True, "pow2", True, 1e-6)
 
@@ -104,10 +107,17 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (TOPK, (), {"metadata": lambda _: {"max_seq_len": 7}}, "max_seq_len: expected at most the 6 columns, got 7"),
     (TOPK, (), {"topk_tokens": 0}, "topk_tokens: expected a positive number, got 0"),
     (TOPK, (), {"logits": torch.zeros(2, 6).double()}, r"dtype torch\.float64 not supported"),
+    (SCORES, (), {"q": torch.zeros(4, 32, 128)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got"),
+    (SCORES, (), {"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
+    (SCORES, (), {"k": torch.zeros(5, 64, 128).byte()}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
+    (SCORES, (), {"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
+    (f"{SCORES};gathered=1", (), {"k_scale": None}, "k_scale: expected the scales of gathered codes, got None"),
+    (SCORES.replace("logits", "topk"), (), {"topk_tokens": 0}, "topk_tokens: expected a positive number, got 0"),
     (PREPARE, (), {"k": torch.ones(3, 64)}, r"k: expected \[3, 64\] of torch.bfloat16, got \[3, 64\] of torch.float32"),
     (PREPARE, (), {"metadata": lambda _: {"cos_sin_cache": torch.ones(1, 8)}}, r"expected \[1, 16\] .*, got \[1, 8\]"),
 ]
-EAGER = {Role.SPARSE: EagerSparseBackend, Role.TOPK: eager_topk.EagerTopKBackend, Role.PREPARE: EagerPrepareBackend}
+EAGER: dict[Role, Any] = {Role.SPARSE: EagerSparseBackend, Role.TOPK: eager_topk.EagerTopKBackend}
+EAGER |= {Role.INDEXER: EagerIndexerBackend, Role.PREPARE: EagerPrepareBackend}
 
 
 @pytest.mark.parametrize(("text", "kernels", "changes", "said"), REFUSED)
@@ -117,13 +127,19 @@ def test_operands_that_do_not_fit_are_refused(text: str, kernels: Any, changes: 
             called(kernel, text, **changes)
 
 
-def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
-    said = "unknown cache layout 'fp7'; expected one of auto, fp8, fp8_ds_mla, fp8_v4"
-    for layouts in (("fp7", None), ("auto", None, "fp7")):
-        with pytest.raises(ValueError, match=said):
-            EagerSparseBackend(2, 0.05, 512, 128, 64, 128, *layouts)
-    with pytest.raises(ValueError, match=r"scale_format: expected one of .*, got 'ue4m3'"):
-        EagerPrepareBackend(2, 0.125, MODEL._replace(scale_format="ue4m3"), None)
+@pytest.mark.parametrize(
+    ("kernel", "given", "said"),
+    [
+        (EagerSparseBackend, (2, 0.05, 512, 128, 64, 128, "fp7", None), "unknown cache layout 'fp7'; expected"),
+        (EagerSparseBackend, (2, 0.05, 512, 128, 64, 128, "auto", None, "fp7"), "unknown cache layout 'fp7'; expected"),
+        (EagerPrepareBackend, (2, 0.125, MODEL._replace(scale_format="e4"), None), "expected one of .*, got 'e4'"),
+        (EagerCacheBackend, (8, 4, "fp5", "float32", None), "kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"),
+        (EagerCacheBackend, (8, 4, "auto", "bf16", None), "tile_scales: expected one of float32, pow2, got 'bf16'"),
+    ],
+)
+def test_layouts_and_scales_that_do_not_exist_are_refused(kernel: Any, given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        kernel(*given)
 
 
 ONE_TOKEN: dict[str, Any] = {"supported_query_len": 1, "supports_nonuniform_queries": False}
@@ -155,11 +171,8 @@ def test_reasons_come_in_the_order_of_vllm() -> None:
     picky["missing_dependencies"] = classmethod(lambda cls: ["pip install picky"])
     made: Any = type("Picky", (EagerPrefillBackend,), picky)
     *others, dimensions = made.validate_configuration(DeviceCapability(8, 0), config)
-    assert others == [
-        "compute capability 8.0 not supported",
-        "dtype torch.float16 not supported",
-        "required dependencies not available: pip install picky",
-    ]
+    reasons = "compute capability 8.0 not supported | dtype torch.float16 not supported | "
+    assert " | ".join(others) == f"{reasons}required dependencies not available: pip install picky"
     said = f"MLA dimensions {PRESETS['glm'].head} not supported (supported: {PRESETS['r1'].head})"
     assert dimensions.startswith(said)
     with pytest.raises(TypeError, match="abstract"):

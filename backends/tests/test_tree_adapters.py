@@ -13,11 +13,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.reference.selected import NO_KEY, selected_attention
 
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
-BATCHES = (
-    "q=[7,5,9];kv=[20,0,64];page=16",
-    "q=[5,8,1,11];kv=[64,5,130,0];page=1;tree=star+binary",
-    "q=[1,1];kv=[9,70];pad=2",
-)
+BATCHES = ["q=[7,5,9];kv=[20,0,64];page=16", "q=[5,8,1,11];kv=[64,5,130,0];page=1;tree=star+binary"]
+BATCHES += ["q=[1,1];kv=[9,70];pad=2"]
 DIMS = {"SGLANG_TRITON_TREE": ("r1", "64-32-64-256"), "FLASHINFER_TREE": ("small", "64-64-128-192", "32-16-32-64")}
 
 
@@ -61,9 +58,8 @@ def name(request: Any, recorded: Any, planned: Any, installed: Any) -> str:
 
     def run(wrapper: Any, a: Any) -> Any:
         plan, width = wrapper.planned, a["q"].shape[-1]
-        assert (plan["head_dim_qk"], plan["head_dim_vo"], plan["num_kv_heads"]) == (width, width, 1) and not plan[
-            "causal"
-        ]
+        assert (plan["head_dim_qk"], plan["head_dim_vo"], plan["num_kv_heads"]) == (width, width, 1)
+        assert not plan["causal"]
         assert width in (64, 128, 256) and plan["custom_mask"].dtype == torch.bool
         starts = (plan["qo_indptr"], plan["kv_indptr"])
         mask_starts = torch.tensor([0, *(starts[0].diff() * starts[1].diff()).cumsum(0)])

@@ -7,12 +7,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mla_conformance.cli import main
 from mla_conformance.engine import folder
 from mla_conformance.engine.folder import deciding_files
 from mla_conformance.files.places import harness_files, load_all_again, refuse_written_since
@@ -59,48 +58,38 @@ WIDE = "\n".join(
 )
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A folder that holds the harness, and goes before the installed one."""
-    for name, path in harness_files().items():
-        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, tmp_path / "site" / name)
-    return tmp_path / "site"
-
-
-def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_installation(
-    site: Path, tmp_path: Path
-) -> None:
+def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_installation(tmp_path: Path) -> None:
     """Started as a module, with a folder of the kernel's as the current one; the installation is as it was at last."""
+    for name, path in harness_files().items():  # which goes before the installed one
+        (site := tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, site)
     source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
     (tmp_path / "kernel.py").write_text(source)
     command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong"]
     command += ["--capability", "softmax_scale", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "wrong: Wrong" in done.stdout, done.stderr
     assert (tmp_path / "jinja2.py").exists() and (tmp_path / "kept").exists() and not list(tmp_path.glob("read-*"))
     assert json.loads((tmp_path / "out" / "report.json").read_text())["backends"]["Wrong"]["status"] == "fail"
 
 
-def test_an_installation_that_is_another_at_the_end_has_no_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "kernel.py").write_text(
-        WRONG
-        + """
+FORGES = """
     def attack(self, calls):
         pathlib.Path(__file__).with_name("decides.toml").write_text("forged")
 """
-    )
-    decides = tmp_path / "decides.toml"
+
+
+def test_an_installation_that_is_another_at_the_end_has_no_report(here: Path, monkeypatch: Any, ours: Any) -> None:
+    (here / "kernel.py").write_text(WRONG + FORGES)
+    decides = here / "decides.toml"
     decides.touch()
     monkeypatch.setattr(folder, "harness_files", lambda: {"decides.toml": decides})
-    asked = [f"--backend={tmp_path / 'kernel.py'}:Wrong", "--capability=new_tokens", "--tier=smoke", "--device=cpu"]
+    asked = "--backend=kernel.py:Wrong --capability=new_tokens --tier=smoke --device=cpu -n1 --out=out"
     with unexplained():
-        assert main(["certify", *asked, "-n1", f"--out={tmp_path / 'out'}"]) == 3
-    assert f"1 file of this installation changed while the run judged, such as {decides}" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "report.json").exists()
+        status, _, said = ours("certify", *asked.split())
+    assert status == 3 and f"1 file of this installation changed while the run judged, such as {decides}" in said
+    assert not (here / "out" / "report.json").exists()
 
 
 def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
@@ -128,10 +117,6 @@ print(sorted(set(sys.modules) - before))
     assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "fail", "[]"], done.stdout + done.stderr
 
 
-def changed_since(before: Mapping[Path, str | int]) -> list[Path]:
-    return sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
-
-
 def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of-a-wheel.dist-info").mkdir()
     (tmp_path / "package.py").touch()
@@ -140,12 +125,11 @@ def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monk
     for name in ("left.pth", "sitecustomize.py", "data.txt"):
         (tmp_path / name).touch()
     (tmp_path / "package.py").write_text("forged")
-    assert changed_since(before) == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
+    changed = sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
+    assert changed == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
 
 
-def test_what_is_written_while_a_run_judges_is_not_loaded_by_what_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_while_a_run_judges_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "there_before.py").touch()
     refuse_written_since(time.time())

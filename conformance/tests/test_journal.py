@@ -3,16 +3,17 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
+Refused = Callable[..., str]
 AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \udc80\n"
 
 
@@ -32,10 +33,8 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_p
 
 
 NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
-NO_EVENTS += [
-    b'{"event": "gave_up", "backend": "EAGER"}',
-    b'{"event": "learned", "backend": "E", "found": {"traced": 7}}',
-]
+NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}']
+NO_EVENTS += [b'{"event": "learned", "backend": "E", "found": {"traced": 7}}']
 HEAT = b'{"heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
 NO_EVENTS += [b'{"event": "learned", "backend": "E", "case": "c", "found": ' + HEAT + b"}"]
 NO_EVENTS += [b'{"event": "resume", "after": ""}']
@@ -74,7 +73,7 @@ def test_files_named_as_seals_that_come_and_go_end_no_run(tmp_path: Path, monkey
     assert journal.is_finished()
 
 
-CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu"]
+CERTIFY = ("certify", "--backend=EAGER", "--device=cpu", "--out")
 UNFINISHED = '{"event": "plan"}\n{"event": "verdict"}\n'
 FINISHED = UNFINISHED + '{"event": "end"}\n'
 
@@ -98,39 +97,30 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, refused: Refused) -> None:
     first = RunFolder.claim(tmp_path)
-    assert main([*CERTIFY, "--out", str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and f"--out {tmp_path}: another run is writing into it" in printed.err
+    assert f"--out {tmp_path}: another run is writing into it" in refused(*CERTIFY, tmp_path)
     os.close(first.lock)
     os.close(RunFolder.claim(tmp_path).lock)
 
 
 @pytest.mark.parametrize("wrong", [["--nonsense"], ["--workers=0"], ["--backend=NOPE"], ["--expectations=/nowhere"]])
-def test_a_usage_error_leaves_a_finished_folder_as_it_was(hold: Callable[[str], Path], wrong: list[str]) -> None:
+def test_a_usage_error_leaves_a_finished_folder_as_it_was(hold: Any, refused: Refused, wrong: Any) -> None:
     folder = hold(FINISHED)
     before = contents(folder)
-    try:
-        status = main([*CERTIFY, "--out", str(folder), *wrong])
-    except SystemExit as ended:  # of the parser
-        status = int(str(ended.code))
-    assert status == 2 and contents(folder) == before and [folder] == list(folder.parent.iterdir())
+    assert refused(*CERTIFY, folder, *wrong)
+    assert contents(folder) == before and [folder] == list(folder.parent.iterdir())
 
 
-def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], refused: Refused) -> None:
     folder = hold(UNFINISHED)
     before = contents(folder)
-    assert main([*CERTIFY, "--out", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert f"--resume {folder} continues it, --fresh sets it aside" in said
+    assert f"--resume {folder} continues it, --fresh sets it aside" in refused(*CERTIFY, folder)
     assert contents(folder) == before
 
 
 @pytest.mark.parametrize(("journal", "anew"), [(FINISHED, False), (UNFINISHED, True)], ids=["finished", "--fresh"])
-def test_what_an_earlier_run_wrote_is_kept_in_a_folder_beside(
-    hold: Callable[[str], Path], journal: str, anew: bool
-) -> None:
+def test_what_an_earlier_run_wrote_is_kept_in_a_folder_beside(hold: Any, journal: str, anew: bool) -> None:
     folder = hold(journal)
     before = contents(folder)
     run = RunFolder.claim(folder, anew=anew)

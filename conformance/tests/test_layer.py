@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from mla_conformance.backends import eager, eager_decode
 from mla_conformance.backends.layer import mla_impl, mla_state
@@ -16,12 +15,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.roles.layer.call import Layer, LayerCall
-from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.layer.call import Layer
 from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CPU, judged, little_work
+from mla_conformance.tests.drawn import CPU, judged
 
 EAGER = "mla_conformance.defects.bases:EagerLayer"
 WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1"
@@ -46,12 +43,6 @@ class SilentSecond(EagerLayer):
         def do_kv_cache_update(self, *operands: Any) -> None:
             if self.dcp_rank != 1:
                 super().do_kv_cache_update(*operands)
-
-
-class Flat(EagerLayer):
-    class impl_class(mla_impl.MLACommonImpl):
-        def forward(self, *operands: Any, **options: Any) -> Any:
-            return super().forward(*operands, **options).flatten()
 
 
 class Uniform(eager_decode.EagerDecodeBackend):
@@ -80,45 +71,9 @@ class Present(EagerLayer):
         return lambda *settings: SimpleNamespace(build=EagerLayer.get_builder_cls()(*settings).build)
 
 
-def layer_call(text: str) -> LayerCall:
-    (call,) = build_problem(Case.parse(text), CPU).calls
-    assert isinstance(call, LayerCall)
-    return call
-
-
-@settings(max_examples=5, deadline=None, derandomize=True, database=None)
-@given(little_work("layer_combinations", heads=("1", "odd", "8"), dims=("32-16-32-64", "64-16-96-64", "r1")))
-def test_the_common_layer_fails_nothing_that_is_drawn(case: Case) -> None:
-    assert Case.parse(case.id) == case
-    found = judged(EAGER, case)
-    assert found.status in (Status.PASS, Status.UNSUPPORTED), found.message  # of pages that it cannot have
-
-
-def written(text: str) -> CacheImage:
-    """A cache into which all that belongs there was written, and nothing else."""
-    image = layer_call(text).image
-    storage_bytes(image.cache).copy_(image.after)
-    assert image.difference() == ""
-    return image
-
-
-def test_a_value_that_is_not_the_token_s_is_found_in_its_slot() -> None:
-    image = written(WRITES)
-    slot = int(image.slots[-1])
-    image.cache[slot // 16, slot % 16, 7] += 1
-    assert image.difference() == f"the entry of slot {slot} of the cache is not the new token's"
-
-
-@pytest.mark.parametrize(("column", "what"), [(3, "latent"), (-1, "rope key")])
-def test_a_neighbouring_code_is_found_and_named(column: int, what: str) -> None:
-    image = written(f"{WRITES};cache=fp8;kscale=31000")
-    slot = int(image.slots[0])
-    image.cache.view(torch.uint8)[slot // 16, slot % 16, column] ^= 1
-    assert image.difference().startswith(f"the {what} in slot {slot} of the cache is not the code nearest")
-
-
 def test_either_code_of_a_tie_is_right() -> None:
-    image = layer_call(f"{WRITES};cache=fp8;kscale=1000000").image
+    problem: Any = build_problem(Case.parse(f"{WRITES};cache=fp8;kscale=1000000"), CPU)
+    image = problem.calls[0].image
     kv_c, k_pe = (torch.full_like(x, 1.0625) for x in image.latents)
     image = replace(image, latents=(kv_c, k_pe))
     codes = encode(kv_c, k_pe, "fp8", 1.0)
@@ -128,10 +83,9 @@ def test_either_code_of_a_tie_is_right() -> None:
     assert codes.float().unique().tolist() == [1.0] and image.difference() == ""
 
 
-def test_what_one_rank_returns_or_writes_wrongly_is_told() -> None:
+def test_what_one_rank_does_not_write_is_told() -> None:
     case = "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12];ranks=2"
-    shaped, written = (judged(kernel, case) for kernel in (Flat, SilentSecond))
-    assert shaped.message.startswith("layer on 2 ranks: expected output of shape [5, 2, 32], got [160]")
+    written = judged(SilentSecond, case)
     assert written.message.startswith("layer on 2 ranks: on rank 1, the entry of slot ")
 
 
@@ -187,8 +141,7 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
 
 def test_scales_of_a_layer_stay_where_a_graph_reads_them() -> None:
-    case = Case.parse(REPLAYS)
-    assert isinstance(case, LayerCase)
+    case: Any = Case.parse(REPLAYS)
     layer = Layer(EagerLayer, case, torch.bfloat16, CPU)
     assert layer.attention_layer(case)._k_scale is layer.attention_layer(replace(case, seed=1))._k_scale
 
@@ -202,9 +155,7 @@ class LastChunkTwice(EagerLayer):
 
 
 @pytest.mark.parametrize(("dtype", "chunks", "least"), [("bf16", 16, 4.0), ("fp16", 64, 4.0), ("bf16", 64, 1.0)])
-def test_a_layer_whose_last_chunk_is_the_one_before_it_is_wrong_however_many_there_are(
-    dtype: str, chunks: int, least: float
-) -> None:
+def test_a_last_chunk_that_is_the_one_before_it_is_wrong(dtype: str, chunks: int, least: float) -> None:
     """Merges weigh in a budget by the share of the result that they round."""
     batch = f"dims=32-16-32-64;heads=2;q=[9];kv=[{64 * chunks}];page=16;workspace=64"
     case = f"mixed_batch:call=layer;dtype={dtype};{batch}"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +142,7 @@ def test_what_was_loaded_is_named_after_the_folder_is_gone(tmp_path: Path, monke
     ],
     ids=["same", "other", "gone", "a folder", "written again"],
 )
-def test_what_differs_from_what_was_loaded_is_named(
-    tmp_path: Path, change: Callable[[Path], object], differs: bool
-) -> None:
+def test_what_differs_from_what_was_loaded_is_named(tmp_path: Path, change: Any, differs: bool) -> None:
     path = tmp_path / "helper.py"
     path.write_text("before")
     code = LoadedCode({str(path): file_digest(path)})
@@ -174,11 +173,8 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         return ("seen",)
 
     monkeypatch.setattr(subject, "kernels_of", kernels_of)
-    cases = {
-        "refusals": "refusals:q=[9];dtype=fp64;heads=2",
-        "lse": "lse:dims=small;heads=2;q=[5,9]",
-        "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
-    }
+    cases = {"refusals": "refusals:q=[9];dtype=fp64;heads=2", "lse": "lse:dims=small;heads=2;q=[5,9]"}
+    cases["dtypes"] = "dtypes:dims=small;heads=2;q=[5];dtype=fp16"
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
     traced = answer.found.traced
     assert traced and traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves

@@ -28,6 +28,7 @@ from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import read_case, write_case
 
 Capture = pytest.CaptureFixture[str]
+Ours = Callable[..., tuple[int, str, str]]
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
 WRONG = """
@@ -110,7 +111,7 @@ def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, ca
     assert "ended by SIGTERM" in capsys.readouterr().err
 
 
-def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[..., Path], capsys: Capture) -> None:
+def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, capsys: Capture, refused: Any) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)
@@ -118,8 +119,8 @@ def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[...
         assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
-    assert main(["replay", "--report", str(path), "--failure", "3"]) == 2
-    assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in capsys.readouterr().err
+    said = refused("replay", "--report", path, "--failure", 3)
+    assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in said
 
 
 @pytest.mark.parametrize(
@@ -132,9 +133,8 @@ def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[...
         (["export", "lse:q=[4]", "--backend", "EAGER"], "expected a case, --backend NAME and --out FILE.py, or --iss"),
     ],
 )
-def test_what_a_command_lacks_is_said(capsys: Capture, arguments: list[str], said: str) -> None:
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+def test_what_a_command_lacks_is_said(refused: Callable[..., str], arguments: list[str], said: str) -> None:
+    assert said in refused(*arguments)
 
 
 HANDED_IN = Path(__file__).parents[2] / "fixtures" / "records" / "2026.5.jsonl"
@@ -161,9 +161,10 @@ def sections(text: str) -> dict[str, str]:
     return {"title": title, **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, capsys: Capture) -> None:
-    assert main(["export", "--issue", str(report)]) == 0
-    issue = sections(capsys.readouterr().out)
+def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, ours: Ours, refused: Any) -> None:
+    status, printed, _ = ours("export", "--issue", report)
+    issue = sections(printed)
+    assert status == 0
     assert issue["title"] == "MINE: The LSE is doubled, 9 × its budget (SPEC 4.2)"
     assert "- mine 1.2\n- device NVIDIA H200\n- torch 2.11.0\n" in issue["Versions"]
     assert f"mla-conformance replay '{CASE.format(9)}' --backend mine.py:Mine\n" in issue["Reproducer"]
@@ -171,21 +172,22 @@ def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, cap
     assert SEEN in issue["Seen"] and "looks like: The LSE is doubled" in issue["Seen"]
     assert f"1 more case fails in this way:\n\n```sh\nmla-conformance replay '{CASE.format(40)}'" in issue["Seen"]
     out = report.with_name("issue.md")
-    assert main(["export", "--issue", str(report), "--failure", "2", "--out", str(out)]) == 0
+    assert ours("export", "--issue", report, "--failure", 2, "--out", out)[0] == 0
     assert sections(out.read_text("utf-8"))["title"].startswith("MINE: Heads are rotated by one"), "excused, it follows"
-    assert main(["export", "--issue", str(report), "--failure", "3"]) == 2
-    assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
+    said = refused("export", "--issue", report, "--failure", 3)
+    assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in said
 
 
 @pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
-def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, ours: Ours) -> None:
     (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
     if is_records(path := tmp_path / name):
         change_records(path, lambda _: [KeptRecord(record)])
     else:
         path.write_bytes(msgspec.json.encode(record))
-    assert main(["export", "--issue", str(path)]) == 0
-    issue = sections(capsys.readouterr().out)
+    status, printed, _ = ours("export", "--issue", path)
+    issue = sections(printed)
+    assert status == 0
     assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
     assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H100 80GB HBM3\n" in issue["Versions"]
     assert "mla-conformance replay " in issue["Reproducer"] and "LSE is" in issue["Seen"]

@@ -1,12 +1,10 @@
 """Every file that a command reads, with something wrong in it: a clear error or the right answer, and no traceback."""
 
-import datetime
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
-from importlib.metadata import version
 from operator import getitem
 from pathlib import Path
 from random import Random
@@ -15,11 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.issue import record
-from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine import journal as journals
@@ -36,6 +31,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import LINE
+from mla_conformance.tests.test_handed_in import certificate as complete
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, write_case
 
@@ -67,13 +63,8 @@ def run_of_a_shard() -> RunSummary:
 
 
 def certificate(folder: Path) -> str:
-    cases = [case.id for entry in CAPABILITIES.values() for case in entry.cases]
-    name = "TORCH_SDPA"  # which is here, so that everything in the file is compared with something
-    records = [Record(name, name, case.partition(":")[0], case, Status.PASS, used={"lse": 0.5}) for case in cases]
-    traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
-    backend = BackendSummary(BackendFacts(name, name), summarise(records, cases), traced=traced)
-    pins = Pins.of(parse_reference(name), {"msgspec": version("msgspec")})
-    return to_text(record(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins))
+    """Of a backend which is here, so that everything in the file is compared with something."""
+    return to_text(complete(traced=Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})))
 
 
 def journal(folder: Path) -> str:
@@ -247,9 +238,7 @@ def require_shown(text: str, machine: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_mutated_file_is_answered_or_refused(
-    name: str, unrun: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mutated_file_is_answered_or_refused(name: str, unrun: None, tmp_path: Path, capsys: Any) -> None:
     called, text, line, right = SUBJECTS[name]
     folder = tmp_path / "read"
     folder.mkdir()

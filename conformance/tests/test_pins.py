@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,6 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.pins import Pins, Remark, Weight, compare, compare_loaded, owned_by_wheels
 from mla_conformance.certificate.verify import seal
-from mla_conformance.cli import main
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
@@ -62,34 +62,30 @@ def certificate(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "kind", "again"),
     [
-        ("my_backend.py", "source", []),
-        ("my_backend.py", "source", ["--rerun", "3"]),
+        *(("my_backend.py", "source", again) for again in ([], ["--rerun", "3"])),
         ("libkernel.so", "shared library", []),
     ],
 )
-def test_a_certificate_does_not_hold_for_other_code_under_its_name(
-    certificate: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str, again: list[str]
-) -> None:
+def test_a_certificate_holds_for_no_other_code(certificate: Path, ours: Any, name: str, kind: str, again: Any) -> None:
     changed = certificate.with_name(name)
     before = file_digest(changed)
     changed.write_bytes(changed.read_bytes() + b"\n")
-    assert main(["verify", str(certificate), *again]) == 1
+    status, _, complaint = ours("verify", certificate, *again)
     said = f"{kind} {changed} was changed: the certificate says SHA-256 {before}, here it is {file_digest(changed)}"
-    assert said in capsys.readouterr().err
+    assert status == 1 and said in complaint
 
 
-def test_a_backend_of_another_machine_is_not_compared(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_of_another_machine_is_not_compared(certificate: Path, ours: Any) -> None:
     """Which is told, and nothing against the certificate; named by --backend, it is."""
     elsewhere = certificate.parent / "elsewhere"
     elsewhere.mkdir()
     for name in ("my_backend.py", "libkernel.so"):
         certificate.with_name(name).rename(elsewhere / name)
-    assert main(["verify", str(certificate)]) == 0
-    assert "the backend was not compared: " in capsys.readouterr().out
-    named = ["--backend", f"{elsewhere / 'my_backend.py'}:MyBackend"]
-    assert main(["verify", str(certificate), *named]) == 0
-    assert "not compared" not in capsys.readouterr().out
-    assert main(["verify", str(certificate), "--backend", "TORCH_SDPA"]) == 2
+    status, printed, _ = ours("verify", certificate)
+    assert status == 0 and "the backend was not compared: " in printed
+    status, printed, _ = ours("verify", certificate, "--backend", f"{elsewhere / 'my_backend.py'}:MyBackend")
+    assert status == 0 and "not compared" not in printed
+    assert ours("verify", certificate, "--backend", "TORCH_SDPA")[0] == 2
 
 
 def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
@@ -100,9 +96,7 @@ def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".py", ".zip"])
-def test_a_module_that_was_only_seen_to_be_loaded_is_pinned_by_its_place(
-    certificate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
-) -> None:
+def test_a_module_that_was_seen_is_pinned(certificate: Path, tmp_path: Path, ours: Any, suffix: str) -> None:
     """As a backend finds it by a folder which it puts into the path."""
     helper = tmp_path / "far" / f"helper{suffix}"
     helper.parent.mkdir()
@@ -113,17 +107,16 @@ def test_a_module_that_was_only_seen_to_be_loaded_is_pinned_by_its_place(
     assert pins.sources == {**stated.pins.sources, f"./far/helper{suffix}": file_digest(helper)}
     pinned = msgspec.structs.replace(stated, pins=pins)
     certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(pinned, seal=seal(pinned))))
-    assert main(["verify", str(certificate)]) == 0
+    assert ours("verify", certificate)[0] == 0
     helper.write_text("def fix(result): return 3 * result\n")
-    assert main(["verify", str(certificate)]) == 1
-    assert f"source {helper} was changed" in capsys.readouterr().err
+    status, _, complaint = ours("verify", certificate)
+    assert status == 1 and f"source {helper} was changed" in complaint
     helper.unlink()
-    assert main(["verify", str(certificate)]) == 0 and "not compared" in capsys.readouterr().out
+    status, printed, _ = ours("verify", certificate)
+    assert status == 0 and "not compared" in printed
 
 
-def test_what_a_wheel_holds_is_pinned_by_its_distribution_unless_it_was_altered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_wheel_holds_is_pinned_by_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module, added = wheel(tmp_path), tmp_path / "kernels" / "added.py"
     added.touch()
@@ -185,9 +178,7 @@ def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certi
         assert counted(sources, {name: [here], gone: ["earlier"]}) == against
 
 
-def test_a_file_that_was_altered_after_it_was_installed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_altered_after_it_was_installed_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = wheel(tmp_path)
     found = installed("kernels")
@@ -197,9 +188,7 @@ def test_a_file_that_was_altered_after_it_was_installed_is_named(
     assert found.build == "py3-none-any"
 
 
-def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(tmp_path: Path, monkeypatch: Any) -> None:
     """As an editable installation leaves it."""
     module = wheel(tmp_path / "site")
     reported = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
@@ -277,13 +266,11 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
     assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
 
 
-def test_a_certificate_of_what_is_here_holds_and_a_new_seal_does_not_make_it_another_backends(
-    certificate: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_certificate_of_what_is_here_holds_with_its_sources(certificate: Path, ours: Any) -> None:
     """Without the digest of the code that is here a certificate is of other code."""
-    assert main(["verify", str(certificate)]) == 0
-    assert "MyBackend on cpu" in capsys.readouterr().out
+    status, printed, _ = ours("verify", certificate)
+    assert status == 0 and "MyBackend on cpu" in printed
     stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
     bare = msgspec.structs.replace(stated, pins=msgspec.structs.replace(stated.pins, sources={}))
     certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(bare, seal=seal(bare))))
-    assert main(["verify", str(certificate)]) == 1
+    assert ours("verify", certificate)[0] == 1

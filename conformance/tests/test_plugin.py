@@ -61,9 +61,9 @@ def judged(once: Callable[[str, Callable[[Path], None]], Path], python: Path) ->
     return once("plugin", fill)
 
 
-def test_help_is_shown_where_the_plugin_is_installed(tmp_path: Path) -> None:
-    status, printed = pytest_in(tmp_path, "--help", "-k", "x")
-    assert status == 0 and "--mla-tier" in printed
+def test_help_is_shown_where_the_plugin_is_installed(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess(*WITHOUT, "--help", "-k", "x")
+    assert result.ret == 0 and "--mla-tier" in result.stdout.str()
 
 
 def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged: Path) -> None:
@@ -161,9 +161,7 @@ def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
     assert any("decodes=" in id for id in others) and all(id.startswith("sparse_layer:") for id in others)
 
 
-def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(
-    listed: Listing, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ini_file_says_the_tier_of_a_bare_run(listed: Listing, pytester: pytest.Pytester, monkeypatch: Any) -> None:
     monkeypatch.setattr("mla_conformance.backends.references.known_backends", lambda: known_backends()[:2])
     pytester.makeini("[pytest]\nmla_tier = smoke\n")
     suite = ["--pyargs", "mla_conformance.suite"]
@@ -272,9 +270,7 @@ def test_who_ends_the_process_of_tests_as_a_success_has_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("way", "arguments"), [("at_once", []), ("from_a_thread", ["real/check_own.py"])])
-def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
-    tmp_path: Path, way: str, arguments: list[str]
-) -> None:
+def test_who_ends_the_process_is_seen_wherever_tests_stand(tmp_path: Path, way: str, arguments: list[str]) -> None:
     for folder in ("real", "checks"):
         (tmp_path / folder).mkdir()
     (tmp_path / "checks" / "linked").symlink_to("../real")

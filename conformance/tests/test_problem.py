@@ -9,7 +9,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving import driver
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import operands
-from mla_conformance.problems.calls import AttentionCall, Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import (
     Guarded,
     Original,
@@ -21,29 +21,14 @@ from mla_conformance.problems.memory import (
 )
 from mla_conformance.problems.operands import fill_normal, stored
 from mla_conformance.roles.prefill import problem as prefill
-from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import judged
 
 CPU = torch.device("cpu")
-CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"
 
 
 def built(text: str) -> Problem:
     return build_problem(Case.parse(text), CPU)
-
-
-def all_bytes(problem: Problem) -> dict[str, bytes]:
-    return {name: storage_bytes(tensor).numpy().tobytes() for name, tensor in problem.caller_owned.items()}
-
-
-@pytest.mark.parametrize("text", ["lse:dims=small;q=[5,9]", "context_chunk:dims=small;q=[5];kv=[7]", CHUNKED])
-def test_a_case_stands_for_the_same_bytes_each_time(text: str) -> None:
-    torch.manual_seed(1)
-    first = all_bytes(built(text))
-    torch.manual_seed(2)
-    assert all_bytes(built(text)) == first
-    assert all_bytes(built(f"{text};seed=1")) != first
 
 
 @pytest.mark.parametrize(
@@ -105,6 +90,8 @@ def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dt
     assert buffer.view.shape == (4, 2, 3) and bool(buffer.view.float().isnan().all())
     buffer.view.zero_()
     assert buffer.view.is_contiguous() and buffer.overrun() == 0
+    buffer.view.as_strided((3,), (1,), buffer.view.storage_offset() - 3).zero_()
+    assert buffer.overrun() == 3 * dtype.itemsize, "before it"
 
 
 @pytest.mark.parametrize(
@@ -115,12 +102,7 @@ def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dt
         (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (
-            RuntimeError(
-                'torch_call_dispatcher( "aten::new_empty", "", stack.data(), 1) API call failed at ops.h, line 961'
-            ),
-            True,
-        ),
+        (RuntimeError('torch_call_dispatcher( "aten::new_empty", "", stack.data(), 1) API call failed at ops.h'), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("CUDA error: out of memory"), False),
     ],
@@ -147,21 +129,9 @@ def case(**fields: Any) -> Case:
     return Case.of(**{**given, **fields})
 
 
-def call_of(built: Case) -> SparseCall:
-    (call,) = build_problem(built, CPU).calls
-    assert isinstance(call, SparseCall)
-    return call
-
-
-def visible(call: AttentionCall) -> list[int]:
-    """Keys that each row's list names."""
-    assert call.selected is not None
-    return list(map(int, (call.selected >= 0).sum(1)))
-
-
 def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
-    call = call_of(case())
-    assert call.selected is not None and visible(call) == [8, 8, 1, 6, 7, 8]
+    call: Any = build_problem(case(), CPU).calls[0]
+    assert (call.selected >= 0).sum(1).tolist() == [8, 8, 1, 6, 7, 8]
     for row, (first, bound) in enumerate([(0, 21), (0, 22), (22, 1), (23, 6), (23, 7), (23, 8)]):
         named = call.selected[row][call.selected[row] >= 0]
         assert len(set(named.tolist())) == len(named) and bool(((named >= first) & (named < first + bound)).all())

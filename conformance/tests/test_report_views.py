@@ -1,7 +1,6 @@
 """The views of a report: one page that needs nothing else, Markdown and annotations in which nothing is markup."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.cli import main
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import BackendFacts, Confirmed, Record
@@ -99,9 +97,7 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
 
 
 @pytest.mark.parametrize("view", [html, markdown, annotations])
-def test_a_replay_line_is_as_one_would_type_it_here(
-    real_run: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[RunSummary], str]
-) -> None:
+def test_a_replay_line_is_as_one_would_type_it(real_run: Path, monkeypatch: Any, view: Any) -> None:
     run = load_report(real_run / "report.json")
     assert f"--backend {real_run.parent}/broken.py:Broken" in view(run)
     monkeypatch.chdir(real_run.parent)
@@ -201,11 +197,10 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
         ("text", "wrong: Broken, 1 likely cause, 4 cases: perhaps The LSE is in base 2, "),
     ],
 )
-def test_render_prints_or_writes(real_run: Path, tmp_path: Path, capsys: Any, kind: str, said: str) -> None:
-    report, out = str(real_run / "report.json"), tmp_path / "out"
-    assert main(["report", "render", report, "--format", kind]) == 0
-    printed = capsys.readouterr().out
-    assert main(["report", "render", report, "--format", kind, "--out", str(out)]) == 0
+def test_render_prints_or_writes(real_run: Path, tmp_path: Path, ours: Any, kind: str, said: str) -> None:
+    render, out = ("report", "render", real_run / "report.json"), tmp_path / "out"
+    status, printed, _ = ours(*render, "--format", kind)
+    assert status == ours(*render, "--format", kind, "--out", out)[0] == 0
     assert said in printed and out.read_text(encoding="utf-8").strip() == printed.strip()
-    assert main(["report", "render", report, "--out", str(out / "below")]) == 2
-    assert "cannot be written: " in capsys.readouterr().err
+    status, _, said = ours(*render, "--out", out / "below")
+    assert status == 2 and "cannot be written: " in said

@@ -31,6 +31,7 @@ COMMAND = Path(sys.executable).with_name("mla-conformance")
 LSE = ["--capability", "lse", "--device", "cpu"]
 LISTED = find_capability("lse").select(Tier.FULL)
 Settled = Callable[[Path], dict[str, Any]]
+Ours = Callable[..., tuple[int, str, str]]
 
 
 def verdicts(folder: Path) -> int:
@@ -45,9 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_journal_cut_inside_a_verdict_can_be_resumed_and_what_lacked_memory_is_judged_again(
-    undisturbed: Path, tmp_path: Path, settled: Settled
-) -> None:
+def test_a_journal_cut_inside_a_verdict_can_be_resumed(undisturbed: Path, tmp_path: Path, settled: Settled) -> None:
     lines = (undisturbed / "journal.jsonl").read_text().splitlines()
     *_, too_large, lacking, last = [number for number, line in enumerate(lines) if '"event": "verdict"' in line]
     for number, changes in ((too_large, {"too_large": True}), (lacking, {})):
@@ -79,14 +78,12 @@ def test_a_shard_and_drawn_cases_are_resumed(tmp_path: Path, settled: Settled, a
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_journal_without_its_seal_is_refused(
-    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
-) -> None:
+def test_a_journal_without_its_seal_is_refused(undisturbed: Path, tmp_path: Path, refused: Any, share: float) -> None:
     whole = (undisturbed / "journal.jsonl").read_bytes()
     kept = whole[: int(len(whole) * share)]
     (tmp_path / "journal.jsonl").write_bytes(kept)
-    assert main(["certify", "--resume", str(tmp_path)]) == 2
-    assert "expected a journal as its run left it, with its seal beside it" in capsys.readouterr().err
+    said = refused("certify", "--resume", tmp_path)
+    assert "expected a journal as its run left it, with its seal beside it" in said
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     assert (tmp_path / "journal.jsonl").read_bytes() == kept
 
@@ -110,13 +107,11 @@ def test_a_journal_without_its_seal_is_refused(
     ],
 )
 def test_another_run_is_refused(
-    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    edit: tuple[str, str], arguments: list[str], said: str,
-) -> None:  # fmt: skip
+    undisturbed: Path, tmp_path: Path, refused: Any, edit: tuple[str, str], arguments: list[str], said: str
+) -> None:
     write_sealed(tmp_path, (undisturbed / "journal.jsonl").read_text().replace(*edit, 1).splitlines())
     content = (tmp_path / "journal.jsonl").read_bytes()
-    assert main(["certify", "--resume", str(tmp_path), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in refused("certify", "--resume", tmp_path, *arguments)
     assert (tmp_path / "journal.jsonl").read_bytes() == content and len(list(tmp_path.iterdir())) == 2
 
 
@@ -184,25 +179,19 @@ class Helped(EagerPrefillBackend):
 """
 
 
-def test_a_run_whose_helper_was_swapped_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_helper_was_swapped_is_refused(here: Path, refused: Callable[..., str]) -> None:
     """The file that is named is the same; the helper is imported by a call, from the current folder."""
-    monkeypatch.chdir(tmp_path)
-    helper = tmp_path / "helper_of_a_resumed_run.py"
+    helper = here / "helper_of_a_resumed_run.py"
     helper.write_text("def fix(result): return result\n")
-    (tmp_path / "kern.py").write_text(HELPED)
+    (here / "kern.py").write_text(HELPED)
     asked = ["--backend=kern.py:Helped", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--out=out"]
     assert main(["certify", *asked]) == 0
-    journal = tmp_path / "out" / "journal.jsonl"
-    code = load_report(tmp_path / "out").code
-    assert {Path(place).name for place in code} == {"kern.py", helper.name}
-    lines = journal.read_text().splitlines()
+    assert {Path(place).name for place in load_report(here / "out").code} == {"kern.py", helper.name}
+    lines = (here / "out" / "journal.jsonl").read_text().splitlines()
     loaded = max(number for number, line in enumerate(lines) if '"event": "loaded"' in line)
-    write_sealed(journal.parent, lines[: loaded + 1])
+    write_sealed(here / "out", lines[: loaded + 1])
     helper.write_text("def fix(result): return (result[0] * 3, result[1])\n")
-    assert main(["certify", "--resume", "out", "-n1"]) == 2
-    said = capsys.readouterr().err
+    said = refused("certify", "--resume", "out", "-n1")
     assert f"code that the run had loaded has changed: 1 file, first {helper}. " in said
     assert "start again on one machine" in said and "another run" not in said and not re.search("[0-9a-f]{64}", said)
 
@@ -287,24 +276,7 @@ def waiting(command: Path, home: Path, tokens: int, arguments: list[str]) -> Ite
         os.close(descriptor)
 
 
-def test_a_signal_ends_a_run_with_summary_report_and_resume_line(home: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with waiting(COMMAND, home, 3, begin(home, out)) as process:  # as a user starts it
-        process.send_signal(signal.SIGINT)
-        printed, said = process.communicate()
-    assert process.returncode == 130
-    assert f"ended by SIGINT; to continue: mla-conformance certify --resume {out}" in said
-    assert "1 failed" in printed and "3 NOT RUN" in printed
-    (waits,) = load_report(out).backends
-    assert [(record.case, record.status) for record in waits.records] == [
-        (CASES[0], Status.PASS),
-        (CASES[1], Status.FAIL),
-    ]
-
-
-def test_a_deadline_ends_a_run_with_report_and_resume_line(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deadline_ends_a_run_with_its_report(home: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     clock, append = time.monotonic, Journal.append
 
     def append_and_wait(journal: Journal, event: JournalEvent) -> None:
@@ -322,23 +294,31 @@ def test_a_deadline_ends_a_run_with_report_and_resume_line(
     assert len(load_report(tmp_path).records) == len(CASES)
 
 
-def test_a_deadline_before_anything_is_judged_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deadline_before_anything_is_judged_is_no_success(tmp_path: Path, ours: Ours) -> None:
     out = tmp_path / "out"
     asked = ["certify", "--backend=EAGER", "--capability=lse", "--tier=smoke", "--device=cpu"]
-    assert main([*asked, f"--out={out}", "--deadline=.001s"]) == 3
-    assert "ended by the deadline before anything was judged" in capsys.readouterr().err
-    assert not out.exists()
+    status, _, said = ours(*asked, f"--out={out}", "--deadline=.001s")
+    assert status == 3 and "ended by the deadline before anything was judged" in said and not out.exists()
 
 
 def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_report(
     command: Path, home: Path, settled: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    arguments = begin(home, tmp_path)
-    for tokens, number, status in ((2, signal.SIGKILL, -signal.SIGKILL), (4, signal.SIGHUP, 129)):
-        with waiting(command, home, tokens, arguments) as process:
+    """Told as a user does who has started it, and by a script."""
+    arguments, resume = begin(home, tmp_path), f"mla-conformance certify --resume {tmp_path}"
+    for program, tokens, number, status in (
+        (command, 2, signal.SIGKILL, -signal.SIGKILL),
+        (COMMAND, 3, signal.SIGINT, 130),
+        (command, 4, signal.SIGHUP, 129),
+    ):
+        with waiting(program, home, tokens, arguments) as process:
             process.send_signal(number)
-            process.communicate()
+            printed, said = process.communicate()
         assert process.returncode == status
+        if status > 0:
+            assert f"ended by {number.name}; to continue: {resume}" in said
+            assert "1 failed" in printed and f"{len(CASES) + 1 - tokens} NOT RUN" in printed
+            assert [each.case for each in load_report(tmp_path).records] == CASES[: tokens - 1]
         arguments = ["certify", "--resume", str(tmp_path), "-n1"]
     assert main(arguments) == 1
     assert settled(tmp_path / "report.json") == settled(home / "whole" / "report.json")

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ import pytest
 
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import CLASSES, FIELDS, Case
-from mla_conformance.cli import main
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
-Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
@@ -58,7 +56,7 @@ def role(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
             del table[name]
 
 
-def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, command: Path, capsys: Capture) -> None:
+def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, command: Path, ours: Any) -> None:
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
     called = [str(command), "certify", *named, "--device=cpu", "--out=run", "-n1"]
@@ -77,10 +75,9 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, comma
     events = map(json.loads, Path("run/journal.jsonl").read_text().splitlines())
     assert {each["record"]["role"] for each in events if each["event"] == "verdict"} == {report["environment"]["role"]}
 
-    assert main(["report", "render", "run"]) == 2
-    assert f"expected --role {role}, as it was: sha256:{digest}" in capsys.readouterr().err
-    assert main(["report", "render", "run", "--role", role.name]) == 0
-    assert "MyWindow ✔ right" in capsys.readouterr().out
+    assert f"expected --role {role}, as it was: sha256:{digest}" in ours("report", "render", "run")[2]
+    status, printed, _ = ours("report", "render", "run", "--role", role.name)
+    assert status == 0 and "MyWindow ✔ right" in printed
     for name, check, said in (
         ("OneTooFar", Check.LSE, "the output is wrong"),
         ("ForgetsSinks", Check.OUTPUT, "the LSE is right"),
@@ -105,23 +102,20 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, comma
         ("    space=SPACE,\n", "", "role window_decode: expected a space of its own"),
     ],
 )
-def test_a_file_that_is_no_role_is_refused_in_a_sentence(
-    role: Path, capsys: Capture, old: str, new: str, said: str
-) -> None:
+def test_a_file_that_is_no_role_is_refused(role: Path, refused: Any, old: str, new: str, said: str) -> None:
     text = role.read_text()
     assert old in text
     role.write_text(text.replace(old, new, 1) if old else "")
     known = list(map(dict, TABLES))
-    assert main(["certify", "--role", role.name, "--backend", "EAGER", "--device", "cpu"]) == 2
-    told = capsys.readouterr().err
+    told = refused("certify", "--role", role.name, "--backend", "EAGER", "--device", "cpu")
     assert told.startswith(f"mla-conformance: --role {role.name}: ") and said in told and told.count("\n") == 1
     assert list(map(dict, TABLES)) == known
 
 
-def test_a_role_from_outside_is_never_certified(role: Path, capsys: Capture) -> None:
+def test_a_role_from_outside_is_never_certified(role: Path, refused: Callable[..., str]) -> None:
     for option in ("--record", "--certificate", "--submission"):
-        assert main(["certify", "--role", role.name, "--backend", "EAGER", f"{option}=mine.json"]) == 2
-        assert f"{option}: cannot be combined with --role, by whose file nothing is cert" in capsys.readouterr().err
+        said = refused("certify", "--role", role.name, "--backend", "EAGER", f"{option}=mine.json")
+        assert f"{option}: cannot be combined with --role, by whose file nothing is cert" in said
 
 
 @pytest.mark.parametrize("name", ROLES)

@@ -1,18 +1,19 @@
 """The judges of decode, of an indexer, a top-k and a preparation: what is wrong by one thing, and honest kernels."""
 
-from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mla_conformance.backends import loading, references
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder, Ties
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.defects import honest_attention
-from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
@@ -44,37 +45,12 @@ def test_the_order_of_a_selection_is_free() -> None:
     assert verdict(problem, best).status is verdict(problem, best.flip(1)).status is Status.PASS
 
 
-def put(row: int, column: int, value: int) -> Callable[[torch.Tensor], object]:
-    return lambda best: best[row].__setitem__(column, value)
-
-
-def test_slots_are_those_of_the_own_request() -> None:
-    problem, _, best = built(f"{TOPK.replace('indexer_topk', 'index_mapping')};space=slot")
-    slots: Any = problem.calls[0]
-    firsts = torch.tensor([0, 0, 22])[:, None]
-    reported = torch.where(best < 0, -1, slots.slots[(best + firsts).clamp(max=25).long()]).int()
-    assert verdict(problem, reported).status is Status.PASS
-    reported[0, 0] = slots.slots[22]
-    assert "is no token of the request, at request 0, query 0" in verdict(problem, reported).message
-    reported[0, 0] = slots.given["k"].shape[0] * slots.given["k"].shape[1]
-    assert "is no token of the request" in verdict(problem, reported).message
-
-
-def test_a_worse_token_is_accepted_only_within_the_budget_of_both() -> None:
-    problem, golden, best = built(TOPK)
-    ninth = golden.scores[0].topk(9).indices[8]
-    best[0, 7] = ninth
-    found = verdict(problem, best)
-    assert found.check is Check.SCORE and f"for token {int(ninth)} with" in found.message
-    call: Any = problem.calls[0]
-    call.weights[0] = 0.0  # now any eight tokens are as good
-    assert verdict(problem, best).status is Status.PASS
-
-
 def test_ties_are_free() -> None:
     problem, golden, _ = built(f"{TOPK};data=zero_keys")
     order = golden.visible.sum(dim=1, keepdim=True) - 1 - torch.arange(8)
     assert verdict(problem, order.clamp(min=-1).int()).status is Status.PASS
+    problem, best = returned_of("select:q=[1];kv=[30];topk=4;data=ones")
+    assert verdict(problem, best.new_tensor([[29, 3, 8, 0]])).status is Status.PASS
 
 
 def test_scores_count_below_the_bound_alone() -> None:
@@ -83,15 +59,8 @@ def test_scores_count_below_the_bound_alone() -> None:
     logits[:, : golden.scores.shape[1]] = golden.scores.float().nan_to_num(neginf=torch.nan)
     assert logits.shape == (3, 44)
     assert verdict(problem, logits).status is Status.PASS
-    logits[1, 21] = torch.nan
-    found = verdict(problem, logits)
-    assert found.check is Check.SCORE and "score is nan of token 21 at request 0, query 1" in found.message
     assert verdict(problem, logits[:, :-1]).check is Check.SHAPE
     assert verdict(problem, logits.double()).check is Check.DTYPE
-
-
-ROWS = "select:q=[1,1,1];kv=[20,3,0];topk=8;data=integers;packed=1"
-TOKENS = "prepare_index:q=[2,1];kv=[5,0];heads=4"
 
 
 def returned_of(text: str) -> tuple[Problem, Any]:
@@ -104,37 +73,6 @@ def returned_of(text: str) -> tuple[Problem, Any]:
     (call,) = problem.calls
     call.prepare(kernel)
     return problem, call.invoke(kernel, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "change", "said"),
-    [
-        (TOPK, put(0, 3, 21), "token 21 is selected, expected those below 21, at request 0, query 0"),
-        (TOPK, put(2, 1, -7), "-7 is no token of the request, at request 1, query 0"),
-        (TOPK, lambda best: best[1].__setitem__(7, best[1, 0]), "is selected twice, at request 0, query 1"),
-        (TOPK, put(1, 0, -1), "7 tokens are selected, expected 8 of 22, at request 0, query 1"),
-        (TOPK, put(2, 7, 4), "token 4 is selected, expected those below 4, at request 1, query 0"),
-        (ROWS, put(2, 0, 0), "token 0 is selected, expected those below 0"),
-        (ROWS, lambda best: best[1].copy_(best[1].flip(0)), "-1 stands before a column"),
-    ],
-)
-def test_a_selection_that_is_wrong_by_one_thing(text: str, change: Callable[..., object], said: str) -> None:
-    problem, best = returned_of(text)
-    assert verdict(problem, best).status is Status.PASS
-    change(best)
-    wrong = verdict(problem, best)
-    assert wrong.check is Check.SELECTION and said in wrong.message, wrong.message
-
-
-def test_a_left_out_logit_may_be_equal_and_not_greater() -> None:
-    problem, best = returned_of("select:q=[1];kv=[30];topk=4")
-    values = problem.calls[0].q[0]
-    worst = int(values.argmin())
-    best[0, 3] = worst
-    wrong = verdict(problem, best)
-    assert wrong.check is Check.SCORE and f"is left out for token {worst}" in wrong.message
-    problem, best = returned_of("select:q=[1];kv=[30];topk=4;data=ones")
-    assert verdict(problem, best.new_tensor([[29, 3, 8, 0]])).status is Status.PASS
 
 
 @pytest.mark.parametrize(
@@ -157,24 +95,11 @@ def test_what_is_declared_of_a_selection_holds(declared: dict[str, Any], said: s
     assert wrong.check is Check.SELECTION and said in wrong.message, wrong.message
 
 
-def test_codes_and_scales_that_are_wrong_by_one_thing() -> None:
-    problem, (q, k, k_scale, weights) = returned_of(TOKENS)
-    assert verdict(problem, (q, k, k_scale, weights)).status is Status.PASS
-    moved = q.view(torch.uint8).clone()
-    moved[1, 2, 3] ^= 2
-    results = {
-        "code of queries means": (moved.view(q.dtype), k, k_scale, weights),
-        "scale of keys is": (q, k, k_scale * 1.001, weights),
-        "scale of queries, as the weights have it, is": (q, k, k_scale, weights * 1.001),
-        "code of keys is NaN": (q, torch.full_like(k.float(), torch.nan).to(k.dtype), k_scale, weights),
-    }
-    for said, value in results.items():
-        wrong = verdict(problem, value)
-        assert wrong.check is Check.PREPARED and said in wrong.message, wrong.message
+def test_codes_that_are_nan_or_lack_weights_are_wrong() -> None:
+    problem, (q, k, k_scale, weights) = returned_of("prepare_index:q=[2,1];kv=[5,0];heads=4")
+    wrong = verdict(problem, (q, torch.full_like(k.float(), torch.nan).to(k.dtype), k_scale, weights))
+    assert wrong.check is Check.PREPARED and "code of keys is NaN" in wrong.message, wrong.message
     assert verdict(problem, (q, k, k_scale)).check is Check.SHAPE
-
-
-POOLED = "pooled_topk:call=select;q=[1,1];kv=[11,43];topk=16;pool=4;tail=1"
 
 
 def named(*tokens: int, seen: int = 11, tail: bool = True) -> list[str]:
@@ -184,33 +109,22 @@ def named(*tokens: int, seen: int = 11, tail: bool = True) -> list[str]:
     return [reason(0) for reason, wrong in judged.wrong() if bool(wrong.any())]
 
 
-def test_whole_pools_and_the_tail_are_right_in_any_order() -> None:
-    assert named(10, 3, 0, 2, 8, 1, -1, 9) == []
-    assert named(0, 1, 2, 3, tail=False) == []
-    assert named(seen=0) == []
-
-
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "tail", "said"),
     [
-        ((0, 1, 2, 3, 8, 9, 10, 11), "11 is no token that it sees"),
-        ((0, 1, 2, 3, 8, 9, 10, -2), "-2 is no token that it sees"),
-        ((0, 1, 2, 3, 3, 8, 9, 10), "token 3 is named twice"),
-        ((0, 1, 2, 3, 8, 9), "2 tokens of the last pool are named, expected 3"),
-        ((4, 5, 6, 8, 9, 10), "not all tokens of pool 1 are named"),
+        ((10, 3, 0, 2, 8, 1, -1, 9), True, []),
+        ((0, 1, 2, 3), False, []),
+        ((0, 1, 2, 3, 8, 9, 10, 11), True, ["11 is no token that it sees"]),
+        ((0, 1, 2, 3, 8, 9, 10, -2), True, ["-2 is no token that it sees"]),
+        ((0, 1, 2, 3, 3, 8, 9, 10), True, ["token 3 is named twice"]),
+        ((0, 1, 2, 3, 8, 9), True, ["2 tokens of the last pool are named, expected 3"]),
+        ((0, 1, 2, 3, 8), False, ["1 tokens of the last pool are named, expected 0"]),
+        ((4, 5, 6, 8, 9, 10), True, ["not all tokens of pool 1 are named"]),
     ],
 )
-def test_what_is_wrong_with_pools_is_told(tokens: tuple[int, ...], said: str) -> None:
-    assert said in named(*tokens)
-
-
-def test_a_tail_that_nobody_asked_for_is_told() -> None:
-    assert named(0, 1, 2, 3, 8, tail=False) == ["1 tokens of the last pool are named, expected 0"]
-
-
-def test_a_better_pool_that_is_left_out_is_told() -> None:
-    record = judged(known_defects()["pools-as-many-as-tokens"].reference, POOLED)
-    assert "top-k of pools: 1 tokens are selected, expected 2 of 2" in record.message
+def test_whole_pools_and_the_tail_are_right_in_any_order(tokens: tuple[int, ...], tail: bool, said: list[str]) -> None:
+    found = named(*tokens, tail=tail)
+    assert set(said) <= set(found) and bool(found) == bool(said)
 
 
 @pytest.mark.parametrize("fields", ["topk=10;pool=4", "topk=8;tail=1"])
@@ -219,12 +133,21 @@ def test_a_case_selects_whole_pools(fields: str) -> None:
         Case.parse(f"pooled_topk:call=select;q=[1];kv=[40];{fields}")
 
 
-@pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA", "KeysOfTheModel", "StoredSplits"])
-@settings(max_examples=3, deadline=None, derandomize=True, database=None)
-@given(case=little_work("decode_combinations", heads=("1", "odd", "8")))
-def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
-    record = judged(vars(honest_attention).get(kernel, kernel), case)
-    assert record.status is Status.PASS, f"{case.id}: {record.message}"
+DRAWN: list[tuple[str | type, str]] = [
+    *product(("EAGER", "TORCH_SDPA"), ("combinations", "decode_combinations")),
+    *((vars(honest_attention)[name], "decode_combinations") for name in ("KeysOfTheModel", "StoredSplits")),
+    (EagerLayer, "layer_combinations"),
+]
+MAY_REFUSE = (("TORCH_SDPA", "combinations"), (EagerLayer, "layer_combinations"))
+
+
+@pytest.mark.parametrize(("kernel", "capability"), DRAWN)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str | type, capability: str, data: st.DataObject) -> None:
+    case = data.draw(little_work(capability, heads=("1", "odd", "8")))
+    record, refuses = judged(kernel, case), (kernel, capability) in MAY_REFUSE
+    assert record.status is Status.PASS or (refuses and record.status is Status.UNSUPPORTED), record.message
 
 
 EQUAL_ENTRIES = "decode:dims=small;heads=16;q=[6];kv=[2000];data=low_rank;cache=fp8;kscale=7"
@@ -282,9 +205,7 @@ def test_what_a_decode_does_not_declare_is_unsupported(kernel: type, case: str, 
 
 
 @pytest.mark.parametrize(("name", "said"), [("FLEX_ATTENTION", "prefill only"), (EagerDecodeBackend, "decode only")])
-def test_a_backend_without_the_role_is_unsupported_even_where_refusals_are_asked_for(
-    name: str | type, said: str
-) -> None:
+def test_a_backend_without_the_role_is_unsupported(name: str | type, said: str) -> None:
     capability = CAPABILITIES["refusals"]
     case = next(case for case in capability.cases if (case.call == Call.DECODE) == (said == "prefill only"))
     record = judged(name, case)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.cli import main
 from mla_conformance.commands.sanitize import lines
 from mla_conformance.traits import sanitizer
 from mla_conformance.traits.sanitizer import Sanitized, SanitizerError, Tool, ToolUnavailable, Watch, errors_of
@@ -187,23 +186,22 @@ def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
     assert said[4] == "memcheck MINE: nothing reported of 1 case, 0 unsupported, 1.5 s; no verdict"
 
 
-def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: Any, capsys: Any) -> None:
+def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: Any, ours: Any) -> None:
     monkeypatch.setenv("PATH", os.devnull)
     for more, status, said in (
         ([], 3, "racecheck unavailable: compute-sanitizer is not installed here"),
         (["--device", "cpu"], 3, "watches a GPU, not a CPU"),
         (["--record", "r.json"], 2, "--record: cannot be combined with --sanitize"),
     ):
-        assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck", *more]) == status
-        assert said in capsys.readouterr()[status == 2]  # out, or err
+        found, *printed = ours("certify", "--backend", "EAGER", "--sanitize", "racecheck", *more)
+        assert found == status and said in "".join(printed)
 
 
-def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, capsys: Any, python: Path) -> None:
+def test_with_the_tool_and_without_a_gpu_too(here: Path, monkeypatch: Any, ours: Any, python: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
-    tool(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    tool(here)
+    monkeypatch.setenv("PATH", str(here))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", f"{tmp_path}/s.jsonl"]) == 3
-    out = " ".join(capsys.readouterr().out.split())
-    assert "memcheck EAGER unavailable: compute-sanitizer 2025.3.1.0: torch sees no CUDA device" in out
-    assert not (tmp_path / "s.jsonl").exists()
+    status, out, _ = ours("certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", "s.jsonl")
+    said = "memcheck EAGER unavailable: compute-sanitizer 2025.3.1.0: torch sees no CUDA device"
+    assert status == 3 and said in " ".join(out.split()) and not (here / "s.jsonl").exists()

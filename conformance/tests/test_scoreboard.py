@@ -32,6 +32,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]
+Ours = Callable[..., tuple[int, str, str]]
 REASON = "the LSE is kept in 16 bits, see https://github.com/vllm-project/vllm/issues/47800."
 SPEED = Speed((Timed("decode", "decode 64 × 8k", "decode:q=[1]", Interval(212.0, 210.0, 214.0), share=0.81),), copy=2e3)
 NASTY = "</td><script>alert(1)</script>\x1b[31m"
@@ -176,19 +177,18 @@ def test_sarif_has_a_result_for_each_failure(folder: Path) -> None:
     assert len({each["partialFingerprints"]["kernelAndCase/v1"] for each in run["results"]}) == len(names)
 
 
-def test_two_kernels_do_not_share_a_badge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_kernels_do_not_share_a_badge(tmp_path: Path, refused: Callable[..., str]) -> None:
     for number, name in enumerate(("A[b]", "A-b")):
         (tmp_path / f"{number}.json").write_text(json.dumps(earlier(certificate(name))))
-    assert main(["scoreboard", f"{tmp_path}/0.json", f"{tmp_path}/1.json", "--out", str(tmp_path / "site")]) == 2
-    assert "expected another name, a second kernel has the badge A-b.svg" in capsys.readouterr().err
+    said = refused("scoreboard", tmp_path / "0.json", tmp_path / "1.json", "--out", tmp_path / "site")
+    assert "expected another name, a second kernel has the badge A-b.svg" in said
 
 
-def test_a_record_of_an_earlier_form_is_not_shown_and_says_how_to_renew_it(tmp_path: Path, capsys: Any) -> None:
+def test_a_record_of_an_earlier_form_is_not_shown_and_says_how_to_renew_it(tmp_path: Path, ours: Ours) -> None:
     record = {**msgspec.to_builtins(certificate("FLASHMLA")), "schema": "mla-conformance-certificate/5"}
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert main(["scoreboard", str(tmp_path / "record.json"), "--out", str(tmp_path / "site")]) == 1
-    said = capsys.readouterr().err
-    assert "renew it: mla-conformance certify --backend FLASHMLA" in said
+    status, _, said = ours("scoreboard", tmp_path / "record.json", "--out", tmp_path / "site")
+    assert status == 1 and "renew it: mla-conformance certify --backend FLASHMLA" in said
 
 
 KERNELS = {
@@ -248,10 +248,13 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize.Watch, "calls", calls)
 
 
+SANITIZE = ("certify", "--sanitize", "memcheck", "--backend")
+
+
 @pytest.mark.usefixtures("found")
-def test_the_command_writes_what_was_found_into_the_record(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", "--backend", "TORCH_SDPA", "--sanitize", "memcheck", "--submission", str(records)]) == 1
-    assert f"wrote {records}" in capsys.readouterr().err
+def test_the_command_writes_what_was_found_into_the_record(records: Path, ours: Ours) -> None:
+    status, _, said = ours(*SANITIZE, "TORCH_SDPA", "--submission", records)
+    assert status == 1 and f"wrote {records}" in said
     (kept,) = kept_records(records)
     (written,) = kept.sanitized
     assert (written.tool, written.tool_version, written.tool_cuda) == ("memcheck", "2025.3.1.0", "13.0.1")
@@ -260,12 +263,8 @@ def test_the_command_writes_what_was_found_into_the_record(records: Path, capsys
     (error,) = written.errors
     assert (error.kernel, error.count, error.launch) == ("oob<T>", 2, "/src/mine.py:7")
     assert "driver" in written.environment and kept.certificate == record()
-
-
-@pytest.mark.usefixtures("found")
-def test_what_was_found_wants_a_record_of_the_kernel(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", str(records)]) == 2
-    assert "expected a record of EAGER in these versions; certify it first" in capsys.readouterr().err
+    status, _, said = ours(*SANITIZE, "EAGER", "--submission", records)
+    assert status == 2 and "expected a record of EAGER in these versions; certify it first" in said
 
 
 @pytest.mark.parametrize(
@@ -279,14 +278,13 @@ def test_what_was_found_wants_a_record_of_the_kernel(records: Path, capsys: pyte
     ],
 )
 def test_what_is_of_another_kernel_or_form_is_refused_and_not_shown(
-    records: Path, tmp_path: Path, changes: dict[str, Any], status: int, said: str, capsys: pytest.CaptureFixture[str]
+    records: Path, tmp_path: Path, changes: dict[str, Any], status: int, said: str, ours: Ours
 ) -> None:
     head = records.read_text("utf-8").partition("\n")[0]
     records.write_text(f"{head}\n{pack(KeptRecord(record(), (reported(**changes),)), CASES)}\n", "utf-8")
-    assert main(["verify", str(records)]) == status
-    assert said in capsys.readouterr().err
-    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 1
-    assert said in capsys.readouterr().err
+    for command, expected in ((("verify", records), status), (("scoreboard", records, "--out", tmp_path / "site"), 1)):
+        found = ours(*command)
+        assert found[0] == expected and said in found[2]
 
 
 def test_a_record_with_it_holds_and_the_scoreboard_shows_it(records: Path, tmp_path: Path) -> None:

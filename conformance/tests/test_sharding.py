@@ -31,9 +31,7 @@ CASES = [f"lse:q=[{i}]" for i in range(1, 8)]
     st.integers(1, 9),
     st.dictionaries(st.text("abc"), st.floats(0, 1e6)),
 )
-def test_parts_hold_every_case_once_in_order_and_are_balanced(
-    cases: list[str], count: int, seconds: dict[str, float]
-) -> None:
+def test_parts_hold_every_case_once_and_are_balanced(cases: list[str], count: int, seconds: dict[str, float]) -> None:
     parts = split(cases, count, seconds)
     assert parts == split(cases, count, dict(reversed(seconds.items())))
     assert len(parts) == count and sorted(case for part in parts for case in part) == sorted(cases)
@@ -74,9 +72,7 @@ def shards(tmp_path: Path, write_report: Callable[..., Path]) -> list[Path]:
     return paths
 
 
-def test_the_merge_of_all_shards_is_the_unsharded_report(
-    shards: list[Path], tmp_path: Path, settled: Callable[[Path], Json]
-) -> None:
+def test_the_merge_of_all_shards_is_the_whole_report(shards: list[Path], tmp_path: Path, settled: Any) -> None:
     whole, merged = tmp_path / "whole.json", tmp_path / "all.json"
     assert main(["report", "merge", *map(str, reversed(shards)), "--out", str(merged)]) == 0
     assert settled(merged) == settled(whole) and main(["report", "diff", str(whole), str(merged)]) == 0
@@ -88,20 +84,24 @@ def edit(path: Path, change: Callable[[Json], object]) -> None:
     path.write_text(json.dumps(data))
 
 
-def merge(capsys: pytest.CaptureFixture[str], paths: list[Path]) -> str:
+@pytest.fixture
+def unmerged(refused: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
     """What is said of reports that cannot be merged; an earlier result is kept."""
-    out = paths[0].parent / "out.json"
-    out.write_text("kept")
-    capsys.readouterr()
-    assert main(["report", "merge", *map(str, paths), "--out", str(out)]) == 2 and out.read_text() == "kept"
-    return capsys.readouterr().err
+
+    def merge(*paths: Path) -> str:
+        (tmp_path / "out.json").write_text("kept")
+        said = refused("report", "merge", *paths, "--out", tmp_path / "out.json")
+        assert (tmp_path / "out.json").read_text() == "kept"
+        return said
+
+    return merge
 
 
-def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, unmerged: Callable[..., str]) -> None:
     first, second, third = shards
-    assert "missing shard 3/3" in merge(capsys, [first, second])
-    assert "expected each shard once, got 2/3 here and in " in merge(capsys, [first, second, second, third])
-    assert "expected the report of a shard" in merge(capsys, [first, second, tmp_path / "whole.json"])
+    assert "missing shard 3/3" in unmerged(first, second)
+    assert "expected each shard once, got 2/3 here and in " in unmerged(first, second, second, third)
+    assert "expected the report of a shard" in unmerged(first, second, tmp_path / "whole.json")
     edits: list[tuple[Callable[[Json], object], str]] = [
         (lambda r: r.update(suite="1999.1"), "expected the suite of "),
         (lambda r: r["environment"].update(device="other"), f"expected the device of {first}, cpu, got other"),
@@ -115,15 +115,15 @@ def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, capsys: pytes
     for change, said in edits:
         third.write_text(kept)
         edit(third, change)
-        assert said in merge(capsys, shards)
+        assert said in unmerged(*shards)
 
 
-def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlapping_and_incomplete_shards(shards: list[Path], unmerged: Callable[..., str]) -> None:
     first, second, third = shards
     kept = third.read_text()
     third.write_text(second.read_text())
     edit(third, lambda r: r["shard"].update(index=3))
-    assert f"overlaps with {second}: both hold lse:" in merge(capsys, [first, second, third])
+    assert f"overlaps with {second}: both hold lse:" in unmerged(*shards)
     third.write_text(kept)
     edit(third, lambda r: r["backends"]["MINE"].update(status="not_run", records=[]))
     left = {"status": "not_run", "passed": 0, "not_run": 1, "error_budget_used": 0.0}
@@ -143,10 +143,9 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
         (["--shard=1/2", "--capability=combinations", "--explore=3"], "--explore: cannot be combined with --shard"),
     ],
 )
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str) -> None:
-    run = ["certify", "--device", "cpu", "--capability", "lse", "--tier", "smoke", "--out", str(tmp_path / "out")]
-    assert main([*run, *arguments]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+def test_bad_arguments(refused: Callable[..., str], tmp_path: Path, arguments: list[str], said: str) -> None:
+    run = ["certify", "--device=cpu", "--capability=lse", "--tier=smoke", "--out", tmp_path / "out"]
+    assert said in refused(*run, *arguments) and not (tmp_path / "out").exists()
 
 
 A, B = "lse:q=[1]", "lse:q=[2]"
@@ -214,9 +213,7 @@ def _waived(backend: BackendSummary) -> BackendSummary:
     return replace(backend, capabilities=summarise(records, (A, B)))
 
 
-def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
-    write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_two_suites_are_told_first(write_report: Any, capsys: Any) -> None:
     records = [Record("X", "X", "lse", case, PASS) for case in (A, B)]
     old, new = write_report("old.json", records[:1], suite="2026.3"), write_report("new.json", records, suite="2026.4")
     assert main(["report", "diff", str(old), str(new)]) == 0
@@ -229,20 +226,19 @@ def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
     assert len(shown) == 20 and (further, closing) == ("  … and 9 more case removed", "0 regressions, 29 other changes")
 
 
-def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses(real_run: Path, tmp_path: Path, ours: Callable[..., tuple[int, str, str]]) -> None:
     report, fewer = real_run / "report.json", tmp_path / "fewer.json"
     data = json.loads(report.read_text())
     for name in ("Broken", "FLASH_ATTN"):
         del data["backends"][name]
     fewer.write_text(json.dumps(data))
-    assert main(["report", "diff", str(report), str(report)]) == 0
-    assert capsys.readouterr().out == "0 regressions, 0 other changes\n"
-    assert main(["report", "diff", str(fewer), str(report)]) == 0
-    assert main(["report", "diff", str(report), str(fewer)]) == 1
-    shown = capsys.readouterr().out
-    assert "✘ backend removed: Broken · was fail" in shown and "1 regression, 0 other changes" in shown
-    assert main(["report", "diff", str(report), str(tmp_path)]) == 2
-    assert f"{tmp_path / 'report.json'}: cannot be read: No such file" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "diff", str(report), str(report), "--drift", "2"])
-    assert ended.value.code == 2 and "expected a share of the error budget" in capsys.readouterr().err
+    assert ours("report", "diff", report, report) == (0, "0 regressions, 0 other changes\n", "")
+    assert ours("report", "diff", fewer, report)[0] == 0
+    status, shown, _ = ours("report", "diff", report, fewer)
+    assert status == 1 and "✘ backend removed: Broken · was fail" in shown and "1 regression, 0 other changes" in shown
+    for arguments, said in (
+        ([tmp_path], f"{tmp_path / 'report.json'}: cannot be read: No such file"),
+        ([report, "--drift", 2], "expected a share of the error budget"),
+    ):
+        status, _, complained = ours("report", "diff", report, *arguments)
+        assert status == 2 and said in complained

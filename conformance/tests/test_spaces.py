@@ -3,6 +3,7 @@
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,6 @@ from mla_conformance.cases.covering import Pairs, cover, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
-from mla_conformance.cli import main
 from mla_conformance.commands import listing
 from mla_conformance.judging.golden import memory_need
 from mla_conformance.vocabulary.arrays import SPACES, array_of
@@ -91,20 +91,16 @@ def test_what_is_drawn_holds_only_pairs_that_are_claimed_and_possible(space: Spa
     holds()
 
 
-def test_excluded_pairs_are_listed_by_reason(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excluded_pairs_are_listed_by_reason(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one role: the others' pairs, which the lists are held to above, would be found a second time."""
     space = SPACES["decode_combinations"]
     monkeypatch.setattr(listing, "SPACES", {space.capability: space})
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["capabilities", "--excluded"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ours("capabilities", "--excluded")[1].splitlines()
     assert max(map(len, lines)) <= 80
     excluded = Pairs.every(space) - pairs_of_lists(space.capability)
     assert f"{space.role}: {len(excluded)} pairs excluded" in lines
-    assert "  ranks are merged by their LSE: 8 pairs" in lines
-    assert "    ranks=2 with lse=not asked" in lines
+    assert "  ranks are merged by their LSE: 8 pairs" in lines and "    ranks=2 with lse=not asked" in lines
 
 
 def test_each_tier_holds_the_one_below_and_no_case_twice() -> None:
@@ -150,24 +146,19 @@ class Narrow(EagerDecodeBackend):
 """
 
 
-def test_what_a_declaration_claims_and_refuses_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_declaration_claims_and_refuses_is_told(here: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FITTED, Tier.NIGHTLY, 6)  # each of which takes a while to be held
-    (tmp_path / "narrow.py").write_text(NARROW)
-    assert main(["capabilities", "--backend", f"{tmp_path}/narrow.py:Narrow", "--device", "cpu"]) == 0
-    headline, *lines = capsys.readouterr().out.splitlines()
-    assert headline.startswith("Narrow decode: ") and " cases fitted" in headline
+    (here / "narrow.py").write_text(NARROW)
+    status, printed, _ = ours("capabilities", "--backend=narrow.py:Narrow", "--device=cpu")
+    headline, *lines = printed.splitlines()
+    assert status == 0 and headline.startswith("Narrow decode: ") and " cases fitted" in headline
     text = " ".join(" ".join(lines).split())
-    assert (
-        "refused on cpu: cache=fp8, cache=fp8_ds_mla" in text and "page=16, page=32" in text and "queries=mixed" in text
-    )
-    assert max(map(len, [headline, *lines])) <= 80
+    assert "refused on cpu: cache=fp8, cache=fp8_ds_mla" in text and "page=16, page=32" in text
+    assert "queries=mixed" in text and max(map(len, [headline, *lines])) <= 80
 
 
-def test_a_backend_that_cannot_run_here_is_an_input_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capabilities", "--backend", "TRTLLM_RAGGED", "--device", "cpu"]) == 2
-    assert "TRTLLM_RAGGED cannot run here: " in capsys.readouterr().err
+def test_a_backend_that_cannot_run_here_is_an_input_error(refused: Any) -> None:
+    assert "TRTLLM_RAGGED cannot run here: " in refused("capabilities", "--backend=TRTLLM_RAGGED", "--device=cpu")
 
 
 CLASSES = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r", "s"), "d": ("0", "1")}

@@ -1,6 +1,5 @@
 """Times of right kernels: calls of large shapes that mean what they say, the table, and the way into the report."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cli import main
+from mla_conformance.defects.known import known_defects
 from mla_conformance.driving.driver import parts_of
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report
@@ -69,11 +68,8 @@ def test_two_kernels_agree_on_a_call_that_is_made_by_repeating(id: str, moved: i
 
 
 def test_forms_are_the_models_or_those_of_deepseek_v3() -> None:
-    passed = [
-        "sparse_decode:heads=64;q=[1];kv=[9];topk=512",
-        "sparse_decode:heads=16;q=[1];kv=[9];topk=512",
-        "layer:call=layer;q=[1];kv=[9]",
-    ]
+    passed = [f"sparse_decode:heads={heads};q=[1];kv=[9];topk=512" for heads in (64, 16)]
+    passed += ["layer:call=layer;q=[1];kv=[9]"]
     of_model = [Case.parse(form) for form in forms_of(passed, 16, "cuda")]
     assert [(case.heads, case.topk) for case in of_model] == [(16, 512), (64, 512)]  # type: ignore[attr-defined]
     first = Case.parse(forms_of([DECODE], 0, "cuda")[0])
@@ -109,9 +105,8 @@ def test_a_slower_copy_of_a_kernel_stands_behind_it() -> None:
 @pytest.mark.usefixtures("shapes")
 def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = time_kernel(Subject.of(f"{__name__}:Failing", CPU), [DECODE])
-    assert not table_of([("MINE", speed)]) and remarks_of([("MINE", speed)]) == [
-        "no time for MINE: ValueError: not at this length"
-    ]
+    assert not table_of([("MINE", speed)])
+    assert remarks_of([("MINE", speed)]) == ["no time for MINE: ValueError: not at this length"]
     monkeypatch.setattr(measure, "SLOWEST", 0.0)
     assert "up to 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     monkeypatch.setattr(measure, "SHAPES", {"cpu": (Shape(Call.DECODE, 2, 1, 99), Shape(Call.DECODE, 2, 1, 199))})
@@ -148,35 +143,22 @@ def test_the_table_has_the_columns_that_most_kernels_have() -> None:
     assert "sparse decode 64 × 8k" in table_of([*kernels, lists])[0]
 
 
-WRONG = """
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-class Wrong(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, q, k, v, **named):
-        output = super().run_prefill_new_tokens(q, k, v, **named)
-        return (1.5 * output[0], *output[1:]) if isinstance(output, tuple) else 1.5 * output
-"""
-
-
-def test_a_run_times_what_is_right_and_keeps_it(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my.py").write_text(WRONG)
-    asked = ["certify", "--capability", "new_tokens", "--tier", "smoke", "--device", "cpu"]
-    asked += ["--out", "run", "--no-explain", "--speed"]
-    assert main([*asked, "--backend", "EAGER", "--backend", "my.py:Wrong"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+def test_a_run_times_what_is_right_and_keeps_it(here: Path, ours: Any) -> None:
+    wrong = known_defects()["fa4-sm120-wrong-smem-store-atom"]
+    asked = "--capability=new_tokens --tier=smoke --device=cpu --out=run --no-explain --speed --backend=EAGER"
+    status, printed, _ = ours("certify", *asked.split(), f"--backend={wrong.reference}")
+    lines = printed.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("right, fastest first"))
-    assert lines[head + 1].split()[0] == "EAGER" and "on a CPU, at small shapes" in lines[head + 2]
-    assert not any("Wrong" in line for line in lines[head : head + 5])
-    backends = json.loads(Path("run/report.json").read_text())["backends"]
-    assert "speed" in backends["EAGER"] and "speed" not in backends["Wrong"]
-    run = load_report(Path("run"))
-    speed = run.backends[0].speed
-    assert speed and {each.kind for each in speed.times} >= {"prefill"} and "<h3>EAGER</h3>" in html(run)
+    assert status == 1 and lines[head + 1].split()[0] == "EAGER"
+    assert "on a CPU, at small shapes" in lines[head + 2]
+    assert not any(wrong.kernel.__name__ in line for line in lines[head : head + 5])
+    run = load_report(here / "run")
+    speeds: dict[str, Any] = {each.name: each.speed for each in run.backends}
+    assert not speeds[wrong.kernel.__name__] and {each.kind for each in speeds["EAGER"].times} >= {"prefill"}
+    assert "<h3>EAGER</h3>" in html(run)
 
 
 @pytest.mark.parametrize("option", [["--shard", "1/2"], ["--sanitize", "memcheck"]])
-def test_times_are_of_whole_runs(option: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["certify", "--backend", "EAGER", "--speed", *option]) == 2
-    assert f"{option[0]}: cannot be combined with --speed" in capsys.readouterr().err
+def test_times_are_of_whole_runs(option: list[str], refused: Any) -> None:
+    said = refused("certify", "--backend", "EAGER", "--speed", *option)
+    assert f"{option[0]}: cannot be combined with --speed" in said

@@ -3,16 +3,16 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from mla_conformance.backends import eager, eager_decode
+from mla_conformance.backends import eager
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
+from mla_conformance.defects.known import known_defects
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.gating.gate import Gate, GateFinding
 from mla_conformance.judging.record import BackendFacts
@@ -108,35 +108,8 @@ def test_answers_reach_text_page_report_and_gate(tmp_path: Path) -> None:
     assert "not measured" in row.detail and gate.blocks(row), "a question that nobody asked closes the gate"
 
 
-PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
+PREFILL = "determinism:dims=small;heads=2;q=[70]"
 DECODE = "determinism:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=64"
-
-
-class OrderOfAdditions(eager.EagerPrefillBackend):
-    """Once in 100 calls the key tiles are added up in another order, as by atomic additions; right, with other bits."""
-
-    key_tile = 16
-
-    def _batch(self, *operands: Any, **options: Any) -> Any:
-        self._lost = loses(self, 100)
-        return super()._batch(*operands, **options)
-
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        return iter(list(super()._tiles(keys))[:: -1 if self._lost else 1])
-
-
-class UnfinishedTile(eager_decode.EagerDecodeBackend):
-    """Once in 300 calls the last row is stored before its last tile was added."""
-
-    def run_decode(self, *operands: Any) -> Any:
-        output, lse = super().run_decode(*operands)
-        output[-1] *= 0.5 if loses(self, 300) else 1.0
-        return output, lse
-
-
-def loses(kernel: Any, one_in: int) -> bool:
-    """Whether a race is lost, at calls that are drawn by a seed."""
-    return kernel.__dict__.setdefault("_draw", Random(one_in)).randrange(one_in) == 0
 
 
 def of(reference: str, case: str, calls: int) -> Repeated:
@@ -144,10 +117,10 @@ def of(reference: str, case: str, calls: int) -> Repeated:
 
 
 def test_a_race_is_found_where_the_draw_puts_it_and_other_bits_may_be_right() -> None:
-    found = of(f"{__name__}:UnfinishedTile", DECODE, 400)
-    assert found.differing and found.breaks and "output is" in found.wrong
-    assert found.first <= 400 and found.calls_for(0.95) > 1
-    found = of(f"{__name__}:OrderOfAdditions", PREFILL, 200)
+    found = of(known_defects()["spec-metadata-pinned-temp-freed"].reference, DECODE, 40)
+    assert found.differing and found.breaks and "LSE is" in found.wrong
+    assert found.first <= 40 and found.calls_for(0.95) > 1
+    found = of(f"{__name__}:Alternating", PREFILL, 20)
     assert found.differing and not found.wrong and found.breaks
     for reference, case in (("EAGER", PREFILL), ("TORCH_SDPA", DECODE)):
         found = of(reference, case, 50)
@@ -195,7 +168,7 @@ def test_what_is_always_wrong_or_returns_nothing_is_not_repeated() -> None:
 
 def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    said = ["replay", PREFILL, "--backend", f"{__file__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
+    said = ["replay", PREFILL, "--backend", f"{__file__}:Alternating", "--device", "cpu", "--repeats", "6"]
     assert main(said) == 1
     out = capsys.readouterr().out
     assert "have other bits than the first" in out and "smallest case that differs" in out

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.tree import MLATreeMetadata
@@ -27,23 +26,6 @@ def batch_of(text: str) -> TreeBatch:
 def golden(text: str) -> Any:
     found: Any = golden_of(build_problem(Case.parse(text), CPU))
     return found.calls
-
-
-def test_a_row_sees_the_context_itself_and_its_ancestors() -> None:
-    """By the definition, key by key."""
-    batch = batch_of(MIXED)
-    (call,), rows, (state,) = batch.calls(), iter(range(29)), golden(MIXED)
-    keys, scale = call.k[:, 0].double(), batch.case.softmax_scale
-    for first, context, parents in zip(call.key_start_loc, batch.case.kv, batch.parents(), strict=False):
-        for token, row in zip(range(len(parents)), rows, strict=False):
-            seen = {*range(context), context + token}
-            while token:
-                token = parents[token]
-                seen.add(context + token)
-            own = keys[[first + number for number in seen]]
-            scores = scale * call.q[row].double() @ own.mT
-            assert torch.allclose(state.lse[:, row], scores.logsumexp(-1), rtol=1e-12)
-            assert torch.allclose(state.output[row], scores.softmax(-1) @ own[:, :32], rtol=1e-9, atol=1e-12)
 
 
 def test_random_trees_have_siblings_and_early_ends_and_each_request_its_own() -> None:

@@ -1,4 +1,4 @@
-"""`attention` and merging: against arbitrary precision, in blocks, beside bad numbers, and what merging rounds."""
+"""`attention` and merging: against arbitrary precision, what they refuse, and what merging rounds."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mpmath import mpf
 from torch import Tensor
 
-import mla_conformance.reference.attention as attention_module
 from mla_conformance.reference.attention import AttentionState, attention, merge
 from mla_conformance.reference.roundings import merged_chunks, merged_parts, merged_states
 
@@ -22,11 +21,6 @@ BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 9), "key_start_loc": (0, 7
 TERMS = ("magnitude", "score", "squares", "peak")
 INF = float("inf")
 mpmath.mp.dps = 40
-
-
-@pytest.fixture
-def qkv(normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
-    return normal(1, 9, 4, 6), normal(2, 12, 4, 6), normal(3, 12, 4, 5)
 
 
 def assert_same(a: AttentionState, b: AttentionState, tolerance: float = 0.0) -> None:
@@ -123,48 +117,6 @@ def test_a_merge_hides_no_nan_and_is_exact_at_extreme_lse() -> None:
     assert output.dtype == merged.dtype == torch.float64
     assert output.item() == pytest.approx(2.0, rel=1e-10)
     assert merged.item() == pytest.approx(1e5 + 0.6931471805599453, rel=1e-15)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("workspace", [1, 50, 4 * 12 * 2])
-def test_block_size_does_not_show(
-    qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch, causal: bool, workspace: int
-) -> None:
-    whole = attention(*qkv, **BATCH, causal=causal, with_terms=True)
-    monkeypatch.setattr(attention_module, "WORKSPACE_ELEMENTS", workspace)
-    blocks = attention(*qkv, **BATCH, causal=causal, with_terms=True)
-    assert_same(blocks, whole, 1e-14)
-    assert blocks.terms is not None and whole.terms is not None
-    for name, term in whole.terms.by_name().items():
-        torch.testing.assert_close(getattr(blocks.terms, name), term, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_invisible_keys_have_no_influence(qkv: tuple[Tensor, ...], poison: float) -> None:
-    q, k, v = qkv
-    clean = attention(q, k, v, **BATCH, causal=True)
-    k, v = k.clone(), v.clone()
-    k[6], v[6] = poison, poison  # the last key of request 0: only its last query, row 3, sees it
-    k[7:9], v[7:9] = poison, poison  # the keys of request 1, which has no query
-    state = attention(q, k, v, **BATCH, causal=True, with_terms=True)
-    seen = torch.arange(9) != 3
-    torch.testing.assert_close(state.output[seen], clean.output[seen], rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(state.lse[:, seen], clean.lse[:, seen], rtol=1e-14, atol=1e-14)
-    assert state.output[3].isnan().all()
-    assert state.terms is not None and not state.terms.score[seen].isnan().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
-def test_inputs_are_widened_exactly_may_have_rows_behind_and_stay_untouched(
-    qkv: tuple[Tensor, ...], dtype: torch.dtype
-) -> None:
-    narrow = [torch.cat((x, torch.full_like(x[:3], torch.nan))).to(dtype) for x in qkv]
-    before = [x.view(torch.uint8).clone() for x in narrow]
-    state = attention(*narrow, **BATCH, causal=True)
-    assert state.output.dtype == state.lse.dtype == torch.float64
-    wide = (x[: len(y)].to(torch.float64) for x, y in zip(narrow, qkv, strict=True))
-    assert_same(state, attention(*wide, **BATCH, causal=True))
-    assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip(narrow, before, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,8 @@ def test_agrees_with_the_definition(qkv: tuple[Tensor, ...], causal: bool, dtype
 def test_any_range_of_logits(qkv: tuple[Tensor, ...], factor: float, scale: float, offset: float) -> None:
     """Spread far, or a constant on all of them."""
     q, k, v = qkv
-    q, k = (
-        torch.cat([q * factor, torch.full_like(q[..., :1], offset)], -1),
-        torch.cat([k, torch.ones_like(k[..., :1])], -1),
-    )
+    q = torch.cat([q * factor, torch.full_like(q[..., :1], offset)], -1)
+    k = torch.cat([k, torch.ones_like(k[..., :1])], -1)
     options = {**BATCH, "scale": scale, "causal": True}
     fast, plain = blockwise_attention(q, k, v, **options), attention(q, k, v, **options, with_terms=True)
     # A logit of size x is known to x·2^-53, so weights are to as much, relatively.
@@ -117,9 +115,7 @@ def test_no_rows_are_an_empty_state(qkv: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.2, 4.0], ids=["many keys weigh", "one key weighs"])
-def test_low_precision_terms_are_close_and_not_too_small(
-    normal: Normal, monkeypatch: pytest.MonkeyPatch, scale: float
-) -> None:
+def test_low_precision_terms_are_close_and_not_too_small(normal: Normal, monkeypatch: Any, scale: float) -> None:
     monkeypatch.setattr(module, "low_precision", lambda *_: torch.bfloat16)
     q, k, v = normal(1, 130, 2, 48), normal(2, 400, 2, 48), normal(3, 400, 2, 16)
     options: dict[str, Any] = {"query_start_loc": (0, 130), "key_start_loc": (0, 400), "scale": scale, "causal": True}
@@ -132,13 +128,8 @@ def test_low_precision_terms_are_close_and_not_too_small(
     torch.testing.assert_close(fast.output, plain.output, rtol=1e-12, atol=1e-13)
 
 
-ALIKE = [
-    ([3, 3, 3, 3], [5, 5, 5, 5]),
-    ([1] * 9, [1] * 9),
-    ([2, 2, 4, 4, 4, 2], [7, 7, 7, 7, 3, 7]),
-    ([0, 0, 3, 3], [4, 4, 0, 0]),
-    ([6, 1, 1], [2, 2, 2]),
-]
+ALIKE = [([3, 3, 3, 3], [5, 5, 5, 5]), ([1] * 9, [1] * 9), ([2, 2, 4, 4, 4, 2], [7, 7, 7, 7, 3, 7])]
+ALIKE += [([0, 0, 3, 3], [4, 4, 0, 0]), ([6, 1, 1], [2, 2, 2])]
 
 
 def operands_of(normal: Normal, q_lens: list[int], kv_lens: list[int], shared: bool) -> dict[str, Any]:

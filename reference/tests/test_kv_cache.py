@@ -16,18 +16,13 @@ contexts = st.lists(st.integers(0, 300), min_size=1, max_size=6)
 @pytest.mark.parametrize("planner", chunking.PLANNERS)
 @settings(max_examples=40, deadline=None)
 @given(lens=contexts, page_size=st.integers(1, 32), spare=st.integers(0, 200))
-def test_plan_covers_every_context_once_within_the_workspace(
-    planner: str, lens: list[int], page_size: int, spare: int
-) -> None:
+def test_plans_cover_every_context_once(planner: str, lens: list[int], page_size: int, spare: int) -> None:
     pages = sum(length > 0 for length in lens) if planner == "equal" else 1
     workspace = max(1, pages) * page_size + spare
     plan = chunking.PLANNERS[planner](lens, workspace_tokens=workspace, page_size=page_size)
     for request, length in enumerate(lens):
-        covered = [
-            token
-            for chunk in plan
-            for token in range(chunk.starts[request], chunk.starts[request] + chunk.seq_lens[request])
-        ]
+        spans = [range(chunk.starts[request], chunk.starts[request] + chunk.seq_lens[request]) for chunk in plan]
+        covered = [token for span in spans for token in span]
         assert covered == list(range(length))
     assert all(0 < chunk.num_tokens <= workspace for chunk in plan)
     assert all(start % page_size == 0 for chunk in plan for start in chunk.starts)
@@ -35,9 +30,7 @@ def test_plan_covers_every_context_once_within_the_workspace(
 
 @settings(max_examples=40, deadline=None)
 @given(lens=contexts, page_size=st.integers(1, 32), spare=st.integers(0, 200))
-def test_a_packed_chunk_is_a_run_of_rows_of_which_the_first_may_continue(
-    lens: list[int], page_size: int, spare: int
-) -> None:
+def test_a_packed_chunk_is_a_run_of_rows(lens: list[int], page_size: int, spare: int) -> None:
     plan = chunking.pack_context_chunks(lens, workspace_tokens=page_size + spare, page_size=page_size)
     for chunk in plan:
         first, *others = [request for request, length in enumerate(chunk.seq_lens) if length]
@@ -72,12 +65,8 @@ def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
     plan = chunking.plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
     for chunk in plan:
         kv_c, k_pe = kv_cache.gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=32)
-        expected = torch.cat(
-            [
-                request[start : start + length]
-                for request, start, length in zip(prefill.latents, chunk.starts, chunk.seq_lens, strict=True)
-            ]
-        )
+        spans = map(slice, chunk.starts, map(sum, zip(chunk.starts, chunk.seq_lens, strict=True)))
+        expected = torch.cat([request[span] for request, span in zip(prefill.latents, spans, strict=True)])
         assert kv_c.shape == (chunk.num_tokens, 32) and k_pe.shape == (chunk.num_tokens, 8)
         assert torch.equal(torch.cat((kv_c, k_pe), dim=-1), expected)  # also: no NaN of an unused slot
 

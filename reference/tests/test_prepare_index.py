@@ -24,18 +24,6 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("first", [0, 40])
-def test_the_rotation_is_that_of_rope_and_leaves_other_columns(interleaved: bool, first: int) -> None:
-    x, positions = drawn(4, 3, 64), torch.tensor([0, 5, 9, 1000])
-    rotation = Rotation.plain(24, interleaved=interleaved)
-    angle = positions[:, None] * torch.tensor(rotation.frequencies, dtype=torch.float64)
-    turned = rotated(Prepared.of(x), torch.cat((angle.cos(), angle.sin()), dim=1), first, interleaved).values
-    expected = x.clone()
-    expected[..., first : first + 24] = rope(x[..., first : first + 24], positions, rotation)
-    assert torch.allclose(turned, expected, rtol=0, atol=1e-13)
-
-
 def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column() -> None:
     x = Prepared.of(drawn(2, 3, 128))
     assert torch.allclose(hadamard(hadamard(x)).values, x.values, rtol=0, atol=1e-13)

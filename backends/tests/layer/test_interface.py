@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from mla_conformance.backends import block_size, kernel
-from mla_conformance.backends.layer import context_parallel
 from mla_conformance.backends.layer.attention_impl import (
-    AttentionImpl,
-    AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
 )
 from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
-    subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
 
@@ -56,42 +52,6 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
     insists = answering(is_mla=True, is_sparse=True)
     assert reasons(insists) == ["non-MLA not supported", "non-sparse not supported"]
     assert reasons(insists, use_mla=True, use_sparse=True) == reasons(answering()) == []
-
-
-class Impl(AttentionImpl[Any]):
-    can_return_lse_for_decode = True
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self.ranks_at_construction = (self.dcp_world_size, self.total_cp_rank)
-
-    def forward(self, layer: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return query
-
-
-def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
-    alone = Impl(4)
-    assert alone.ranks_at_construction == (1, 0) and not alone.need_to_return_lse_for_decode
-    with context_parallel.dcp_group(context_parallel.Lockstep(4).groups[3]):
-        impl = Impl(4)
-    assert impl.ranks_at_construction == (4, 3) and impl.need_to_return_lse_for_decode
-    assert Impl(4).ranks_at_construction == (1, 0)
-
-
-class Builder(AttentionMetadataBuilder[Any]):
-    def __init__(self) -> None:
-        pass
-
-    def build(self, *batch: Any, **options: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_a_builder_may_update_no_table_and_a_backend_be_given_another_builder(world: Any) -> None:
-    with pytest.raises(NotImplementedError, match="Builder cannot update a block table; build the metadata anew"):
-        Builder().update_block_table(None, torch.empty(0), torch.empty(0))
-    ours = world().backend
-    chunked = subclass_attention_backend("Chunked", ours, Builder)
-    assert chunked.__name__ == f"Chunked{ours.__name__}" and issubclass(chunked, ours)
-    assert chunked.get_builder_cls() is Builder is not ours.get_builder_cls()
 
 
 def test_a_batch_without_its_padding() -> None:

@@ -7,13 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.flashinfer_mla import FlashInferMLASparseSM90Backend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
+from mla_conformance.reference.selected import selected_attention
 
 LABELS = {"flashinfer": "flashinfer-python 0.7.2.post1", "flash_mla": "sgl-flash-mla 1.0.0", "vllm": "vllm 0.33.0"}
-LAYOUTS = {656: "fp8_ds_mla", 584: "fp8_v4"}
+LATENT, LAYOUTS = 512, {656: "fp8_ds_mla", 584: "fp8_v4"}
+
+
+def attended(q: Tensor, keys: Tensor, lists: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of q [T, N, D], keys [S, D] and numbers of them [T, K], or -1: output [T, N, L] of q's dtype, LSE [T, N]."""
+    state = selected_attention(q, keys[:, None], keys[:, None, :LATENT], lists, scale=scale, sink=sink)
+    return state.output.to(q.dtype), state.lse.mT.float()
+
+
+def slots_of(cache: Tensor, layout: str) -> Tensor:
+    """Every slot of a cache [blocks, page, width] of a layout, as a kernel reads it: [S, D]."""
+    slots = torch.arange(cache.shape[0] * cache.shape[1])
+    return dequantise(gather(cache, slots, layout), layout, torch.tensor(1.0), torch.bfloat16)
 
 
 def cut(lists: Any, length: Any) -> Any:
@@ -23,7 +38,7 @@ def cut(lists: Any, length: Any) -> Any:
 
 
 @pytest.fixture
-def aiter(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> None:
+def aiter(recorded: Any, installed: Any) -> None:
     """Lists of slots; NaN in a row whose list names none."""
     module = "aiter.ops.triton.attention.unified_attention_sparse_mla"
 
@@ -31,7 +46,7 @@ def aiter(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> N
         cache, lists = a["kv"], a["topk_indices"]
         assert cache.shape[2] == 1 and lists.is_contiguous() and a["q"].is_contiguous() and a["kv_lora_rank"] == 512
         assert (a["max_seqlen_q"], len(a["seqused_k"])) == (1, len(a["q"]))
-        found, _ = sparse_kernel(a["q"], slots_of(cache[:, :, 0], "auto"), lists.long(), a["softmax_scale"])
+        found, _ = attended(a["q"], slots_of(cache[:, :, 0], "auto"), lists.long(), a["softmax_scale"])
         a["out"].copy_(found)
         a["out"][(lists == -1).all(dim=1)] = torch.nan
 
@@ -41,7 +56,7 @@ def aiter(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> N
 
 
 @pytest.fixture
-def flash_attn(recorded: Any, installed: Any, sparse_kernel: Any) -> list[Any]:
+def flash_attn(recorded: Any, installed: Any) -> list[Any]:
     """What vLLM's FlashAttention 3 is handed over pages of one token, as many of a table as ``seqused_k`` says."""
     seen: list[Any] = []
 
@@ -57,7 +72,7 @@ def flash_attn(recorded: Any, installed: Any, sparse_kernel: Any) -> list[Any]:
         behind = torch.arange(columns) >= a["seqused_k"][:, None]
         assert a["max_seqlen_k"] == columns and bool((lists[behind] == -1).all()) and bool((lists[~behind] >= 0).all())
         keys = torch.cat((a["v"], a["k"]), dim=-1)[:, 0, 0].double()
-        output, _ = sparse_kernel(torch.cat((a["q_v"], a["q"]), dim=-1), keys, lists, a["softmax_scale"])
+        output, _ = attended(torch.cat((a["q_v"], a["q"]), dim=-1), keys, lists, a["softmax_scale"])
         return output
 
     module = "vllm.vllm_flash_attn.flash_attn_interface"
@@ -67,7 +82,7 @@ def flash_attn(recorded: Any, installed: Any, sparse_kernel: Any) -> list[Any]:
 
 
 @pytest.fixture
-def flash_mla(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> None:
+def flash_mla(recorded: Any, installed: Any) -> None:
     """64 or 128 heads; natural LSE, +inf without keys. A request has one query token, its list and its length."""
 
     def source(cache: Any, indices: Any, length: Any) -> Any:
@@ -87,7 +102,7 @@ def flash_mla(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) 
             more, others = source(a["extra_k_cache"], a["extra_indices_in_kvcache"], a["extra_topk_length"])
             lists = torch.cat((lists, torch.where(others < 0, -1, others + len(keys))), dim=1)
             keys = torch.cat((keys, more))
-        output, lse = sparse_kernel(q[:, 0], keys, lists, a["softmax_scale"], a["attn_sink"])
+        output, lse = attended(q[:, 0], keys, lists, a["softmax_scale"], a["attn_sink"])
         return output[:, None], lse.masked_fill(lse == -math.inf, math.inf)[:, :, None]
 
     def prefill(a: Any) -> Any:
@@ -95,7 +110,7 @@ def flash_mla(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) 
         assert a["use_legacy"] and a["d_v"] == 512 and q.shape[1] in (64, 128) and kv.shape[1] == 1
         assert indices.shape[1] == 1 and indices.shape[2] % 128 == 0
         assert length is None or (length.dtype == torch.int32 and length.is_contiguous())
-        output, lse = sparse_kernel(q, kv[:, 0], cut(indices[:, 0], length), a["sm_scale"], a["attn_sink"])
+        output, lse = attended(q, kv[:, 0], cut(indices[:, 0], length), a["sm_scale"], a["attn_sink"])
         return output, lse, lse.masked_fill(lse == -math.inf, math.inf)
 
     calls = {"get_mla_metadata": lambda a: ("schedule", None), "flash_mla_with_kvcache": decode}
@@ -105,7 +120,7 @@ def flash_mla(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) 
 
 
 @pytest.fixture
-def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
+def trtllm(recorded: Any, installed: Any) -> None:
     """Slots of one query token a request, as many as ``seq_lens`` says; LSE [T, N] of the base that is asked for."""
 
     def decode(a: Any) -> Any:
@@ -119,7 +134,7 @@ def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
         assert a["seq_lens"].dtype == table.dtype == torch.int32
         lists = cut(table[:, 0], a["seq_lens"])
         assert bool((lists >= 0).sum(dim=1).equal(a["seq_lens"].long()))
-        output, lse = sparse_kernel(q[:, 0], cache[:, 0].flatten(0, 1), lists, a["bmm1_scale"])
+        output, lse = attended(q[:, 0], cache[:, 0].flatten(0, 1), lists, a["bmm1_scale"])
         return output[:, None], lse
 
     name = "trtllm_batch_decode_with_kv_cache_mla"
@@ -127,7 +142,7 @@ def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
 
 
 @pytest.fixture
-def flashinfer(recorded: Any, installed: Any, planned: Any, sparse_kernel: Any) -> None:
+def flashinfer(recorded: Any, installed: Any, planned: Any) -> None:
     """A wrapper over pages of one token that is planned on the host for what it runs; natural LSE [T, N]."""
     folder, label = "flashinfer/mla/_batch_mla", LABELS["flashinfer"]
 
@@ -146,7 +161,7 @@ def flashinfer(recorded: Any, installed: Any, planned: Any, sparse_kernel: Any) 
         named = [batch["kv_indices"][begin:end].long() for begin, end in pairwise(batch["kv_indptr"].tolist())]
         assert batch["kv_len_arr"].tolist() == [*map(len, named)]
         lists = torch.nn.utils.rnn.pad_sequence(named, batch_first=True, padding_value=-1)
-        return sparse_kernel(q, keys, lists, plan["sm_scale"])
+        return attended(q, keys, lists, plan["sm_scale"])
 
     def begin(wrapper: Any, a: Any) -> None:
         assert a["backend"] == "fa3" and a["float_workspace_buffer"].numel() >= 128 << 20
@@ -158,7 +173,7 @@ def flashinfer(recorded: Any, installed: Any, planned: Any, sparse_kernel: Any) 
 
 
 @pytest.fixture
-def sglang(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
+def sglang(recorded: Any, installed: Any) -> None:
     """The launcher, which shares keys where its shapes allow it; the kernel, which takes any dtype, and its lengths."""
     module = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
 
@@ -167,14 +182,14 @@ def sglang(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
         assert kv.dtype == torch.bfloat16 and kv.shape[1] == 1 and a["d_v"] == 512
         assert q.shape[1] == {0: 3, 2: 16, 4: 8}[a["union"]]
         lists = cut(a["indices"], None if a["union"] else a["topk_length"])
-        return sparse_kernel(q, kv[:, 0], lists, a["sm_scale"])[0]
+        return attended(q, kv[:, 0], lists, a["sm_scale"])[0]
 
     class Kernel:
         def __getitem__(self, grid: Any) -> Any:
             def run(q: Any, kv: Any, indices: Any, length: Any, out: Any, scale: Any, topk: Any, **sizes: Any) -> None:
                 assert grid == (len(q),) and topk == indices.shape[1] and all(x.is_contiguous() for x in (q, kv, out))
                 assert sizes == {"H": 3, "BLOCK_H": 16, "D_QK": 576, "D_V": 512, "BLOCK_N": 64, "IDX64": False}
-                out.copy_(sparse_kernel(q, kv[:, 0], cut(indices, length), scale)[0])
+                out.copy_(attended(q, kv[:, 0], cut(indices, length), scale)[0])
 
             return run
 
