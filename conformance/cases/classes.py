@@ -59,8 +59,12 @@ class Numbers:
     def first(self, label: str) -> int:
         return self.some[label][0]
 
+    @cached_property
+    def _least(self) -> Mapping[str, int]:
+        return {label: min(map(min, parts)) for label, parts in self.parts.items()}
+
     def least(self, label: str) -> int:
-        return min(map(min, self.parts[label]))
+        return self._least[label]
 
 
 class Labels(NamedTuple):
