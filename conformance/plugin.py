@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator
 from copy import copy
 from glob import glob
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,13 +37,14 @@ _RECORDS = pytest.StashKey[list[Record]]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 _OPEN_ENDED = re.compile(r"\b(or|not)\b")
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
-# What may be a backend's name that stands alone.
 _BARE = re.compile(r"(?<![\w=/:'\"\[.-])[A-Z][A-Z0-9_]{2,}(?:\[[\w.-]+\])?(?![\w/.-])")
+"""What may be a backend's name that stands alone."""
 _WORD = re.compile(r"(?<![\w/:=\[.-])\w+(?![\w/:=\].-])")
 _KIND = re.compile(r"/of:(\w+)/")
 _keyword, _kind = "/backend:{}/".format, "/of:{}/".format
 _SHORT = ("--tier", "--capability", "--device", "--case", "--no-explain")
-_SECONDS = 0.16  # CPU seconds of TORCH_SDPA on all cases and those fitted to it, by the number of all: 612 of 3,942
+_SECONDS = 0.16
+"""CPU seconds of TORCH_SDPA on all cases and those that are fitted to it, by the number of all: 612 of 3,942."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,9 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke (default), full or nightly")
     group.addoption("--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda if there is one")
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
-    no_prefix = "with --backend, or for the suite, --tier and the like need no prefix either"
-    unexplained = f"compare failures with no known mistakes, which takes seconds; {no_prefix}"
-    group.addoption("--mla-no-explain", action="store_true", help=unexplained)
+    group.addoption(
+        "--mla-no-explain",
+        action="store_true",
+        help="compare failures with no known mistakes, which "
+        "takes seconds; with --backend, or for the suite, --tier and the like need no prefix either",
+    )
     parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default=_SMOKE)
 
 
@@ -76,14 +79,7 @@ def pytest_load_initial_conftests(
         found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
         paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
         if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
-
-            @pytest.hookimpl(wrapper=True, tryfirst=True)
-            def pytest_cmdline_main() -> Generator[None, Any, Any]:
-                status = yield
-                said(int(status or 0))
-                return status
-
-            early_config.pluginmanager.register(SimpleNamespace(pytest_cmdline_main=pytest_cmdline_main))
+            early_config.pluginmanager.register(_LastWord(said))
     return (yield)
 
 
@@ -111,19 +107,24 @@ def _is_watched(config: pytest.Config) -> bool:
     return sys.platform == "linux" and here and not (begun or option.help or option.version or own_tests.is_alone())
 
 
+class _LastWord:
+    def __init__(self, said: Callable[[int], Any]) -> None:
+        self._said = said
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
+        status = yield
+        self._said(int(status or 0))
+        return status
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.addinivalue_line("markers", "role(name): the role of a conformance test's case, such as decode")
-    records = config.stash[_RECORDS] = list[Record]()
+    records = config.stash[_RECORDS] = []
     if not hasattr(config, "workerinput"):
-
-        def pytest_runtest_logreport(report: pytest.TestReport) -> None:  # workers of xdist send records with reports
-            reported = dict(report.user_properties).get(PROPERTY)
-            if report.when == "call" and reported:
-                records.append(msgspec.convert(json.loads(str(reported)), Record))
-
-        config.pluginmanager.register(SimpleNamespace(pytest_runtest_logreport=pytest_runtest_logreport))
+        config.pluginmanager.register(_Collects(records))
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
@@ -285,6 +286,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
             report.longrepr = shown_lines(describe_failure(record))
         report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
     return report
+
+
+class _Collects:
+    """Takes the records where the run is controlled; workers of xdist send them with their reports."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self._records = records
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reported = dict(report.user_properties).get(PROPERTY)
+        if report.when == "call" and reported:
+            self._records.append(msgspec.convert(json.loads(str(reported)), Record))
 
 
 @pytest.hookimpl(tryfirst=True)

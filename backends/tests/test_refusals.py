@@ -23,6 +23,7 @@ from mla_conformance.backends.torch_sdpa import (
     TorchSDPASparseBackend,
 )
 from mla_conformance.cases.case import Case
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.reference import chunking
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.roles.table import DEFINITIONS, build_problem
@@ -49,14 +50,17 @@ TOPK, PREPARE = "select:q=[1,1];kv=[3,6];topk=4", "prepare_index:heads=2;dims=48
 MODEL = prepare.IndexPreparation(64, 16, True, True, True, "pow2", True, 1e-6)
 
 
-def called(kernel: Any, text: str, metadata: Any = lambda metadata: {}, **changes: Any) -> None:
-    """A case's call of a kernel, with some operands, or fields of its metadata, otherwise."""
+_USUAL: Any = object()
+
+
+def called(kernel: Any, text: str, metadata: Any = lambda metadata: {}, out: Any = _USUAL, **changes: Any) -> None:
+    """A case's call of a kernel, with some operands, or fields of its metadata, otherwise, or with another ``out``."""
     case = Case.parse(text)
     (call,), backend = build_problem(case, CPU).calls, DEFINITIONS[case.role].kernel(kernel, case, BF16, CPU)
     own = {each.name: changes[each.name] for each in fields(call) if each.name in changes}
     call = replace(call, metadata=replace(call.metadata, **metadata(call.metadata)), **own).given_otherwise(**changes)
     call.prepare(backend)
-    call.invoke(backend, call.output_buffer())
+    call.invoke(backend, call.output_buffer() if out is _USUAL else out)
 
 
 def lists(row: int = 0, column: int = 0, slot: int = 5) -> torch.Tensor:
@@ -82,8 +86,8 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (PREFILL, PREFILLS, DOUBLE, r"dtype torch\.float64 not supported \(supported: torch\.float16"),
     (PREFILL, PREFILLS, {"chunk_idx": 2}, r"context chunk 2 asked for.*no chunked context"),
     (PREFILL, PREFILLS[1:], {"output_scale": ONE}, "TORCH_SDPA: quantised output not supported"),
-    (PREFILL, PREFILLS[:1], {"output_scale": ONE}, E4M3_OUT),
-    (PREFILL, PREFILLS[:1], {"output_scale": ONE, "out_dtype": BF16}, E4M3_OUT),
+    (PREFILL, PREFILLS[:1], {"output_scale": ONE, "out": None}, E4M3_OUT),
+    (PREFILL, PREFILLS[:1], {"output_scale": ONE, "out": Guarded.allocate((5, 2, 12), BF16, CPU)}, E4M3_OUT),
     (DECODE, DECODES, _LATENT, "dtype torch.float64 not supported"),
     (DECODE, DECODES, {"ql_nope": torch.zeros(4, 2, 512).bfloat16()}, r"ql_nope: expected at least 6 tokens of \[2, 5"),
     (DECODE, DECODES, {"kv_cache": torch.zeros(9, 4, 500).bfloat16()}, r"kv_cache: expected \[blocks, page, 576\] of"),

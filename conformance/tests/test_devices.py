@@ -142,11 +142,11 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple[
 )
 def test_a_case_without_its_memory_waits_for_it(monkeypatch: Any, whole: int, steps: list[str], said: str) -> None:
     monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
-    monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
-    monkeypatch.setattr(judging, "whole_memory", lambda device: whole)
+    monkeypatch.setattr(judging.memory, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(judging.memory, "whole_memory", lambda device: whole)
     done: list[str] = []
     monkeypatch.setattr(Context, "forget", lambda self: done.append("forgets"))
-    monkeypatch.setattr(judging, "wait_for_memory", lambda *_: (done.append("waits"), 2**20)[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(judging.memory, "wait_for_memory", lambda *_: (done.append("waits"), 2**20)[1])  # type: ignore[func-returns-value]
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
     assert done == steps
     assert record.status is Status.UNAVAILABLE and record.too_large is not bool(steps)

@@ -334,7 +334,7 @@ def test_what_is_too_large_is_not_told_by_the_kernel(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, kernel: str, case: Case, limit: int, finding: str
 ) -> None:
     Path("oom.py").write_text(OUT_OF_MEMORY)
-    monkeypatch.setattr(judging, "whole_memory", lambda device: limit)
+    monkeypatch.setattr(judging.memory, "whole_memory", lambda device: limit)
     subject = Subject.of(kernel, CPU)
     record, facts = judge_one(subject, case, Context()), describe(subject)
     status, out, _ = gate(of(facts, [record, *passed(facts)]))
