@@ -52,6 +52,10 @@ class DecodeCall(AttentionCall):
     def returns_lse(self) -> bool:
         return self.case.lse or self.case.ranks > 1  # a case that is about outputs leaves it to others
 
+    @property
+    def holds_codes(self) -> bool:  # which files of roles ask a call for
+        return self.case.holds_codes
+
     def invoke(self, backend: decode.MLADecodeBackend, out: memory.Guarded | None) -> Any:
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
