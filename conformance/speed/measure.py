@@ -31,7 +31,7 @@ from mla_conformance.trials.subject import Subject, device_reasons
 
 PATIENCE = {"cuda": 10.0, "cpu": 45.0}
 """Seconds after which no further shape of a kernel is begun."""
-SLOWEST = 1.0  # seconds of the slowest call that is timed
+SLOWEST = {"cuda": 0.1, "cpu": 1.0}  # seconds of the slowest call that is timed, which takes a hundred of them
 _LINE = 300  # characters of a reason
 _PASSES, _ROUNDS = 2, 3
 """Each pass has inputs, memory and an instance of its own. Of six medians the least and the greatest have what they are
@@ -135,7 +135,7 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
             if case and not found.called and time.monotonic() > ends:
                 case, reason = None, f"skipped: the {PATIENCE[kind]:.0f} s for this kernel are over"
             elif case and not found.called and case.operations() >= too_slow.get(shape.call, math.inf):
-                case, reason = None, f"skipped: a shape of no more work takes over {SLOWEST:g} s"
+                case, reason = None, f"skipped: a shape of no more work takes over {SLOWEST[kind]:g} s"
             if case:
                 taker = rounds.setdefault(shape, Rounds(device, clocks))
                 found = _timed(subject, case, told(found, case=case.id), (copy, product), taker)
@@ -190,8 +190,8 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         torch.cuda.synchronize(device)
         workspace = max(0, torch.cuda.max_memory_allocated(device) - held - size)
         found = told(found, workspace=workspace)
-    if (seconds := time.perf_counter() - began) > SLOWEST:
-        why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST:g} s are timed"
+    if (seconds := time.perf_counter() - began) > SLOWEST[device.type]:
+        why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST[device.type]:g} s are timed"
         return told(found, called=None, graph=None, why=why)
     called = rounds.take("called", once)
     found = told(found, called=called, moved=moved + size, operations=case.operations())

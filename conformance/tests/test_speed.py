@@ -107,7 +107,7 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     speed = time_kernel(Subject.of(f"{__name__}:Failing", CPU), [DECODE])
     assert not table_of([("MINE", speed)])
     assert remarks_of([("MINE", speed)]) == ["no time for MINE: ValueError: not at this length"]
-    monkeypatch.setattr(measure, "SLOWEST", 0.0)
+    monkeypatch.setitem(measure.SLOWEST, "cpu", 0.0)
     assert "up to 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     monkeypatch.setattr(measure, "SHAPES", {"cpu": (Shape(Call.DECODE, 2, 1, 99), Shape(Call.DECODE, 2, 1, 199))})
     assert "no more work" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).times[1].why
