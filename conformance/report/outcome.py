@@ -63,7 +63,8 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
         cases, explained = (sum(len(cause.failures) for cause in each) for each in (backend.causes, likely))
         further = cases - explained if likely else 0
         extent = counted(further, "more case") if further else counted(cases, "case")
-        head = f"wrong: {backend.name}, " + (f"{counted(len(likely), 'likely cause')}, " if likely else "") + extent
+        what = "wrong" if backend.group is Group.WRONG else "not judged"
+        head = f"{what}: {backend.name}, " + (f"{counted(len(likely), 'likely cause')}, " if likely else "") + extent
         if numbered and reported:
             yield head
         for number, cause in enumerate(reported, start=before + 1):

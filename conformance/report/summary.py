@@ -153,6 +153,10 @@ class BackendSummary:
         # For a deployed model it is right only if something was judged and all of that held.
         right = Group.EMULATED if self.facts.emulated else Group.RIGHT
         self.group = Group.WAIVED if is_waived else _GROUPS.get(self.outcome, right)
+        # What failed in the suite itself is no fault of the kernel's.
+        blamed = any(record.failed and record.status is not Status.HARNESS_ERROR for record in self.records)
+        if self.group is Group.WRONG and not blamed:
+            self.group = Group.INCOMPLETE
         if self.reasons or not self.capabilities:
             self.group = Group.UNTESTED if self.reasons else Group.INCOMPLETE
 

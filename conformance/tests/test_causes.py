@@ -10,7 +10,7 @@ from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes, raised_at
 from mla_conformance.report.ci_views import markdown
-from mla_conformance.report.outcome import cause_lines, outcome_lines
+from mla_conformance.report.outcome import cause_lines, closing_line, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
@@ -92,6 +92,15 @@ def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
     both = RunSummary(ENVIRONMENT, tuple(summaries))
     numbers = [line.split()[0] for line in cause_lines(both, 80) if re.match(r"    \d+\. ", line)]
     assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
+
+
+def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel() -> None:
+    fault = raised("the suite itself failed, which says nothing of the kernel: KeyError: 'q'")
+    fault = fault.with_fields(status=Status.HARNESS_ERROR, check="")
+    head = next(cause_lines(run(fault), 140))
+    assert head.startswith("not judged: ") and "the suite itself failed" in head
+    assert run(fault).exit_status == 1 and closing_line(run(fault)).startswith("1 backend incomplete · ")
+    assert next(cause_lines(run(fault, failure("lse:q=[3]")), 140)).startswith("wrong: ")
 
 
 @pytest.mark.parametrize(

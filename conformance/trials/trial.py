@@ -292,7 +292,9 @@ def judged_trial(
         if memory.out_of_memory(error):
             verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
         else:
-            verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
+            fault = "the suite, or the role's file," if case.role.file else "the suite itself"
+            said = f"{fault} failed, which says nothing of the kernel: {one_line(error)}"
+            verdict = Verdict(Status.HARNESS_ERROR, said, detail=traceback.format_exc())
     if verdict.status is Status.UNAVAILABLE:
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
         too_long = case.operations() > MOST_OPERATIONS.get(kind, inf)
