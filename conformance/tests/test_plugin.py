@@ -197,12 +197,17 @@ def test_a_named_backend_that_cannot_run_here_is_no_success(pytester: pytest.Pyt
 
 
 def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "test_other.py").write_text(
+    """Of two folders with settings of their own: pytest asks which plug-ins are not those of the other one."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "conftest.py").touch()
+    (tmp_path / "b" / "test_other.py").write_text(
         "import sys\n\ndef test_modules():\n    assert 'mla_conformance.plugin' in sys.modules\n"
         "    assert not {'torch', 'numpy', 'mla_conformance.engine.request'} & set(sys.modules)\n"
     )
-    status, printed = pytest_in(tmp_path, "-k", "modules and not backend")
-    assert status == 0 and "1 passed" in printed and "= mla-conformance =" not in printed, printed
+    (tmp_path / "a" / "test_one.py").write_text("def test_modules(): ...\n")
+    status, printed = pytest_in(tmp_path, "-k", "modules and not backend", "a", "b")
+    assert status == 0 and "2 passed" in printed and "= mla-conformance =" not in printed, printed
 
 
 ENDING = """
