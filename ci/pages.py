@@ -22,7 +22,7 @@ from mla_conformance.api.own_forms import FORMS, IN_WORDS
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.records import kept_records
+from mla_conformance.certificate.records import read_records
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.files.whole import InputError, Section
@@ -100,6 +100,14 @@ def _list(title: str, case: type[Case], names: set[str]) -> str:
     return "\n".join([f"### {title}", "", *entries])
 
 
+def records_of(path: Path) -> Iterator[Certificate]:
+    """The records of a file. Raises InputError for a line that is refused, which a page would leave out unseen."""
+    for line in read_records(path):
+        if line.kept is None:
+            raise InputError(line.why)
+        yield line.kept.certificate
+
+
 def newest(records: list[Certificate]) -> list[Certificate]:
     """The newest of each kernel, and those of its suite in other versions or on other devices, which say so."""
     found = []
@@ -167,7 +175,7 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     shown = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
     yield Section.of(api, "functions"), f"```python\n{shown}```"
     files = sorted((root / "fixtures" / "records").glob("*.jsonl"))
-    records = newest([each.certificate for path in files for each in kept_records(path)])
+    records = newest([record for path in files for record in records_of(path)])
     for name, content in (("h200", kernels(records)), ("failures", failures(records))):
         yield Section.of(root / "docs" / "findings.md", name), content
 
