@@ -95,7 +95,7 @@ def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
 
 
 def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel() -> None:
-    fault = raised("the suite itself failed, which says nothing of the kernel: KeyError: 'q'")
+    fault = raised("the suite itself failed (please report it), not the kernel: KeyError: 'q'")
     fault = fault.with_fields(status=Status.HARNESS_ERROR, check="")
     head = next(cause_lines(run(fault), 140))
     assert head.startswith("not judged: ") and "the suite itself failed" in head

@@ -292,8 +292,8 @@ def judged_trial(
         if memory.out_of_memory(error):
             verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
         else:
-            fault = "the suite, or the role's file," if case.role.file else "the suite itself"
-            said = f"{fault} failed, which says nothing of the kernel: {one_line(error)}"
+            ours, theirs = "the suite itself failed (please report it)", "the role's file, or the suite, failed"
+            said = f"{theirs if case.role.file else ours}, not the kernel: {one_line(error)}"
             verdict = Verdict(Status.HARNESS_ERROR, said, detail=traceback.format_exc())
     if verdict.status is Status.UNAVAILABLE:
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
