@@ -149,7 +149,7 @@ class Panel:
 _LOW_PRECISION_PAIRS = 2**28
 # Pairs of a request from which blocks pay; smaller requests are one block of the definition. On a GPU, which waits for
 # its next small operation, those are that fit the definition's workspace.
-_BLOCK_PAIRS = 2**16
+_BLOCK_PAIRS = 2**20
 _COPIED = 2**15  # elements of the keys of a request from which a CPU would rather not have them for each of its heads
 _SHARED_ROWS = 32  # of a request, up to which keys that heads share stay with the definition; blocks copy them for each
 

@@ -168,13 +168,16 @@ class Snapshot:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        self._watched = {*self._places.values()}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # bytes of a storage, and the copy, by its place
 
     def keep(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Copy those of some tensors that are watched, by default all, while they are as they were."""
+        if len(self._kept) == len(self._watched):  # asked before each of hundreds of calls
+            return
         for tensor in self._tensors.values() if tensors is None else tensors:
             place = tensor.untyped_storage().data_ptr()
-            if place in self._places.values() and place not in self._kept:
+            if place in self._watched and place not in self._kept:
                 data = storage_bytes(tensor)
                 self._kept[place] = data, data.clone()
 

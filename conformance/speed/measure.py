@@ -4,6 +4,7 @@ import ctypes
 import gc
 import math
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace as told
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.backends.kernel import get_device_capability
@@ -37,11 +40,15 @@ _PASSES, _ROUNDS = 2, 3
 """Each pass has inputs, memory and an instance of its own. Of six medians the least and the greatest have what they are
 medians of between them in 97 of 100 cases."""
 _WARM, _LONG = 2.0, 8.0  # milliseconds of a round, before and while it is timed; one call at least
+_LEAST_CALLS, _MOST_CALLS = 3, 20  # of a round by the profiler, which takes as long for what it has seen
+PLAIN = "called"
+_FLUSHED = 2**28  # bytes, several times a GPU's L2
 _COPIED, _SIDE = {"cuda": 2**30, "cpu": 2**26}, {"cuda": 8192, "cpu": 512}
 _PAGES, _ROWS = 64, 64  # of a small case, which are repeated
 _SAID = {
-    "cuda": "median of 2 × 3 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed "
-    "before each call; plain calls or a CUDA graph, whichever has the faster slowest round",
+    "cuda": "median of 2 × 3 rounds, ± half their range (a 97 % interval), L2 flushed before each call; of plain calls "
+    "what their kernels take, by CUPTI through torch's profiler, of CUDA graphs triton.testing.do_bench: whichever "
+    "has the faster slowest round",
     "cpu": "on a CPU, at small shapes: median of 2 × 3 rounds of timeit, ± half their range (a 97 % "
     "interval); caches not flushed",
 }
@@ -94,9 +101,15 @@ class Rounds:
         self._device, self._clocks, self._found = device, clocks, defaultdict[str, list[float]](list)
 
     def take(self, what: str, call: Callable[[], object], by_the_clock: bool = False) -> Interval:
-        """On a GPU by its events, elsewhere or if asked for by the clock."""
+        """On a GPU what the kernels of plain calls take, or events around others; elsewhere, or if asked, the clock."""
         found = self._found[what]
-        if self._device.type == "cuda" and not by_the_clock:
+        if what == PLAIN and self._device.type == "cuda":
+            seen = kernel_times(call, self._device)
+            each = len(seen) // _ROUNDS
+            found += [median(seen[number * each : (number + 1) * each]) for number in range(_ROUNDS)]
+            if self._clocks:
+                self._clocks.look()
+        elif self._device.type == "cuda" and not by_the_clock:
             from triton.testing import do_bench
 
             for _ in range(_ROUNDS):
@@ -114,6 +127,46 @@ class Rounds:
             calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1), 1e-7)))
             found += [1e6 * timer.timeit(calls) / calls for _ in range(_ROUNDS)]
         return Interval(*(round(each, 3) for each in (median(found), min(found), max(found))))
+
+
+def kernel_times(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Microseconds of each of several calls in which its kernels run, whatever the host takes to launch them.
+
+    A call shorter than its launches would otherwise be as long as these, which engines hide behind other work.
+    """
+    flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=device)
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    each = int(_LONG / 1e3 / (time.perf_counter() - began))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(_ROUNDS * min(_MOST_CALLS, max(_LEAST_CALLS, each))):
+            flushed.zero_()
+            with record_function(PLAIN):
+                call()
+        torch.cuda.synchronize(device)
+    of_gpu = [x for x in seen.events() if x.device_type == DeviceType.CUDA]
+    calls, kernels = (
+        sorted((x.time_range.start, x.time_range.end) for x in of_gpu if (x.name == PLAIN) == is_call)
+        for is_call in (True, False)
+    )
+    found = busy_in(calls, kernels)
+    if len(found) < _ROUNDS or not all(found):
+        raise RuntimeError(f"the profiler saw kernels of {sum(map(bool, found))} calls, expected those of all")
+    return found
+
+
+def busy_in(spans: Sequence[tuple[float, float]], kernels: Sequence[tuple[float, float]]) -> list[float]:
+    """For how long of each span some kernel runs that begins in it; both ascending, in the same unit."""
+    found = list[float]()
+    for first, last in spans:
+        busy, behind = 0.0, first
+        for start, end in kernels[bisect_left(kernels, (first,)) :]:
+            if start > last:
+                break
+            busy, behind = busy + max(0.0, end - max(start, behind)), max(behind, end)
+        found.append(busy)
+    return found
 
 
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
@@ -193,7 +246,7 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
     if (seconds := time.perf_counter() - began) > SLOWEST[device.type]:
         why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST[device.type]:g} s are timed"
         return told(found, called=None, graph=None, why=why)
-    called = rounds.take("called", once)
+    called = rounds.take(PLAIN, once)
     found = told(found, called=called, moved=moved + size, operations=case.operations())
     as_graph = replace(case, capability="cuda_graph")
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL

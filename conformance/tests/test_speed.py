@@ -118,6 +118,14 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason.startswith("the device itself cannot be timed")
 
 
+def test_a_plain_call_is_as_long_as_its_kernels_run() -> None:
+    spans, kernels = (
+        [(10.0, 30.0), (100.0, 130.0)],
+        [(0.0, 9.0), (10.0, 14.0), (12.0, 16.0), (20.0, 30.0), (40.0, 99.0)],
+    )
+    assert measure.busy_in(spans, [*kernels, (100.0, 130.0), (110.0, 115.0)]) == [16.0, 30.0]
+
+
 def timed(kind: str, shape: str, median: float, share: float = 0.5) -> Timed:
     called, graph = Interval(0.9 * median, 0.8 * median, 9 * median), Interval(median, median - 2, median + 2)
     return Timed(kind, shape, "x:q=[1]", called, graph, share=share)

@@ -123,10 +123,13 @@ class Topics:
         return query[place], weights[place]
 
 
+Indexed = tuple[Tensor, Tensor, Tensor]
+
+
 class HiddenStates(CachedBatch[SparseLayerCase]):
     @cached_property
     def layer(self) -> DrawnLayer:
-        return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED))
+        return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED).initial_seed())
 
     @cached_property
     def counted(self) -> tuple[int, ...]:  # first new token of each request that is none of padding, and the end
@@ -141,13 +144,19 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return self.new_of(map(torch.arange, self.case.totals))
 
     @cached_property
-    def hidden(self) -> Tensor:
-        """[S, hidden] in the model's dtype, drawn again where an index cache's rounding could matter."""
+    def _settled(self) -> tuple[Tensor, Indexed]:
+        """Hidden states, drawn again where an index cache's rounding could matter, and what they are indexed by."""
         for _ in range(_MOST_DRAWS):
             hidden = self._drawn()
-            if self.case.shared or (gap := self._gap(hidden)) >= MARGIN:
-                return hidden
+            indexed = self._indexed(hidden)
+            if self.case.shared or (gap := self._gap(*indexed)) >= MARGIN:
+                return hidden, indexed
         raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
+
+    @property
+    def hidden(self) -> Tensor:
+        """[S, hidden] in the model's dtype."""
+        return self._settled[0]
 
     def _drawn(self) -> Tensor:
         case, layer, tokens = self.case, self.layer, len(self.positions)
@@ -192,10 +201,9 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         assert self.layer.weights.q_norm is not None
         return _of_one_size(normed / self.layer.weights.q_norm), weights
 
-    def _gap(self, hidden: Tensor) -> float:
+    def _gap(self, q: Tensor, weights: Tensor, k: Tensor) -> float:
         """How far the last selected score exceeds the best one left out, in rows' best scores; also as stored."""
-        columns, (q, weights, k) = self.case.topk, self._indexed(hidden)
-        golden = self._scored(q, weights, k)
+        columns, golden = self.case.topk, self._scored(q, weights, k)
         rows = golden.bounds > columns
         if not bool(rows.any()):
             return torch.inf
@@ -217,7 +225,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
         return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
 
-    def _indexed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _indexed(self, hidden: Tensor) -> Indexed:
         """Queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all, float64."""
         layer, new = self.layer, self.new
         q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
@@ -228,9 +236,9 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
         return index_scores(q, weights, k, **starts)
 
-    @cached_property
+    @property
     def keys(self) -> Tensor:
-        return self._indexed(self.hidden)[2]
+        return self._settled[1][2]
 
     @cached_property
     def lists(self) -> Tensor:  # [T, K] int64, positions that each new token attends to, -1 behind them
@@ -239,7 +247,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         if self.case.shared:
             scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
         else:
-            scores = self._scored(*self._indexed(self.hidden)).scores
+            scores = self._scored(*self._settled[1]).scores
         best = scores.masked_fill(~seen, -torch.inf).topk(min(columns, longest), dim=1)
         named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(named, (0, columns - named.shape[1]), value=NO_KEY)

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends import sparse_layer as interface
-from mla_conformance.reference import dimensions, layer, projections
+from mla_conformance.reference import layer, projections
+from mla_conformance.reference.dimensions import ModelDimensions
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
@@ -26,36 +28,14 @@ class DrawnLayer:
     index_spec: layer.IndexerSpec  # the indexer
 
     @staticmethod
-    def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
-        dims, rope, latent = case.dimensions, case.rope_dim, case.kv_lora_rank
-        sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
-        w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
-        weights = projections.MLAWeights(
-            W_DQ=w_dq,
-            W_UQ=selection(case.q_lora_rank, case.heads, dims.qk_nope_head_dim, generator),
-            W_QR=selection(case.q_lora_rank, case.heads, rope, generator),
-            W_DKV=w_dkv,
-            W_UK=selection(latent, case.heads, dims.qk_nope_head_dim, generator),
-            W_KR=w_kr,
-            W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
-            W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
-            q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
-            kv_norm=_powers(latent, (1.0, 2.0), generator),
-        )
-        every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
-        index = layer.IndexerWeights(
-            wq_b=every[:, torch.arange(case.index_heads) % case.queries],
-            wk=wk,
-            k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
-            k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
-            weights_proj=weights_proj,
-        )
-        turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
+    def draw(case: SparseLayerCase, seed: int) -> "DrawnLayer":
+        ranks = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": case.kv_lora_rank}
+        dims = ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, head=case.dimensions, **ranks)
+        weights, index, turns = _drawn(dims, case.index_heads, case.queries, seed)
         frequencies = tuple(turn * math.pi / 2 for turn in turns)
-        ranks = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": latent}
         spec = layer.LayerSpec(
             model=case.id,
-            dims=dimensions.ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, head=dims, **ranks),
+            dims=dims,
             scale=case.softmax_scale,
             rotation=Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours"),
             q_norm=EPSILON,
@@ -73,7 +53,7 @@ class DrawnLayer:
         """The same as a layer under test gets them on a rank: those of its heads, and all that have none."""
 
         def linear(*parts: Tensor) -> Tensor:
-            return torch.cat(parts, dim=-1).flatten(1).mT.to(device, dtype).contiguous()
+            return torch.cat([part.to(dtype) for part in parts], dim=-1).flatten(1).mT.contiguous().to(device)
 
         index, own = self.index, ("W_UQ", "W_QR", "W_UK", "W_UV")
         heads = {name: getattr(self.weights, name).chunk(case.tp, dim=1)[rank] for name in own}
@@ -98,9 +78,43 @@ class DrawnLayer:
         )
 
 
+@lru_cache(maxsize=2)  # of batches of one layer, and of another one; nobody writes them
+def _drawn(
+    dims: ModelDimensions, index_heads: int, queries: int, seed: int
+) -> tuple[projections.MLAWeights, layer.IndexerWeights, list[int]]:
+    """Weights of the attention and of the indexer, and in how many quarters each pair turns."""
+    heads, head, latent, query = dims.num_heads, dims.head, dims.kv_lora_rank, queries * INDEX_DIM
+    rope, generator = head.qk_rope_head_dim, torch.Generator().manual_seed(seed)
+    sizes = (query, latent, rope, INDEX_DIM, index_heads)
+    w_dq, w_dkv, w_kr, wk, weights_proj = _picks(dims.hidden_size, sum(sizes), generator).split(sizes, dim=1)
+    weights = projections.MLAWeights(
+        W_DQ=w_dq,
+        W_UQ=selection(query, heads, head.qk_nope_head_dim, generator),
+        W_QR=selection(query, heads, rope, generator),
+        W_DKV=w_dkv,
+        W_UK=selection(latent, heads, head.qk_nope_head_dim, generator),
+        W_KR=w_kr,
+        W_UV=selection(latent, heads, head.v_head_dim, generator),
+        W_O=_picks(dims.hidden_size, heads * head.v_head_dim, generator).mT,
+        q_norm=_powers(query, (0.25, 1.0, 4.0), generator),
+        kv_norm=_powers(latent, (1.0, 2.0), generator),
+    )
+    every = _picks(query, query, generator).unflatten(1, (queries, INDEX_DIM))
+    index = layer.IndexerWeights(
+        wq_b=every[:, torch.arange(index_heads) % queries],
+        wk=wk,
+        k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
+        k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
+        weights_proj=weights_proj,
+    )
+    drawn = torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()
+    return weights, index, [_QUARTERS[number] for number in drawn]
+
+
 def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
     """Rows [T, in] of which weights [in, out] pick these values [T, out]; other columns stay as they are."""
-    rows = picks.abs().argmax(dim=0)
+    rows, columns = picks.nonzero(as_tuple=True)  # one of each column
+    rows = rows[columns.argsort()]
     return x.index_copy(1, rows, values / picks[rows, torch.arange(picks.shape[1])])
 
 
