@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace as told
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.backends.kernel import get_device_capability
@@ -139,13 +139,14 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> list[float
     call()
     torch.cuda.synchronize(device)
     each = int(_LONG / 1e3 / (time.perf_counter() - began))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+    # Of :mod:`torch.profiler` the part that does not import torch's compiler first, which takes five seconds.
+    with profile(use_device="cuda", use_kineto=True, acc_events=True) as seen:
         for _ in range(_ROUNDS * min(_MOST_CALLS, max(_LEAST_CALLS, each))):
             flushed.zero_()
             with record_function(PLAIN):
                 call()
         torch.cuda.synchronize(device)
-    of_gpu = [x for x in seen.events() if x.device_type == DeviceType.CUDA]
+    of_gpu = [x for x in seen.function_events or () if x.device_type == DeviceType.CUDA]
     calls, kernels = (
         sorted((x.time_range.start, x.time_range.end) for x in of_gpu if (x.name == PLAIN) == is_call)
         for is_call in (True, False)
@@ -172,6 +173,7 @@ def busy_in(spans: Sequence[tuple[float, float]], kernels: Sequence[tuple[float,
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
     """The times of a backend that is imported after the card was measured, each in the first form that is supported."""
     device, kind = subject.device, subject.device.type
+    gc.freeze()  # or each search for what a shape left would go through all that libraries hold, a fifth of a second
     try:
         copy, product = _card(device)
     except Exception as error:  # no timer, or no memory

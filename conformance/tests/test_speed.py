@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,18 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not supported" in time_kernel(Subject.of("TORCH_SDPA", CPU), [f"{DECODE};dtype=fp64"]).reason
     monkeypatch.setattr(measure, "_card", lambda *_: 1 / 0)
     assert time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason.startswith("the device itself cannot be timed")
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_the_profiler_tells_when_calls_and_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a CPU, whose operations stand for kernels here."""
+    monkeypatch.setattr(measure, "DeviceType", SimpleNamespace(CUDA=measure.DeviceType.CPU))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    matrix, none = torch.ones(64, 64), torch.empty(0)
+    found = measure.kernel_times(lambda: matrix @ matrix, CPU)
+    assert len(found) % 3 == 0 and 9 <= len(found) <= 60 and all(found)
+    with pytest.raises(RuntimeError, match="saw kernels of 0 calls"):
+        measure.kernel_times(none.numel, CPU)
 
 
 def test_a_plain_call_is_as_long_as_its_kernels_run() -> None:
