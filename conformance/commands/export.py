@@ -117,7 +117,11 @@ def _write_issue(options: argparse.Namespace) -> int:
         kept = kept_records(path) if is_records(path) else [KeptRecord(read_certificate(path))]
         entries = [Entry(each.certificate, "") for each in kept]
         issues = [_of_failure(failure, entry.record) for entry in entries for failure in entry.failures]
-    text = issue_text(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
+    issue = chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title)
+    if issue.example.status is Status.HARNESS_ERROR:
+        said = "expected a kernel's failure, for whose maintainers an issue is"
+        raise InputError(f"{options.issue}: failure {options.failure}: {said}, got: {issue.example.message}")
+    text = issue_text(issue)
     if options.out:
         write_output(options.out, text)
     else:

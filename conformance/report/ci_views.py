@@ -12,7 +12,7 @@ from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.report.causes import Cause, causes, raised_at
 from mla_conformance.report.html import definition
 from mla_conformance.report.outcome import answers, closing_line, from_here
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, Group, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 from mla_conformance.version import __version__
 
@@ -45,7 +45,10 @@ def markdown(run: RunSummary) -> str:
 
 
 def _row(backend: BackendSummary) -> list[str]:
-    sign = f"{SIGN[backend.outcome]} {backend.outcome.value.replace('_', ' ')}"
+    # What fails in the suite itself alone says nothing of the kernel.
+    unjudged = backend.outcome is BackendOutcome.FAIL and backend.group is not Group.WRONG
+    outcome = BackendOutcome.UNAVAILABLE if unjudged else backend.outcome
+    sign = f"{SIGN[outcome]} {outcome.value.replace('_', ' ')}"
     if backend.reasons:
         return [inline(backend.name), sign, "", "", "", "", "", inline("; ".join(backend.reasons))]
     failing = ", ".join(c.name for c in backend.capabilities if c.outcome is BackendOutcome.FAIL)

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ from mla_conformance.report.causes import causes, raised_at
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.outcome import cause_lines, closing_line, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.tests.reports import write_run
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
 BASE_2 = "The LSE is in base 2, like someone/something#1"
@@ -94,13 +97,17 @@ def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
     assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
 
 
-def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel() -> None:
+def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel(tmp_path: Path, refused: Any) -> None:
     fault = raised("the suite itself failed (please report it), not the kernel: KeyError: 'q'")
     fault = fault.with_fields(status=Status.HARNESS_ERROR, check="")
     head = next(cause_lines(run(fault), 140))
     assert head.startswith("not judged: ") and "the suite itself failed" in head
     assert run(fault).exit_status == 1 and closing_line(run(fault)).startswith("1 backend incomplete · ")
     assert next(cause_lines(run(fault, failure("lse:q=[3]")), 140)).startswith("wrong: ")
+    assert "| B | ⚪ unavailable |" in markdown(run(fault)) and "| B | ❌ fail |" in markdown(run(failure()))
+    report = write_run(tmp_path / "report.json", [fault])
+    said = refused("export", "--issue", report)
+    assert "failure 1: expected a kernel's failure" in said and "the suite itself failed" in said
 
 
 @pytest.mark.parametrize(
