@@ -11,6 +11,7 @@ from itertools import product
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace as told
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, CaseError
@@ -19,6 +20,7 @@ _Text = Annotated[str, Meta(max_length=10_000)]
 _Figure = Annotated[float, Meta(ge=0, le=1e15)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _UNITS = ("µs", "ms", "s")
+_WITH_LAUNCHES = "an earlier version timed plain calls with the waits for their launches"
 
 
 class Interval(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,16 +76,23 @@ class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     clocks: _Text = ""  # what was seen of clocks and throttling, in words
     why: _Text = ""  # why nothing was timed; empty where something was
 
+    @property
+    def comparable(self) -> tuple[Timed, ...]:
+        """Without the plain calls of an earlier timer, whose events hold the waits for their launches as well."""
+        if "do_bench" not in self.timer or "CUPTI" in self.timer:
+            return self.times
+        return tuple(told(each, called=None, why=each.why or _WITH_LAUNCHES) for each in self.times)
+
     def of(self, shape: str) -> Timed | None:
-        return next((each for each in self.times if each.shape == shape and each.best), None)
+        return next((each for each in self.comparable if each.shape == shape and each.best), None)
 
     @property
     def has_times(self) -> bool:
-        return any(each.best for each in self.times)
+        return any(each.best for each in self.comparable)
 
     @property
     def reason(self) -> str:
-        return self.why or next((each.why for each in self.times if each.why), "none of its shapes is supported")
+        return self.why or next((each.why for each in self.comparable if each.why), "none of its shapes is supported")
 
 
 Kernels = Sequence[tuple[str, Speed]]
@@ -91,7 +100,7 @@ Kernels = Sequence[tuple[str, Speed]]
 
 def columns_of(kernels: Kernels) -> list[str]:
     """Of each kind the shape that most kernels have; the first two kinds, and more until every kernel has one."""
-    timed = [(each.kind, each.shape) for _, speed in kernels for each in speed.times if each.best]
+    timed = [(each.kind, each.shape) for _, speed in kernels for each in speed.comparable if each.best]
     common: dict[str, str] = {}
     for (kind, shape), _ in Counter(timed).most_common():
         common.setdefault(kind, shape)

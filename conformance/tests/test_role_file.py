@@ -60,7 +60,7 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, comma
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
     called = [str(command), "certify", *named, "--device=cpu", "--out=run", "-n1"]
-    # With two a forked process can wait for those of its parent; they sleep, or beside other tests each waits for cores.
+    # With two a forked process can wait for those of its parent; they sleep: beside other tests each waits for a core.
     threads = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(called, capture_output=True, text=True, env=threads, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

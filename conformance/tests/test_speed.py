@@ -144,6 +144,19 @@ def timed(kind: str, shape: str, median: float, share: float = 0.5) -> Timed:
     return Timed(kind, shape, "x:q=[1]", called, graph, share=share)
 
 
+def test_plain_calls_of_a_timer_that_counted_launches_are_left_out() -> None:
+    plain = Timed("prefill", "prefill 4k", "x:q=[1]", called=Interval(9.0, 8.0, 9.5))
+    both = Speed((timed("decode", "decode 1 × 1k", 9.0), plain), timer="do_bench; L2 flushed")
+    assert (
+        [each.called for each in both.comparable] == [None, None]
+        and both.of("decode 1 × 1k")
+        and not both.of("prefill 4k")
+    )
+    alone = Speed((plain,), timer="do_bench; L2 flushed")
+    assert not alone.has_times and "with the waits for their launches" in alone.reason
+    assert Speed((plain,), timer="CUPTI, of graphs do_bench").has_times
+
+
 def test_the_table_has_the_columns_that_most_kernels_have() -> None:
     kernels = [
         ("A", Speed((timed("decode", "decode 64 × 8k", 260.0), timed("decode", "decode 1 × 1k", 9.0)))),
