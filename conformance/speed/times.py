@@ -41,7 +41,7 @@ class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     kind: _Text  # decode, prefill, sparse decode or sparse prefill
     shape: _Text  # in words
     case: Annotated[str, Meta(max_length=20_000)] = ""  # its id; empty where the kernel supports none of this shape
-    called: Interval | None = None  # the call alone, without a graph
+    called: Interval | None = None  # the call alone, without a graph; on a GPU what its kernels take
     graph: Interval | None = None  # the same as a CUDA graph; None where it is not declared that one can be captured
     planning: Interval | None = None  # what is handed over and planned before the call, by the clock
     # bytes that torch allocated for instance, plan and call beside the result; None where nobody counts
