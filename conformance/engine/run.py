@@ -373,15 +373,14 @@ class Run:
         several = [facts for facts in self.available if facts not in ahead]
         compiling = [piece for facts in several for piece in alike(self.request.tasks([facts], *known))]
         rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
-        if self.device != "cuda":
-            return Tasks(chain.from_iterable(rounds))
+        if sum(map(len, compiling)) <= ENOUGH or not self.supervisor.gpus:
+            if self.supervisor.gpus:
+                self.supervisor.end(self._pool.workers)  # the others were to compile
+            return Tasks([*chain.from_iterable(rounds), *compiling])  # of few no round waits for the one before
         tasks = Tasks(rounds[0], compiling, rounds[1:])
-        if sum(map(len, compiling)) > ENOUGH and self.supervisor.gpus:
-            tasks.ahead = self._pool.get_ahead()
-            if tasks.groups:
-                self.on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
-        elif self.supervisor.gpus:
-            self.supervisor.end(self._pool.workers)  # the others were to compile
+        tasks.ahead = self._pool.get_ahead()
+        if tasks.groups:
+            self.on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         return tasks
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[tuple[bool, Attempts]]:
