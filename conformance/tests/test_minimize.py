@@ -18,9 +18,9 @@ from mla_conformance.cases.shrink import simpler
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import minimize
-from mla_conformance.files.whole import InputError
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.reports import unexplained, write_run
