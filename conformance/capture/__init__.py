@@ -1,6 +1,6 @@
 """Capture: a serving engine writes the metadata of its real calls as case files for ``certify --cases``.
 
-Imports from: cases, problems, vocabulary.
+Imports from: cases, problems, vocabulary, models.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.models.profile import dims_of
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 from mla_conformance.vocabulary.capabilities import place_of, write_case
 
 VARIABLE, LIMIT = "MLA_CONFORMANCE_CAPTURE", 1000
@@ -181,7 +181,8 @@ def _case(
 ) -> Case:
     """The case of a call whose queries are [T, N, D]; ``dim`` is what the usual softmax scale comes of."""
     scale = round(100 * backend.scale * math.sqrt(dim))
-    about: dict[str, Any] = {"dtype": _DTYPE_NAMES[query.dtype], "dims": _dims_of(backend), "heads": query.shape[1]}
+    dims = dims_of((backend.qk_nope_head_dim, backend.qk_rope_head_dim, backend.v_head_dim, backend.kv_lora_rank))
+    about: dict[str, Any] = {"dtype": _DTYPE_NAMES[query.dtype], "dims": dims, "heads": query.shape[1]}
     return Case.of(**about, q=q, scale=scale, layout=layout.value, **asked)
 
 
@@ -191,12 +192,3 @@ def _millionths(scale: torch.Tensor) -> int:
 
 def _inflation(maximum: int, lengths: tuple[int, ...]) -> dict[str, int]:
     return {"inflate": max(1, int(maximum) // max(1, *lengths))}
-
-
-def _dims_of(backend: Any) -> str:
-    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    head = MLADimensions(**{name: getattr(backend, name) for name in sizes})
-    for name in ("r1", *PRESETS):  # which is that of a case by default
-        if (PRESETS[name].head, PRESETS[name].kv_lora_rank) == (head, backend.kv_lora_rank):
-            return name
-    return f"{head.qk_nope_head_dim}-{head.qk_rope_head_dim}-{head.v_head_dim}-{backend.kv_lora_rank}"

@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -231,10 +232,6 @@ def _real_kernel(certificate: Certificate) -> Iterator[str]:
     from mla_conformance.backends.loading import load_backend
 
     for reference in (*known_backends(), *known_variants()):
-        if reference.name == certificate.backend:
-            try:
-                emulated = declaration_of(load_backend(reference)).emulated
-            except (ImportError, BackendReferenceError):
-                return
-            if emulated:
+        with suppress(ImportError, BackendReferenceError):
+            if reference.name == certificate.backend and declaration_of(load_backend(reference)).emulated:
                 yield f"backend {reference.name} is an emulated kernel, which is never certified"

@@ -17,7 +17,7 @@ from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalError, Plan
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Plan
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, RunError
@@ -119,7 +119,7 @@ def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
     journal = Journal(options.resume / JOURNAL_NAME)
     try:
         plan = Plan.recorded(journal)
-    except JournalError as error:
+    except InputError as error:
         raise InputError(f"--resume: {error}") from error
     except OSError as error:
         raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error

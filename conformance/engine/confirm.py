@@ -119,9 +119,6 @@ def compared(failure: Record, again: Record) -> Record | None:
     return failure.with_fields(explanation=again.explanation)
 
 
-class NothingToMinimize(InputError): ...
-
-
 @dataclass(frozen=True)
 class Minimum:
     """A case that no step makes simpler and that keeps status and check of its failure, unless the tries ran out."""
@@ -136,7 +133,7 @@ def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum
     """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
     record = judge(case)
     if not record.failed:
-        raise NothingToMinimize(f"minimize: expected a case that fails, got {record.status} of {case.id}")
+        raise InputError(f"minimize: expected a case that fails, got {record.status} of {case.id}")
     wanted, tried = (record.status, record.check), {case}
     found = case
     while step := next((c for c in simpler(found) if c not in tried), None):

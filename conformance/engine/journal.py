@@ -77,10 +77,6 @@ class Reported(_Event, frozen=True, tag="report"):
 JournalEvent = Planned | Resumed | CaseStarted | Judgement | Learned | CodeLoaded | GaveUp | Completed | Reported
 
 
-class JournalError(InputError):
-    """A journal that no run wrote as it stands."""
-
-
 class UnwrittenError(OSError):
     """The system did not take a line."""
 
@@ -145,10 +141,10 @@ class Journal:
                 found[number] = _read(line)
             except ValueError as error:
                 what = f"expected an event of a run as JSON, got {line[:80]!r}: {error}"
-                raise JournalError(f"{self.path}, line {number}: {what}") from None
+                raise InputError(f"{self.path}, line {number}: {what}") from None
             sealed = {json.loads(line).get("after")}
         if sealed != {""}:
-            raise JournalError(
+            raise InputError(
                 f"{self.path}: expected a journal as its run left it, with its seal beside it, a named pipe "
                 f".{self.path.name}-…; it was changed, cut or moved, or of an older version: start the run anew"
             )
@@ -221,13 +217,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def recorded(journal: Journal) -> "Plan":
         first, *_ = journal.sealed().values()
         if not isinstance(first, Planned):
-            raise JournalError(f"{journal.path}: expected a journal that starts with the plan of a run")
+            raise InputError(f"{journal.path}: expected a journal that starts with the plan of a run")
         if first.plan.get("format") != PLAN_FORMAT:
-            raise JournalError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
+            raise InputError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
         try:
             return msgspec.convert(first.plan, Plan, strict=True)
         except msgspec.ValidationError as error:
-            raise JournalError(f"{journal.path}: malformed plan: {error}") from error
+            raise InputError(f"{journal.path}: malformed plan: {error}") from error
 
     def differences(self, current: "Plan") -> list[str]:
         found = []

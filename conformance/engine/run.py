@@ -87,7 +87,6 @@ class Run:
     _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
-    _known: dict[str, dict[str, str]] = field(default_factory=dict)  # what conditions compare with, by backend
 
     def __enter__(self) -> "Run":
         prctl(DUMPABLE, 0)
@@ -183,7 +182,6 @@ class Run:
         """Write what the run is, or go on with one of the same code; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
-        self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
         if not resumed:
             self.folder.begin()
@@ -439,7 +437,8 @@ class Run:
             self.on_record(self._expected(event.record))
 
     def _expected(self, record: Record) -> Record:
-        return self.expectations.apply(record, self._known.get(record.backend, {}))
+        versions = next((facts.versions for facts in self.facts if facts.name == record.backend), {})
+        return self.expectations.apply(record, {**versions, **self.environment})
 
     def _is_foreseen(self, record: Record) -> bool:
         return not self.explains_foreseen and self._expected(record).status is Status.EXPECTED_FAILURE

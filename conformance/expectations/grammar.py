@@ -25,10 +25,6 @@ _COMPARISON = re.compile(r"""(not\s+)?([A-Za-z][\w.-]*)\s*(<=|>=|==|!=|<|>)\s*("
 _LIMIT = re.compile(r"\s*(?P<name>\w+)\s*(?P<sign>[<>~])\s*(?P<value>\S+)\s*")
 
 
-class ConditionError(ValueError):
-    """A condition outside the grammar."""
-
-
 @dataclass(frozen=True)
 class Condition:
     """Alternatives, each of which holds if all of its comparisons hold; of no text, one that always does."""
@@ -43,10 +39,10 @@ class Condition:
             for said in map(str.strip, part.split(" and ")):
                 found = _COMPARISON.fullmatch(said)
                 if not found:
-                    raise ConditionError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {said!r}")
+                    raise ValueError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {said!r}")
                 negation, name, sign, value = found[1], found[2], found[3], found[4].strip("\"'")
                 if sign not in ("==", "!=") and _version(value) is None:
-                    raise ConditionError(f"{sign} expects a version after it, got {value!r}")
+                    raise ValueError(f"{sign} expects a version after it, got {value!r}")
                 comparisons.append((name, sign, value, bool(negation)))
             alternatives.append(tuple(comparisons))
         return Condition(tuple(alternatives) or ((),))

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.slots import slots_of
 from mla_conformance.cases.case import Case
 from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw, segments
+from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.prefill.problem import PrefillCall
 
@@ -179,11 +181,8 @@ def by_request(call: AttentionCall) -> list[tuple[torch.Tensor, ...]]:
 
 def _cached_entries(call: DecodeCall) -> torch.Tensor:
     """[S, width] entries of all requests, one after the other, from the pages."""
-    page, table = call.kv_cache.shape[1], call.metadata.block_table.long()
-    tokens = [torch.arange(length, device=table.device) for length in call.metadata.seq_lens_cpu.tolist()]
-    data = call.kv_cache.view(torch.uint8)
-    parts = [data[table[request, token // page], token % page] for request, token in enumerate(tokens)]
-    return torch.cat(parts).view(call.kv_cache.dtype)
+    slots = slots_of(call.metadata, call.kv_cache.shape[1])
+    return read_entries(call.kv_cache, slots[slots >= 0], call.case.cache)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

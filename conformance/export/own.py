@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_conformance.backends import hub, packaged, slots
 from mla_conformance.export.program import LIBRARY, NotWritable, folded
-from mla_conformance.files.installed import is_followed, source_files
+from mla_conformance.files.installed import imports, is_followed, source_files
 from mla_conformance.trials.subject import Subject
 
 _OURS = "mla_conformance"
@@ -51,19 +51,13 @@ def stand_ins(files: Iterable[Path]) -> list[str]:
     rooms: dict[str, None] = {}
     wanted: dict[str, str] = {}
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            taken = []  # modules, and the name that is taken from each; none of one that is taken whole
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                taken = [(node.module or "", alias.name) for alias in node.names]
-            elif isinstance(node, ast.Import):
-                taken = [(alias.name, "") for alias in node.names]
-            for module, name in (each for each in taken if f"{each[0]}.".startswith(f"{_OURS}.")):
-                place, names = _in_place_of(module, name)
-                if not names:
-                    what = f"{name} of {module}" if name else module
-                    raise NotWritable(f"{path.name} computes with {what}, which a script cannot stand in for")
-                rooms[place.removeprefix(_OURS)] = None
-                wanted |= names
+        for module, name in (each for each in imports(path) if f"{each[0]}.".startswith(f"{_OURS}.")):
+            place, names = _in_place_of(module, name)
+            if not names:
+                what = f"{name} of {module}" if name else module
+                raise NotWritable(f"{path.name} computes with {what}, which a script cannot stand in for")
+            rooms[place.removeprefix(_OURS)] = None
+            wanted |= names
     if not wanted:
         return []
     lines = _BASE.splitlines()
@@ -147,6 +141,5 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
     if issubclass(loaded, packaged.LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
-    location = subject.backend.reference.rpartition(":")[0]
-    path = Path(location) if location.endswith(".py") else None
+    path = subject.backend.file
     return OwnClass(path.name if path else module, path)

@@ -176,7 +176,9 @@ def source_files(modules: Iterable[str], follows: Callable[[str], bool] = is_fol
             found[name] = path
             parts = [] if name.endswith(".py") else name.split(".")
             packages = [".".join(parts[:count]) for count in range(1, len(parts))]  # which are imported before it
-            left += filter(follows, [*_imported(name, path), *packages])
+            taken = imports(path, name if path.stem == "__init__" else name.rpartition(".")[0])
+            names = (each for module, own in taken for each in (module, f"{module}.{own}".rstrip(".")))
+            left += filter(follows, [*dict.fromkeys(names), *packages])
     return found
 
 
@@ -209,17 +211,16 @@ def module_file(name: str) -> Path | None:
     return path if path and is_file(path) else None
 
 
-def _imported(name: str, path: Path) -> Iterator[str]:
-    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+def imports(path: Path, package: str = "") -> Iterator[tuple[str, str]]:
+    """Each module that a file of a package imports from, and the name that it takes; none of a module taken whole."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield from ((module, alias.name) for alias in node.names)
 
 
 def meaning_digest(paths: Iterable[Path], *texts: str) -> str:

@@ -95,13 +95,13 @@ def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases))
 
 
-def dims_of(profile: ModelProfile) -> str:
-    return _PRESETS.get(profile.dims, "-".join(map(str, profile.dims)))
+def dims_of(sizes: tuple[int, int, int, int]) -> str:
+    return _PRESETS.get(sizes, "-".join(map(str, sizes)))
 
 
 def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
     layouts, selection = profile.cache_layouts[deployment.kv_cache], profile.selection
-    common: Fields = {"dims": dims_of(profile), "heads": deployment.heads, "scale": profile.scale}
+    common: Fields = {"dims": dims_of(profile.dims), "heads": deployment.heads, "scale": profile.scale}
     common |= {"sink": "drawn"} if selection and selection.sinks else {}
     # Engines prefill what a list would name whole without lists, but no such kernel has sinks or rotates values.
     if selection is None or not (selection.sinks or selection.second):

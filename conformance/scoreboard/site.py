@@ -230,7 +230,7 @@ def models() -> list[dict[str, Any]]:
         profile = find_model(name)
         cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
         roles = {str(case.role) for case in cases} - {Role.LAYER}
-        about = {"name": name, "heads": profile.heads, "dims": dims_of(profile)}
+        about = {"name": name, "heads": profile.heads, "dims": dims_of(profile.dims)}
         about["roles"] = [role for role in ROLES if role in roles]
         about["tp"] = [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0]  # GPUs of whole nodes
         indexer = profile.selection.index_heads if profile.selection else 0

@@ -13,7 +13,7 @@ from mla_conformance.engine.journal import Judgement, Plan
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
-from mla_conformance.expectations.grammar import CaseQuery, Condition, ConditionError
+from mla_conformance.expectations.grammar import CaseQuery, Condition
 from mla_conformance.judging.record import FORESEEN, UNASKED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -66,7 +66,7 @@ def test_what_is_no_query_and_no_condition() -> None:
         with pytest.raises(CaseError):
             CaseQuery.parse(text)
     for text in CONDITIONS:
-        with pytest.raises(ConditionError):
+        with pytest.raises(ValueError, match=r"^expected NAME OPERATOR VALUE|^[<>]=? expects a version"):
             Condition.parse(text)
 
 

@@ -17,9 +17,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
 from mla_conformance.cli import main
-from mla_conformance.engine.confirm import NothingToMinimize, minimize
+from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.reports import unexplained, write_run
@@ -78,7 +79,7 @@ def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
     assert minimum.complete and minimum.record.check == Check.LSE and minimum.record.case == minimum.case.id
     expected = Case.of(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
     assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
-    with pytest.raises(NothingToMinimize, match="expected a case that fails, got pass of chunked_context"):
+    with pytest.raises(InputError, match="expected a case that fails, got pass of chunked_context"):
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 
 

@@ -40,7 +40,7 @@ def test_a_deployment_has_ordinary_cases_at_its_sizes() -> None:
         assert [Case.parse(case.id) for case in found[::9]] == list(found[::9]) and len(set(found)) == len(found)
         assert 60 <= len(found) <= 250 and {case.capability for case in found} <= CAPABILITIES.keys()
         kernels = [case for case in found if case.role is not Role.INDEXER]
-        assert {(case.dims, case.scale) for case in kernels} == {(dims_of(profile), profile.scale)}
+        assert {(case.dims, case.scale) for case in kernels} == {(dims_of(profile.dims), profile.scale)}
         own = profile.heads // tp
         assert {case.heads for case in kernels} - {own} == ({64} if profile.selection else set())
         selects = profile.selection is not None
