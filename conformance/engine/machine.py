@@ -61,6 +61,8 @@ def renounce_rights() -> None:
     The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Call it while there is one thread: it holds
     for that one, and for what it starts. The system demands that nothing gets further rights by being executed.
     """
+    if sys.platform != "linux":
+        return
     header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
     _LIBC.capget(header, sets)
     for place in range(3):  # effective, permitted, inheritable; the words behind hold the capabilities from 32 on

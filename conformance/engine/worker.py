@@ -78,7 +78,7 @@ def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
     process, send = os.getpid(), partial(messages.tell, connection)
     try:
-        if setup.memory:  # beyond it allocations fail, in the kernel's process as well
+        if setup.memory and sys.platform == "linux":  # beyond it allocations fail, in the kernel's process as well
             resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
         executor = start_kernel_process(setup, connection)
         faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
