@@ -3,7 +3,6 @@
 It is loaded in every pytest run of its environment, so nothing here imports torch before the suite is collected.
 """
 
-import json
 import os
 import re
 import sys
@@ -13,7 +12,6 @@ from copy import copy
 from glob import glob
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from mla_conformance.api import last_word, own_tests
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.request import RunRequest
 
-PROPERTY = "mla_conformance"
 SUITE = "mla_conformance.suite"
 TIER = "mla_tier"
 _NOTHING, _SMOKE = "none", "smoke"
@@ -123,12 +120,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.addinivalue_line("markers", "role(name): the role of a conformance test's case, such as decode")
     records = config.stash[_RECORDS] = []
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Collects(records))
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
-    config.pluginmanager.register(own_tests.OwnTests(config))
+    config.pluginmanager.register(own_tests.OwnTests(config, records))
     if config.option.help:
         return
     if _selects_any(config, by_keyword=False):
@@ -284,20 +279,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         del item.stash[_RECORD]
         if record.failed and record.status is not Status.HARNESS_ERROR:
             report.longrepr = shown_lines(describe_failure(record))
-        report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
+        own_tests.attach(report, own_tests.OF_SUITE, record)
     return report
-
-
-class _Collects:
-    """Takes the records where the run is controlled; workers of xdist send them with their reports."""
-
-    def __init__(self, records: list[Record]) -> None:
-        self._records = records
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        reported = dict(report.user_properties).get(PROPERTY)
-        if report.when == "call" and reported:
-            self._records.append(msgspec.convert(json.loads(str(reported)), Record))
 
 
 @pytest.hookimpl(tryfirst=True)

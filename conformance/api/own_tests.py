@@ -27,7 +27,7 @@ from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.terminal import columns, counted, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this process
-PROPERTY = "mla_conformance_function"
+OF_FUNCTION, OF_SUITE = "mla_conformance_function", "mla_conformance"  # properties of reports, which hold a record
 _ALONE = "MLA_CONFORMANCE_ALONE"
 _CONFIG: list[pytest.Config] = []  # of the run of pytest, or of the one inside it, if there is one
 _SHOWN = 5
@@ -55,11 +55,16 @@ def say_meanwhile(text: str) -> None:
                 reporter.write_line(shown_line(line))
 
 
+def attach(report: pytest.TestReport, name: str, record: Record) -> None:
+    """Have a report bring a record to where the run is controlled, which may be another process."""
+    report.user_properties.append((name, json.dumps(msgspec.to_builtins(record))))
+
+
 class OwnTests:
     """A plugin; where workers run the tests, the controller gets the records with their reports."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    def __init__(self, config: pytest.Config, of_suite: list[Record]) -> None:
+        self._config, self._of_suite = config, of_suite
         _CONFIG.append(config)
         config.add_cleanup(lambda: _CONFIG.remove(config))
         self._records: dict[str, dict[str, Record]] = {}
@@ -102,13 +107,18 @@ class OwnTests:
                 report.outcome, report.longrepr = "failed", f"FAIL {record.message}"
             elif call.excinfo and isinstance(call.excinfo.value, InputError):
                 report.longrepr = one_line(call.excinfo.value)  # it says what to do, and the way to it nothing
-            report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
+            attach(report, OF_FUNCTION, record)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record of a case."""
-        if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
-            record = msgspec.convert(json.loads(str(found)), Record)
+        for kind, told in report.user_properties if report.when == "call" else ():
+            if kind not in (OF_FUNCTION, OF_SUITE):
+                continue
+            record = msgspec.convert(json.loads(str(told)), Record)
+            if kind == OF_SUITE:
+                self._of_suite.append(record)
+                continue
             test = self._near(report.nodeid)
             name = test.replace(record.case, "").replace("[]", "")
             self._records.setdefault(name, {})[test] = record.with_fields(backend=name, reference=test)
