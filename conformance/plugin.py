@@ -31,6 +31,7 @@ _REQUEST = pytest.StashKey["RunRequest"]()
 _JUDGING: "pytest.StashKey[Judging]" = pytest.StashKey()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
+_SAID = pytest.StashKey[Callable[[int], Any]]()  # takes the exit status of a run that a parent waits for
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 _OPEN_ENDED = re.compile(r"\b(or|not)\b")
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
@@ -76,7 +77,7 @@ def pytest_load_initial_conftests(
         found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
         paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
         if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
-            early_config.pluginmanager.register(_LastWord(said))
+            early_config.stash[_SAID] = said
     return (yield)
 
 
@@ -104,15 +105,12 @@ def _is_watched(config: pytest.Config) -> bool:
     return sys.platform == "linux" and here and not (begun or option.help or option.version or own_tests.is_alone())
 
 
-class _LastWord:
-    def __init__(self, said: Callable[[int], Any]) -> None:
-        self._said = said
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
-        status = yield
-        self._said(int(status or 0))
-        return status
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    status = yield
+    if said := config.stash.get(_SAID, None):
+        said(int(status or 0))
+    return status
 
 
 def pytest_configure(config: pytest.Config) -> None:
