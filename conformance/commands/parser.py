@@ -90,12 +90,14 @@ class Command:
     ) -> None:
         self.words, _, self.run = entry.partition(" = ")
         self.help, self.examples, self.statuses = help_text, examples, statuses
-        self.options, heading = list[tuple[str, tuple[Option, ...]]](), ""  # each under its heading in the help
+        self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
+        heading = ""
         for each in options:
             if isinstance(each, str):
                 heading = each
             else:
-                self.options.append((heading, each if isinstance(each, tuple) else (each,)))
+                self.options.append(each if isinstance(each, tuple) else (each,))
+                self.headings.append(heading)
 
 
 def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -167,7 +169,7 @@ def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Pars
         own = rooms[room].add_parser(word, help=command.help, description=description)
         within: dict[str, argparse._ActionsContainer] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
-        for heading, alternatives in command.options:
+        for heading, alternatives in zip(command.headings, command.options, strict=True):
             if heading not in within:
                 within[heading] = own.add_argument_group(heading)
             which = within[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else within[heading]
@@ -200,7 +202,7 @@ def _say_how_to_begin(options: argparse.Namespace) -> int:
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     usual = ((name, parser.get_default(name)) for name in vars(options))
     given = {f"--{name.replace('_', '-')}" for name, default in usual if getattr(options, name) != default}
-    for option in chain.from_iterable(alternatives for _, alternatives in command.options):
+    for option in chain(*command.options):
         if option.names[-1] in given and option.only_with and given.isdisjoint(option.only_with):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:
