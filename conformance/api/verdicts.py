@@ -99,8 +99,7 @@ def judge(
     """
     subject = _subject(case.suite_case, function, find_torch_device(device), declaration)
     trial, record = judged_trial(subject, case.suite_case, Context())
-    where = f", device={str(subject.device)!r}"
-    return _verdict(trial, record, f"mla.judge({case!r}, {name_of(function)}{where})")
+    return _verdict(trial, record, name_of(function))
 
 
 def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration = _STRICTEST) -> None:
@@ -115,11 +114,9 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
         got = f"those of {handed.problem.case.id} were handed out last" if handed else "nothing was handed out"
         raise InputError(f"assert_conforms: expected results of the inputs of {case}, but {got}; call x = "
                          "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
-    device = handed.problem.device
     # The results are there already; expected is what untouched inputs give.
-    problem = handed.context.problem(case.suite_case, device)
-    said = f"mla.judge({case!r}, your_function, device={str(device)!r})"
-    _require_right(problem, handed.context, results, declaration, said, handed)
+    problem = handed.context.problem(case.suite_case, handed.problem.device)
+    _require_right(problem, handed.context, results, declaration, handed)
 
 
 def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs: Any) -> None:
@@ -143,10 +140,8 @@ def _require_right(
     context: Context,
     given: tuple[Any, ...],
     declaration: Declaration,
-    said: str = "",
-    handed: HandedInputs | None = None,
+    handed: HandedInputs | None = None,  # of a case, which a line runs again; own tensors have no such line
 ) -> None:
-    """Judge results that are there; ``said`` runs a case again, and own tensors have no line that would."""
     __tracebackhide__ = True
     if problem.device.type == "cuda":
         torch.cuda.synchronize(problem.device)
@@ -164,7 +159,7 @@ def _require_right(
     except Nonconformance as outcome:
         found = outcome.verdict
     record = Record(trial.subject.backend.name, "", case.capability, case.id, Status.HARNESS_ERROR)
-    verdict = _verdict(trial, record.with_verdict(found, seconds=0.0), said)
+    verdict = _verdict(trial, record.with_verdict(found, seconds=0.0), "your_function" if handed else "")
     if not verdict.passed:
         raise AssertionError(verdict.message)
 
@@ -197,23 +192,24 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
     return record.with_fields(explanation=next(same, said))
 
 
-def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
-    """What was found, in lines that pytest need not break, with ``expression``, which runs a case again."""
+def _verdict(trial: Trial, record: Record, function: str) -> FunctionVerdict:
+    """What was found, in lines that pytest need not break; with a function's name, also what runs the case again."""
     record = reach.with_reach(trial, record)
-    record = _with_explanation(trial, record) if expression else record
+    record = _with_explanation(trial, record) if function else record
     width, test = terminal.columns() - _MARGIN, own_tests.running_test()
-    if expression:
+    if function:
         own_tests.JUDGED.append(record)
     lines = terminal.wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
+    told = advice(record if function else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
         lines += terminal.wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := reach.heat_of(trial, record):
         shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
         lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
-    if again := f"pytest {shlex.quote(test)}" if test else expression:
-        lines.append(f"{_INDENT}replay: {again}")
+    expression = f"mla.judge({FunctionCase(trial.case)!r}, {function}, device={str(trial.subject.device)!r})"
+    if test or function:
+        lines.append(f"{_INDENT}replay: {f'pytest {shlex.quote(test)}' if test else expression}")
     return FunctionVerdict(
         status=record.status,
         case=record.case,

@@ -16,6 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.records import KeptRecord, is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
+from mla_conformance.commands.reports import write_or_print
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.machine import find_device, how_it_ends
@@ -27,7 +28,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.ci_views import Issue, issue_text, issues_of
 from mla_conformance.report.json_report import is_report, load_report, report_file
-from mla_conformance.report.terminal import put, say
+from mla_conformance.report.terminal import say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judged_trial
@@ -121,11 +122,7 @@ def _write_issue(options: argparse.Namespace) -> int:
     if issue.example.status is Status.HARNESS_ERROR:
         said = "expected a kernel's failure, for whose maintainers an issue is"
         raise InputError(f"{options.issue}: failure {options.failure}: {said}, got: {issue.example.message}")
-    text = issue_text(issue)
-    if options.out:
-        write_output(options.out, text)
-    else:
-        put(text.rstrip("\n"))
+    write_or_print(options.out, issue_text(issue))
     return 0
 
 

@@ -3,14 +3,12 @@
 import argparse
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from mla_conformance.backends.references import known_backends, unknown
-from mla_conformance.cases.covering import Pair, Pairs, Triples
-from mla_conformance.cases.space import ClassOf
+from mla_conformance.cases.covering import Pairs, Triples
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.commands.parser import commands_of
 from mla_conformance.engine.request import RunRequest, known_names
@@ -20,7 +18,7 @@ from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.config import StoredModel, find_model, model_names, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile, cases_of
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
+from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side, wrapped
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier, counted, listed
 
@@ -99,16 +97,16 @@ def _list_declared(reference: str, device: str | None) -> int:
         region = region_of(subject, space, FITTED[Tier.NIGHTLY])
         claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
         said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
-        lines = wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
+        lines = wrapped(f"{subject.backend.name} {space.role}: {said}", _WIDTH, further="  ")
         if triples := region.triples:
             left = triples.claimed - triples.held - triples.vain
             said = (
                 f"{triples.claimed:,} triples claimed two by two: listed {triples.before:,}, nightly {triples.held:,}; "
                 f"no row found for {triples.vain:,}, {left:,} left out behind {FITTED[Tier.NIGHTLY]} cases"
             )
-            lines += wrapped(said, 2)
+            lines += wrapped(said, _WIDTH, "  ", "    ")
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
-            lines += wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
+            lines += wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", _WIDTH, "  ", "    ")
         say(*lines)
     return 0
 
@@ -224,20 +222,10 @@ def tier_lines() -> Iterator[str]:
 def excluded_lines() -> Iterator[str]:
     """Of each role, the pairs of classes that no case can hold, by the rule that excludes them."""
     for space in SPACES.values():
-        by_reason: dict[str, list[Pair]] = {}
         excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
-        for pair in excluded:
-            by_reason.setdefault(space.reason(pair), []).append(pair)
         yield f"{space.role}: {len(excluded)} pairs excluded"
-        for reason, pairs in by_reason.items():
-            yield from wrapped(f"{reason}: {len(pairs)} pairs", 2)
-            partners: dict[ClassOf, list[ClassOf]] = {}
-            for first, second in pairs:
-                partners.setdefault(first, []).append(second)
-            for value, others in partners.items():
-                yield from wrapped(f"{'='.join(value)} with {', '.join(map('='.join, others))}", 4)
-
-
-def wrapped(text: str, indent: int) -> list[str]:
-    first, further = " " * indent, " " * (indent + 2)
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
+        for reason, pairs in grouped(excluded, space.reason).items():
+            yield from wrapped(f"{reason}: {len(pairs)} pairs", _WIDTH, "  ", "    ")
+            for value, with_it in grouped(pairs, lambda pair: pair[0]).items():
+                others = ", ".join("=".join(other) for _, other in with_it)
+                yield from wrapped(f"{'='.join(value)} with {others}", _WIDTH, "    ", "      ")

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations, plan_update
 from mla_conformance.files.whole import has_letters, write_output
@@ -31,12 +32,15 @@ FORMATS: dict[str, Callable[[RunSummary], str]] = {
 
 
 def render(options: argparse.Namespace) -> int:
-    text = FORMATS[options.format](load_report(options.report))
-    if options.out:
-        write_output(options.out, text)
+    write_or_print(options.out, FORMATS[options.format](load_report(options.report)))
+    return 0
+
+
+def write_or_print(path: Path | None, text: str) -> None:
+    if path:
+        write_output(path, text)
     else:
         put(text.rstrip("\n"))
-    return 0
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -97,5 +101,5 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 
 def list_must_pass(options: argparse.Namespace) -> int:
-    put(MustPass.of_vocabulary().to_text().rstrip("\n"))
+    write_or_print(None, MustPass.of_vocabulary().to_text())
     return 0

@@ -4,10 +4,9 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from itertools import chain
 from typing import Any
 
@@ -37,8 +36,8 @@ def pages(room: str) -> Environment:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    environment.globals.update(counted=counted, definition=definition, picture=picture, words=words, questions=ASKED)
-    drawn = (answer_cell, spread_rows, spread_picture, in_words, table_of, remarks_of)
+    environment.globals.update(counted=counted, definition=definition, words=words, questions=ASKED, beyond=BEYOND)
+    drawn = (answer_cell, spread_rows, places, outlines, pixels, in_words, table_of, remarks_of)
     environment.globals.update({each.__name__: each for each in drawn})
     return environment
 
@@ -69,8 +68,8 @@ def definition(name: str) -> str:
 
 
 _STYLE = {Answer.YES: "pass", Answer.NO: "fail", Answer.NOT_APPLICABLE: "unsupported"}
-# Pixels of a picture, the error at its left edge, and powers of ten up to its right one.
-_WIDTH, _HEIGHT, _LEAST, _DECADES = 120, 12, 1e-3, 4
+# Pixels of a picture from left to right, the error at its left edge, and powers of ten up to its right one.
+_WIDTH, _LEAST, _DECADES = 120, 1e-3, 4
 
 
 def in_words(spread: ErrorSpread) -> str:
@@ -96,24 +95,10 @@ def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[E
     return [(key, [spreads.get(key) for spreads in found]) for key in dict.fromkeys(chain(*found))]
 
 
-def spread_picture(spread: ErrorSpread) -> str:
-    """Median, 99th percentile and worst error by budget on a scale of powers of ten, with a line at the limit of 1."""
+def places(spread: ErrorSpread) -> list[float]:
+    """Median, 99th percentile and worst error by budget, and the limit of 1, in a picture of powers of ten."""
     decades = (math.log10(max(number, _LEAST) / _LEAST) for number in (*spread.budget, 1.0))
-    median, tail, worst, limit = (3 + (_WIDTH - 6) * min(each / _DECADES, 1.0) for each in decades)
-    middle = _HEIGHT / 2
-    return (
-        f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
-        f"<title>{escape(in_words(spread))}</title>"
-        f'<path stroke="currentColor" stroke-dasharray="2" d="M{limit:.1f} 0v{_HEIGHT}"/>'
-        f'<path stroke="currentColor" d="M{median:.1f} {middle}H{worst:.1f}"/>'
-        f'<rect x="{median - 1.5:.1f}" y="2" width="3" height="{_HEIGHT - 4}"/>'
-        f'<rect x="{tail - 1:.1f}" y="3" width="2" height="{_HEIGHT - 6}"/>'
-        f'<circle cx="{worst:.1f}" cy="{middle}" r="2.5" fill="currentColor"/></svg>'
-    )
-
-
-_SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
-_MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
+    return [3 + (_WIDTH - 6) * min(each / _DECADES, 1.0) for each in decades]
 
 
 def words(heat_map: HeatMap) -> str:
@@ -125,42 +110,21 @@ def words(heat_map: HeatMap) -> str:
     )
 
 
-def picture(heat_map: HeatMap) -> str:
-    """The cells as an element of a page, whose styles decide the colours: ``ground``, ``over`` and ``between``."""
-    down, right, cell = len(heat_map.lines), len(heat_map.lines[0]), _pixels(heat_map)
-    between = [f"M0 {y}h{right}" for y in range(1, down)] + [f"M{x} 0v{down}" for x in range(1, right)]
-    over = ""
-    for digit in range(1, BEYOND + 1):  # the cells of each digit, neighbours in a line as one
+def outlines(heat_map: HeatMap) -> Iterator[tuple[int, Markup]]:
+    """Each digit over the budget that a map has, with its cells as a path; neighbours in a line are one."""
+    for digit in range(1, BEYOND + 1):
         found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
         if runs := "".join(f"M{left} {y}h{end - left}v1h-{end - left}z" for y, (left, end) in found):
-            within = f"up to 10^{digit} times the budget"
-            further = within if digit < BEYOND else "further over the budget, or no number"
-            opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
-            over += f'<path class="over" d="{runs}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
-            over += f"<title>{further}</title></path>\n"
-    return (
-        f'<svg role="img" viewBox="0 0 {right} {down}" width="{right * cell}" height="{down * cell}">\n'
-        f"<title>{escape(shown(heat_map.part))}, by head and row</title>\n"
-        f'<path class="ground" d="M0 0h{right}v{down}H0z" fill="#eef1f4"/>\n'
-        f"{over}"
-        f'<path class="between" d="{"".join(between)}" stroke="#fff" stroke-width="0.1"/>\n</svg>'
-    )
+            yield digit, Markup(runs)
+
+
+def pixels(heat_map: HeatMap) -> int:
+    """Of the side of a cell: 12, but of the longer side of a picture 256 at most."""
+    return min(12, 256 // max(len(heat_map.lines), len(heat_map.lines[0])))
 
 
 def picture_file(heat_map: HeatMap) -> str:
-    said = escape(shown(words(heat_map)))
-    width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + len(heat_map.lines) * _pixels(heat_map)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
-        f"<title>{said}</title>\n"
-        f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
-        f'<text y="{_MARGIN - 8}" font-family="sans-serif" font-size="11">{said}</text>\n'
-        f'<g transform="translate(0 {_MARGIN})">{picture(heat_map)}</g>\n</svg>\n'
-    )
-
-
-def _pixels(heat_map: HeatMap) -> int:
-    return min(_CELL, _SIDE // max(len(heat_map.lines), len(heat_map.lines[0])))
+    return pages("mla_conformance.report").get_template("heat.svg.j2").render(heat_map=heat_map) + "\n"
 
 
 def html(run: summary.RunSummary) -> str:

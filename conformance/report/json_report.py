@@ -305,11 +305,9 @@ def _brief(value: Any) -> str:
 
 
 def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
-    shards = list[tuple[str, sharding.Shard]]()
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
-        shards.append((run.source, run.shard))
         if any(record.capability == EXPLORED for record in run.records):
             raise InputError(f"{run.source}: holds drawn cases, which no shard has")
     first, *others = runs
@@ -324,7 +322,7 @@ def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
         if run.cases != first.cases:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
     require_one_code(runs)
-    _require_partition(shards, first.cases)
+    _require_partition([(run.source, run.shard) for run in runs if run.shard], first.cases)
     joined = tuple(_joined(parts, first.cases) for parts in zip(*(run.backends for run in runs), strict=True))
     code = {place: digest for run in runs for place, digest in run.code.items()}
     return summary.RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)

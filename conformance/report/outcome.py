@@ -250,8 +250,7 @@ def backend_lines(
             f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget "
             f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(cut(most.case, _ID))}"
         )
-    remarks += ran(backend.traced) if backend.traced.kernels else ()
-    remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()
+    remarks += [*ran(backend.traced), *traits_lines(backend.traits)]
     remarks += ["an emulated kernel: judged, never certified"] if backend.facts.emulated else []
     for remark in remarks:
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)

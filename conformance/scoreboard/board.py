@@ -157,9 +157,8 @@ class Board:
 
     @cached_property
     def newest(self) -> list[Entry]:
-        about = ((entry.record.backend, entry.record.device, entry.versions) for entry in self._newest_first)
-        first = dict(reversed(list(zip(about, self._newest_first, strict=True))))
-        return [entry for _, entry in sorted(first.items())]
+        alike = grouped(self._newest_first, lambda x: (x.record.backend, x.record.device, x.versions))
+        return [entries[0] for _, entries in sorted(alike.items())]
 
     @cached_property
     def _newest_first(self) -> list[Entry]:

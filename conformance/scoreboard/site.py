@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
-from html import escape
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +38,7 @@ from mla_conformance.report.terminal import say, shown
 from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, profiles, read_entries, versions_of
 from mla_conformance.version import SUITE_VERSION, __version__
 
-_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20  # pixels; the width of a letter is that of a common sans serif on average
+_LETTER, _MARGIN = 6.6, 12  # pixels; the width of a letter is that of a common sans serif on average
 _LONGEST = 200
 _OTHER_RULE = "failure"  # the rule of a failure that names no check, such as a crash
 _SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
@@ -126,23 +125,11 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 def badge(entry: Entry) -> str:
     record = entry.record
     verdict = f"right on {entry.counts.passed:,} cases" if entry.verdict.startswith("right") else entry.verdict
-    left, right = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
-    widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
+    texts = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
+    widths = [len(text) * _LETTER + _MARGIN for text in texts]
     colour = "#57606a" if entry.old else "#a8071a" if entry.is_wrong else "#12683a"
-    title, texts, start = escape(f"{left}: {right}"), "", 0.0
-    for text, width in zip((left, right), widths, strict=True):  # squeezed or stretched to its part whatever the font
-        texts += (
-            f'<text x="{start + _MARGIN / 2:.1f}" y="14" textLength="{width - _MARGIN:.1f}" '
-            f'lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
-        )
-        start += width
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{start:.0f}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{title}"><title>{title}</title>'
-        f'<rect width="{start:.0f}" height="{_HEIGHT}" rx="3" fill="#24292f"/>'
-        f'<rect x="{widths[0]:.0f}" width="{widths[1]:.0f}" height="{_HEIGHT}" rx="3" fill="{colour}"/>'
-        f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11">{texts}</g></svg>\n'
-    )
+    template = pages("mla_conformance.scoreboard").get_template("badge.svg.j2")
+    return template.render(parts=list(zip(texts, widths, strict=True)), colour=colour, margin=_MARGIN) + "\n"
 
 
 def sarif(entries: Iterable[Entry]) -> dict[str, Any]:

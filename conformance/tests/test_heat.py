@@ -18,7 +18,7 @@ from mla_conformance.diagnosis.reach import heat_maps, heat_of
 from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse, explain_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
-from mla_conformance.report.html import picture, picture_file, words
+from mla_conformance.report.html import picture_file, words
 from mla_conformance.tests.drawn import CONTEXT, changed, subject_of
 from mla_conformance.trials.trial import Trial, judged_trial
 
@@ -48,12 +48,12 @@ def test_a_picture_shows_where_errors_are() -> None:
     assert found.curves(8) == {"by row": "▂······█", "by head": "·▂█"}
     said = "output of decode: 2 of 192 cells over their budget; 3 heads down, 200 rows to the right; the worst of"
     assert words(found).startswith(f"{said} several")
-    drawn = re.findall(r'class="over" d="(.+?)".+?fill-opacity="([\d.]+)"', picture(found))
+    drawn = re.findall(r'class="over" d="(.+?)".+?fill-opacity="([\d.]+)"', picture_file(found))
     assert drawn == [("M0 1h1v1h-1z", "0.61"), ("M63 2h1v1h-1z", "1.00")]
 
 
 def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
-    assert 'd="M1 0h2v1h-2zM0 1h1v1h-1z"' in picture(HeatMap("LSE", 2, 3, ("011", "100")))
+    assert 'd="M1 0h2v1h-2zM0 1h1v1h-1z"' in picture_file(HeatMap("LSE", 2, 3, ("011", "100")))
     said = "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
     assert words(SMALL) == f"{said}stronger colour = further over budget"
     part = msgspec.structs.replace(SMALL, part="<a & b>")

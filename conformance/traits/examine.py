@@ -114,8 +114,7 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
 
 def _through_a_graph(backend: Any, problem: calls.Problem) -> Any:
     (call,) = problem.calls
-    call.prepare(backend)
-    replay, _ = graph.captured(problem.device, partial(call.invoke, backend, None))
+    replay, _ = graph.capture(backend, call)
     return replay()
 
 
