@@ -31,30 +31,17 @@ kept: list[object] = []
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError("no function may be called")
+    raise RuntimeError("nothing may be called")
 
 
 RefusesEverything: Any = type("RefusesEverything", (TorchFunctionMode,), {"__torch_function__": refuse})
 DispatchesNothing: Any = type("DispatchesNothing", (TorchDispatchMode,), {"__torch_dispatch__": refuse})
 Refusing: Any = type("Refusing", (torch.Tensor,), {"__torch_function__": classmethod(refuse)})
-
-
-class OddPair(tuple):
-    """A pair that counts, and tells its items, wrongly."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise RuntimeError("no items")
-
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: Any) -> Any:
-        raise RuntimeError("no item")
+# A pair that counts, and tells its items, wrongly.
+OddPair: Any = type("OddPair", (tuple,), {"__iter__": refuse, "__len__": lambda self: 7, "__getitem__": refuse})
 
 
 class Own(BaseException):
-    """Neither has it a text, nor does its class have a name."""
-
     def __str__(self) -> str:
         raise KeyboardInterrupt
 
