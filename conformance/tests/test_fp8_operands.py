@@ -12,7 +12,6 @@ from mla_conformance.backends.declaration import Declaration, Precision, Roundin
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands
-from mla_conformance.defects.honest import TwoPasses
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging import golden
 from mla_conformance.judging.golden import choose_rows
@@ -84,6 +83,7 @@ ALARMS = {
     "workspace=384;scale=56;data=needle;layout=sliced;seed=276622;cache=fp8;kscale=5;layers=3;decodes=1;"
     "order=decodes_first;latents=integers",
 }
+TWO_PASSES = "mla_conformance.defects.honest:TwoPasses"
 OF_EAGER = [
     "chunked_context:dtype=fp16;dims=glm;heads=8;q=[17,200,33];kv=[64,16,5];page=32;workspace=192;scale=400;"
     "data=integers;pad=1;poison=inf;merge=own;seed=411039",
@@ -109,7 +109,7 @@ OF_EAGER = [
         *((case, "EAGER") for case in OF_EAGER),
         ("context_chunk:dtype=e4m3;dims=glm;heads=64;q=[1];kv=[17];scale=1;data=hot_ones", HopperE4M3Operands),
         # Rows that are alike.
-        ("context_chunk:dims=small;heads=64;q=[128];kv=[26];data=zero_keys;scale=123", TwoPasses),
+        ("context_chunk:dims=small;heads=64;q=[128];kv=[26];data=zero_keys;scale=123", TWO_PASSES),
         # A sum over keys one after another, as PyTorch's kernel has it in float32.
         ("decode:dtype=fp32;dims=small;heads=1;q=[1];kv=[8999];page=64;scale=1;data=outliers", "TORCH_SDPA"),
     ],

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.tests.drawn import CONTEXT, judged, subject_of
+from mla_conformance.tests.drawn import CONTEXT, changed, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
 from mla_conformance.trials.trial import PROCEDURES, judged_trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -44,9 +45,7 @@ class RefusesLate(DeniesFloat16):
         raise ValueError("no fp16")
 
 
-class RefusesAtOnce(DeniesFloat16):
-    def __init__(self, **arguments: Any) -> None:
-        raise ValueError("no fp16")
+RefusesAtOnce = changed(DeniesFloat16, __init__=Mock(side_effect=ValueError("no fp16")))
 
 
 class LeavesItsDtypeAtOnce(EagerPrefillBackend):
