@@ -5,10 +5,10 @@ It has the names that such a vLLM has, and as much behind them as a layer needs;
 
 import sys
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -163,15 +163,6 @@ class MLACommonBackend:
     )
 
 
-@contextmanager
-def held(name: str, value: Any) -> Any:
-    before, STATE[name] = STATE[name], value
-    try:
-        yield
-    finally:
-        STATE[name] = before
-
-
 def _vllm_config(compilation_config: Any) -> Any:
     parts = ("scheduler_config", "cache_config", "attention_config", "kernel_config")
     empty = {name: SimpleNamespace() for name in parts}
@@ -192,11 +183,11 @@ def install(monkeypatch: pytest.MonkeyPatch, further: Mapping[str, Mapping[str, 
             "CompilationConfig": lambda mode, cudagraph_mode: SimpleNamespace(static_forward_context={}),
             "CompilationMode": SimpleNamespace(NONE=0),
             "CUDAGraphMode": SimpleNamespace(NONE=0, FULL=1),
-            "set_current_vllm_config": lambda config: held("config", config),
+            "set_current_vllm_config": lambda config: patch.dict(STATE, config=config),
         },
         "vllm.forward_context": {
-            "ForwardContext": lambda **batch: SimpleNamespace(**batch),
-            "override_forward_context": lambda batch: held("batch", batch),
+            "ForwardContext": SimpleNamespace,
+            "override_forward_context": lambda batch: patch.dict(STATE, batch=batch),
         },
         **further,
     }

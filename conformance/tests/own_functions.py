@@ -109,7 +109,8 @@ def _instance(kernel: Any, case: Case, x: Inputs, **further: Any) -> Any:
 def _decode(kernel: Any, case: Case, x: Inputs) -> Any:
     made, rank, starts = _instance(kernel, case, x, **_some(x, "kv_cache_dtype")), x["kv_lora_rank"], x["cu_seqlens_q"]
     lengths = (x["max_seqlen_q"], x["max_seqlen_k"], starts.diff(), x["seq_lens"])
-    made.prepare_metadata(MLACommonDecodeMetadata(x["block_table"], x["seq_lens"], starts, *lengths, **_ranks(x)))
+    ranks = _some(x, *(name for name in x if "dcp" in name or name.startswith("cp_")))
+    made.prepare_metadata(MLACommonDecodeMetadata(x["block_table"], x["seq_lens"], starts, *lengths, **ranks))
     return made.run_decode(x["q"][..., :rank], x["q"][..., rank:], x["kv_cache"], x["k_scale"])
 
 
@@ -123,10 +124,6 @@ def _prefill(kernel: Any, case: Case, x: Inputs) -> Any:
     if chunk:
         return made.run_prefill_context_chunk(0, *operands)
     return made.run_prefill_new_tokens(*operands, return_softmax_lse=True, **_some(x, "out", "output_scale"))
-
-
-def _ranks(x: Inputs) -> dict[str, Any]:
-    return {name: value for name, value in x.items() if "dcp" in name or name.startswith("cp_")}
 
 
 def _some(x: Inputs, *names: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
 WRITE = "latent_write:call=write_latent;q=[5,1];kv=[60,0]"
 KEYS = "index_write:call=write_index;dims=128-0-128-128;q=[5,1];kv=[60,0];cache"
 LAYER = "cache_write:call=layer;heads=2;decodes=1;q=[5,1];kv=[12,15]"
+SPARSE = "sparse_decode:dims=small;heads=2;q=[2,1,3];kv=[20,0,5];page=4;topk=8"
 SPARSE_LAYER = "sparse_layer:q=[1];kv=[3]"
 CONTRADICTIONS = [
     (f"{WRITE};cache=fp8_index;dims=128-0-128-128", "field cache: write_latent expects one of auto, fp8"),
@@ -77,6 +78,12 @@ CONTRADICTIONS = [
     (f"{LAYER};dims=32-16-32-64;cache=fp8_ds_mla", "holds 512 + 64 or 512 + 0 values of a 16-bit model, got (64, 16)"),
     (f"{LAYER};ranks=3", "field heads: expected a multiple of the 3 ranks, got 2"),
     (f"{LAYER};ranks=2;out=1", "no out where 2 ranks share the tokens, got weights=selection, out=True"),
+    (f"{SPARSE};call=sparse_prefill;cache=fp8", "expected cache=auto, extra=none and ranks=1"),
+    (f"{SPARSE};ranks=2;sink=drawn", "expected sink=none, extra=none and lse=1 where 2 ranks share the tokens"),
+    (f"{SPARSE};call=sparse_prefill;space=rank_local", "gathered keys are on one rank"),
+    (f"{SPARSE};behind=huge", "without lengths every entry counts, expected minus, got huge"),
+    (f"{SPARSE};cache=fp4_v41", "expected one of auto, fp8, fp8_ds_mla, fp8_v4, fp8_v41, got 'fp4_v41'"),
+    (f"{SPARSE};extra=fp4_v41", "fp4_v41 holds 512 + 0 values of a 16-bit model, got (32, 8)"),
     (f"{SPARSE_LAYER};topk=9", "field topk: expected an even number from 6 to 12, or a multiple of one of 4 beyond"),
     (f"{SPARSE_LAYER};topk=4", "since 4 index heads tell so many groups of keys apart, got 4"),
     (f"{SPARSE_LAYER};dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),

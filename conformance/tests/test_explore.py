@@ -99,23 +99,6 @@ def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     assert judge_one(subject, sessions[0], Context()).status is Status.PASS
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "chunked_context:q=[31];kv=[0];page=64;workspace=64;merge=own",  # nothing to merge
-        # Keys that are alike by chance are drawn again, else what codes round would decide.
-        "sparse_layer_combinations:call=sparse_layer;dtype=fp16;dims=64-126-64-128;heads=5;q=[1,1,1];kv=[32,127,47];"
-        "page=128;data=integers;decodes=3;index_scales=pow2;index_heads=2;topk=2",
-        "call_order:call=sparse_layer;dtype=fp16;q=[1];kv=[3];data=integers;decodes=1;index_heads=2;topk=2",
-        "call_order:call=sparse_decode;dims=small;heads=2;q=[1];kv=[9];cache=fp8;topk=8;extra=auto;extra_topk=8",
-        "call_order:call=layer;dims=32-16-32-64;heads=1;q=[3,2];kv=[3,1];page=1;workspace=12;order=decodes_first",
-        "call_order:call=compress;dims=8-8-16-16;q=[1];kv=[0];spare=1;ratio=128;overlap=1",
-    ],
-)
-def test_a_right_kernel_is_not_blamed_where_it_was(text: str) -> None:
-    assert drawn.judged("EAGER", text).status is Status.PASS
-
-
 def test_a_batch_that_a_session_cannot_make_blames_no_kernel() -> None:
     case = "call_order:call=chunked_context;dims=small;heads=1;q=[9];kv=[5];page=16;workspace=16"
     record = drawn.judged("EAGER", case)

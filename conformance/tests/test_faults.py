@@ -2,9 +2,11 @@
 
 import ctypes
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,13 +31,13 @@ from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.json_report import load_report
+from mla_conformance.tests.faults import HANGS
 from mla_conformance.tests.reports import unexplained
 
 FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
 PASS = (Status.PASS, "", "")
 FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
 """Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
-HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself", "SaysTooLittle")
 _DIED = "the process died during this case: "
 OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
     **dict.fromkeys(("Killed", "KillsItsGroup", "KillsItsParent"), (Status.CRASH, "", f"{_DIED}Killed")),
@@ -234,14 +236,8 @@ def test_after_running_out_of_a_gpus_memory_a_process_ends(monkeypatch: Any, dev
     [("CUDA error: out of memory", machine.LACKED_MEMORY), ("CUDA error: misaligned address", None)],
 )
 def test_a_process_that_a_full_gpu_ends_blames_no_kernel(monkeypatch: Any, error: str, status: int | None) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise RuntimeError(error)
-
-    def leave(status: int) -> NoReturn:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(room, "start_kernel_process", fail)
-    monkeypatch.setattr(machine, "leave", leave)
+    monkeypatch.setattr(room, "start_kernel_process", Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setattr(machine, "leave", sys.exit)
     with pytest.raises(SystemExit if status else RuntimeError) as ended:
         room.serve(SimpleNamespace(), SimpleNamespace(memory=None))  # type: ignore[arg-type]
     assert getattr(ended.value, "code", None) == status

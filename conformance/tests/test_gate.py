@@ -163,10 +163,8 @@ def test_reports_that_do_not_belong_together(gate: Gate) -> None:
 
 SMOKE = [case.id for entry in CAPABILITIES.values() for case in entry.select(Tier.SMOKE)]
 FULL = sum(len(entry.cases) for entry in CAPABILITIES.values())
-TWO = [case.id for name in ("new_tokens", "lse") for case in CAPABILITIES[name].cases]
-
-
 CASES_OF_NEW = CAPABILITIES["new_tokens"].cases
+TWO = [case.id for name in ("new_tokens", "lse") for case in CAPABILITIES[name].cases]
 
 
 def all_passed(cases: list[str], backend: str = "MINE") -> list[Record]:

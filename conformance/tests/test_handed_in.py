@@ -82,16 +82,12 @@ def edited(line: str, record: bool = True, **changes: Any) -> str:
     return json.dumps(plain)
 
 
-def _nested(depth: int) -> Any:
-    return [_nested(depth - 1)] if depth else ""
-
-
 @pytest.mark.parametrize(
     ("spoil", "status", "said"),
     [
         (lambda line: line[:900], 2, "line 2: not JSON (cut off?)"),
         (lambda line: edited(line, statuses="p7", record=False), 2, "its statuses are not those of"),
-        (lambda line: edited(line, tier=_nested(480)), 2, ": expected "),
+        (lambda line: edited(line, tier=json.loads("[" * 480 + "]" * 480)), 2, ": expected "),
         (lambda line: edited(line, fitted=[f"{2**30} {'x' * 90}"] * 999, record=False), 2, "its texts have more than"),
         (lambda line: edited(line, schema="other/1"), 2, "line 2: expected a record of schema"),
         (lambda line: edited(line, suite="2026.1"), 2, f"expected a record of suite {SUITE_VERSION}, got"),

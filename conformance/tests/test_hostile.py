@@ -9,7 +9,7 @@ from pathlib import Path
 from resource import RLIMIT_FSIZE as FILES
 from resource import getrlimit, setrlimit
 from subprocess import Popen
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -30,38 +30,18 @@ kept: list[object] = []
 """What would end if nobody held it."""
 
 
-class RefusesEverything(TorchFunctionMode):
-    def __torch_function__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("no function may be called")
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("nothing may be called")
 
 
-class DispatchesNothing(TorchDispatchMode):
-    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("no operation may be dispatched")
-
-
-class Refusing(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("not with me")
-
-
-class OddPair(tuple):
-    """A pair that counts, and tells its items, wrongly."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise RuntimeError("no items")
-
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: Any) -> Any:
-        raise RuntimeError("no item")
+RefusesEverything: Any = type("RefusesEverything", (TorchFunctionMode,), {"__torch_function__": refuse})
+DispatchesNothing: Any = type("DispatchesNothing", (TorchDispatchMode,), {"__torch_dispatch__": refuse})
+Refusing: Any = type("Refusing", (torch.Tensor,), {"__torch_function__": classmethod(refuse)})
+# A pair that counts, and tells its items, wrongly.
+OddPair: Any = type("OddPair", (tuple,), {"__iter__": refuse, "__len__": lambda self: 7, "__getitem__": refuse})
 
 
 class Own(BaseException):
-    """Neither has it a text, nor does its class have a name."""
-
     def __str__(self) -> str:
         raise KeyboardInterrupt
 

@@ -19,14 +19,14 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.export.failing import reproduced
 from mla_conformance.export.own import own_class
 from mla_conformance.export.program import NotWritable
-from mla_conformance.export.script import MOST_LINES, Ran, run_alone, script_of
+from mla_conformance.export.script import MOST_LINES, Ran, run_alone
 from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.nursery import UNEXPLAINED
+from mla_conformance.tests.test_export import exported
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.trials.trial import Context, judge_one
 
@@ -73,12 +73,11 @@ def hub_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_folder_is_judged_and_its_build_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    package = build(tmp_path / "my-mla" / "build" / "torch-universal" / "my_mla")  # as older builds have it
+def test_a_folder_is_judged_and_its_build_is_pinned(here: Path) -> None:
+    package = build(here / "my-mla" / "build" / "torch-universal" / "my_mla")  # as older builds have it
     (backend,) = RunRequest.of(["hub:my-mla"], cases=[CASE.id]).backends
-    assert (backend.name, backend.reference) == ("my-mla", f"hub:{tmp_path / 'my-mla'}")
-    assert not any(str(tmp_path) in str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))
+    assert (backend.name, backend.reference) == ("my-mla", f"hub:{here / 'my-mla'}")
+    assert not any(str(here) in str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))
     record = judge_one(Subject(backend, CPU), CASE, Context())
     facts = describe(Subject(backend, CPU))
     assert record.status is Status.PASS and record.evidence["build"] == "torch-universal"
@@ -211,9 +210,7 @@ def kernel_in(folder: Path, package: str = "", error: float = 0.0) -> None:
 
 def ran(reference: str, script: Path) -> Ran:
     """A script of the decode, run alone."""
-    text = script_of(reproduced(Subject.of(reference, CPU), Case.parse(DECODE)), script)
-    script.write_text(text, encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES + 25
+    assert len(exported(reference, DECODE, script).splitlines()) <= MOST_LINES + 25
     return run_alone(script)
 
 
@@ -251,6 +248,10 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("from mla_conformance.backends.cache_dtypes import gather", "gather of mla_conformance.backends.cache"),
         ("from mla_conformance.backends.kernel import output_dtype", "output_dtype of mla_conformance.backends.kern"),
+        (
+            "from mla_conformance.backends.eager import EagerPrefillBackend",
+            "EagerPrefillBackend of mla_conformance.back",
+        ),
         ("import mla_conformance.backends.eager as eager", "mla_conformance.backends.eager,"),
         ("import mla_conformance", "mla_conformance,"),
     ],

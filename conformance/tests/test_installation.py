@@ -18,7 +18,7 @@ from mla_conformance.files.places import harness_files, load_all_again, refuse_w
 from mla_conformance.tests.reports import unexplained
 
 WRONG = """
-import os, pathlib, sys
+import os, pathlib, re, sys
 from mla_conformance.backends.eager import EagerPrefillBackend
 
 class Wrong(EagerPrefillBackend):
@@ -42,20 +42,12 @@ ATTACKS = (
         file = pathlib.Path(mla_conformance.__file__).parent / "judging" / "tolerance.toml"
         if not (here / "kept").exists():
             (here / "kept").write_bytes(file.read_bytes())
-            file.write_text(WIDE)
+            file.write_text(re.sub("value = .*", "value = 1e9", file.read_text()))
         else:
             file.write_bytes((here / "kept").read_bytes())
 """
 )
 NAMES = {"jinja2", "markupsafe", "rich", "msgspec", "hypothesis", "packaging", "numpy", "mla_conformance"}
-WIDE = "\n".join(
-    f'[{name}]\nvalue = 1e9\nreason = "forged"'
-    for name in (
-        *("float32_accumulation", "keys_per_step", "float32_walk", "fp22_accumulation", "fp22_columns_per_step"),
-        *("fp22_keys_per_step", "approximate_exp"),
-        *("element_limit", "row_deviations", "lse_limit"),
-    )
-)
 
 
 def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_installation(tmp_path: Path) -> None:
@@ -63,8 +55,7 @@ def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_instal
     for name, path in harness_files().items():  # which goes before the installed one
         (site := tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, site)
-    source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
-    (tmp_path / "kernel.py").write_text(source)
+    (tmp_path / "kernel.py").write_text(ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))))
     command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong"]
     command += ["--capability", "softmax_scale", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

@@ -104,19 +104,21 @@ def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, refus
     os.close(RunFolder.claim(tmp_path).lock)
 
 
-@pytest.mark.parametrize("wrong", [["--nonsense"], ["--workers=0"], ["--backend=NOPE"], ["--expectations=/nowhere"]])
-def test_a_usage_error_leaves_a_finished_folder_as_it_was(hold: Any, refused: Refused, wrong: Any) -> None:
-    folder = hold(FINISHED)
+@pytest.mark.parametrize(
+    ("journal", "asked", "said"),
+    [
+        *((FINISHED, [wrong], "expected") for wrong in ("--workers=0", "--backend=NOPE", "--expectations=/nowhere")),
+        (FINISHED, ["--nonsense"], "--nonsense"),
+        (UNFINISHED, [], "--resume {} continues it, --fresh sets it aside"),
+    ],
+)
+def test_a_refused_run_leaves_a_folder_as_it_was(
+    hold: Any, refused: Refused, journal: str, asked: list[str], said: str
+) -> None:
+    folder = hold(journal)
     before = contents(folder)
-    assert refused(*CERTIFY, folder, *wrong)
+    assert said.format(folder) in refused(*CERTIFY, folder, *asked)
     assert contents(folder) == before and [folder] == list(folder.parent.iterdir())
-
-
-def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], refused: Refused) -> None:
-    folder = hold(UNFINISHED)
-    before = contents(folder)
-    assert f"--resume {folder} continues it, --fresh sets it aside" in refused(*CERTIFY, folder)
-    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(("journal", "anew"), [(FINISHED, False), (UNFINISHED, True)], ids=["finished", "--fresh"])
@@ -131,17 +133,16 @@ def test_what_an_earlier_run_wrote_is_kept_in_a_folder_beside(hold: Any, journal
     assert contents(beside) == before
 
 
-def test_a_run_without_a_folder_gets_one_that_latest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_without_a_folder_gets_one_that_latest_names(here: Path) -> None:
     for _ in range(2):
         run = RunFolder.claim(None)
         run.begin()
-        assert (tmp_path / "build/mla-conformance/latest").resolve() == run.path
-    assert len(list((tmp_path / "build/mla-conformance").iterdir())) == 3
-    RunFolder.claim(tmp_path / "new").discard()
-    assert not (tmp_path / "new").exists()
-    RunFolder.claim(tmp_path).discard()
-    assert tmp_path.exists()
+        assert (here / "build/mla-conformance/latest").resolve() == run.path
+    assert len(list((here / "build/mla-conformance").iterdir())) == 3
+    RunFolder.claim(here / "new").discard()
+    assert not (here / "new").exists()
+    RunFolder.claim(here).discard()
+    assert here.exists()
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])

@@ -16,7 +16,6 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
-from mla_conformance.cli import main
 from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.supervisor import Supervisor
@@ -28,7 +27,7 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import read_case, write_case
 
-Capture = pytest.CaptureFixture[str]
+Told = Callable[..., str]
 Ours = Callable[..., tuple[int, str, str]]
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
@@ -83,24 +82,22 @@ def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 
 
-def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsys: Capture) -> None:
+def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, told: Told) -> None:
     case, found = tmp_path / "case.json", tmp_path / "found.json"
     write_case(case, Case.parse("lse:dims=small;q=[5,9,2];heads=2;data=needle;pad=2"))
     options = ["--backend", wrong, "--salt", "s1", "--device", "cpu", "--timeout", "2", "--out", str(found)]
-    assert main(["minimize", str(case), *options]) == 0
+    printed = told(0, "minimize", case, *options)
     assert read_case(found) == Case.of(capability="lse", q=(7,), heads=1, dims="small")
-    printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("replay: ")]
     subject = Subject.of(wrong, torch.device("cpu"))
     salted, plain = (judge_one(subject, read_case(found), Context(salt)).message for salt in ("s1", ""))
     assert f"fail: {salted}" in printed and "LSE is" in salted != plain
     command, *arguments = shlex.split(line.removeprefix("replay: "))
     with unexplained():
-        assert command == "mla-conformance" and main(arguments) == 1
-    assert salted.partition(", expected")[0] in capsys.readouterr().out
+        assert command == "mla-conformance" and salted.partition(", expected")[0] in told(1, *arguments)
 
 
-def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     hello = Supervisor.hello
 
     def hello_to_the_end(supervisor: Supervisor) -> Hello:
@@ -108,17 +105,15 @@ def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, ca
         return hello(supervisor)
 
     monkeypatch.setattr(Supervisor, "hello", hello_to_the_end)
-    assert main(["minimize", "lse:q=[7]", "--backend", wrong, "--device", "cpu"]) == 143
-    assert "ended by SIGTERM" in capsys.readouterr().err
+    assert "ended by SIGTERM" in told(143, "minimize", "lse:q=[7]", "--backend", wrong, "--device", "cpu")
 
 
-def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, capsys: Capture, refused: Any) -> None:
+def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, told: Told, refused: Any) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)
     with unexplained():
-        assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
-    printed = capsys.readouterr().out
+        printed = told(1, "replay", "--report", path, "--failure", 2, "--device", "cpu")
     assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
     said = refused("replay", "--report", path, "--failure", 3)
     assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in said

@@ -133,9 +133,8 @@ def test_what_does_not_fit_a_model_is_refused(refused: Callable[..., str], argum
     assert said in refused("certify", *arguments)
 
 
-def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models"]) == 0
-    *lines, explained = re.sub("\n +", " ", capsys.readouterr().out).splitlines()
+def test_models_are_listed_with_their_numbers_and_sources(told: Callable[..., str]) -> None:
+    *lines, explained = re.sub("\n +", " ", told(0, "models")).splitlines()
     assert explained.startswith("P-R-V-L: ")
     listed = {line.split()[0]: line for line in lines}
     assert list(listed) == list(model_names()) and len(listed) >= 10
@@ -154,9 +153,8 @@ def test_the_docs_show_where_figures_were_read(tmp_path: Path) -> None:
     assert "**unconfirmed**: found no copy" in written.read_text("utf-8")
 
 
-def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "glm-5"]) == 0
-    reported = capsys.readouterr().out
+def test_a_model_is_told_in_detail(told: Callable[..., str]) -> None:
+    reported = told(0, "models", "glm-5")
     assert "192-64-256-512" in reported and "top 2048; indexer 32 × 128" in reported
     assert "confirmed        hidden_size, num_hidden_layers" in reported and "zai-org--GLM-5_config.json" in reported
     assert "--tp             1, 2, 4, 8, 16, 32, 64" in reported
@@ -241,27 +239,19 @@ def test_the_gate_refuses_to_mix_models(tmp_path: Path, refused: Callable[..., s
     assert "expected a run of glm-5 at TP 8, fp8 cache as in" in said
 
 
-def first_of_each_role(*arguments: Any) -> tuple[Case, ...]:
-    """Few of a model's cases, and small ones, so that a run takes seconds."""
-    found = {case.role: case for case in reversed(CASES_OF(*arguments)) if sum(case.kv) < 500}
-    return tuple(found[role] for role in (Role.PREFILL, Role.DECODE))
-
-
-CASES_OF = certify.cases_of
-
-
-def test_a_deployed_model_is_judged_and_the_run_resumed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(certify, "cases_of", first_of_each_role)
+def test_a_deployed_model_is_judged_and_the_run_resumed(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
+    profile = find_model("youtu-llm-2b")
+    small = [case for case in cases_of(profile, Deployment.of(profile, 8, "auto")) if sum(case.kv) < 500]
+    first = {case.role: case for case in reversed(small)}  # few cases and small ones: the run takes seconds
+    monkeypatch.setattr(certify, "cases_of", lambda *_: (first[Role.PREFILL], first[Role.DECODE]))
     asked = ["--model", "youtu-llm-2b", "--tp", "8", "--backend", "TORCH_SDPA", "--device", "cpu", "-n", "1"]
     out = tmp_path / "out"
-    assert main(["certify", *asked, "--out", str(out)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = told(0, "certify", *asked, "--out", out).splitlines()
     assert "· youtu-llm-2b at TP 8 · 2 cases ·" in lines[0]
     at = lines.index("right for youtu-llm-2b at TP 8, on this CPU:")
     assert lines[at + 1] == "  TORCH_SDPA  prefill 1/1 · decode 1/1"
     assert "judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site" in lines
     journal = (out / "journal.jsonl").read_text().splitlines()
     write_sealed(out, journal[:-3])  # as if it had been killed before its last verdict
-    assert main(["certify", "--resume", str(out), "-n1"]) == 0
-    assert "right for youtu-llm-2b at TP 8, on this CPU:" in capsys.readouterr().out
+    assert "right for youtu-llm-2b at TP 8, on this CPU:" in told(0, "certify", "--resume", out, "-n1")
     assert load_report(out).deployment == Deployment(model="youtu-llm-2b", tp=8, kv_cache="auto", heads=2)

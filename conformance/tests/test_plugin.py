@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -95,20 +96,12 @@ def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback_in_the_
     assert all("replay: mla-conformance replay" in text for text in reported)
 
 
-class EveryoneRuns:
-    """Stands for the process that judges, where nothing is judged."""
-
-    def __init__(self, asked: object) -> None:
-        self.reasons = defaultdict[str, tuple[str, ...]](tuple)
-
-    def end(self) -> None: ...
-
-
 @pytest.fixture
 def listed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Listing:
     """Exit status and ids of what a selection collects, in this process and a folder of its own."""
     pytester.makepyfile(wrong=WRONG)
-    monkeypatch.setattr(beside, "Judging", EveryoneRuns)
+    everyone_runs = Mock(reasons=defaultdict[str, tuple[str, ...]](tuple))  # and nothing is judged
+    monkeypatch.setattr(beside, "Judging", lambda asked: everyone_runs)
 
     def listed(*arguments: str) -> tuple[int, list[str]]:
         result = pytester.runpytest_inprocess(*WITHOUT, *arguments, "--collect-only", "-q")

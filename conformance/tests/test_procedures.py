@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.tests.drawn import CONTEXT, judged, subject_of
+from mla_conformance.tests.drawn import CONTEXT, changed, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
 from mla_conformance.trials.trial import PROCEDURES, judged_trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -44,9 +45,7 @@ class RefusesLate(DeniesFloat16):
         raise ValueError("no fp16")
 
 
-class RefusesAtOnce(DeniesFloat16):
-    def __init__(self, **arguments: Any) -> None:
-        raise ValueError("no fp16")
+RefusesAtOnce = changed(DeniesFloat16, __init__=Mock(side_effect=ValueError("no fp16")))
 
 
 class LeavesItsDtypeAtOnce(EagerPrefillBackend):
@@ -187,19 +186,11 @@ def test_equal_calls_have_equal_bits_whatever_came_between() -> None:
 DECODE = Case.parse("cuda_graph:call=decode;q=[1x8];kv=[2000,64,300,129,17,1000,40,5];page=64")
 
 
-SEEDS = range(2, 40)
-
-
 def test_rows_of_replays_grow_shrink_stay_and_have_no_context_or_one_token_of_it() -> None:
-    first, replays = captured_batch(DECODE).kv, [replayed_batch(DECODE, 8, seed).kv for seed in SEEDS]
+    first, replays = captured_batch(DECODE).kv, [replayed_batch(DECODE, 8, seed).kv for seed in range(2, 40)]
     for lengths in replays:
         pairs = list(zip(lengths, first, strict=True))
         assert {0, 1} <= set(lengths) and any(now == then for now, then in pairs)
         assert sum(lengths) <= sum(DECODE.kv)
-    assert all(min(column) < then < max(column) for column, then in _columns(replays))
+    assert all(min(row) < then < max(row) for *row, then in zip(*replays, first, strict=True))
     assert len(set(replays)) == len(replays)
-
-
-def _columns(replays: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
-    """The lengths of each row in all replays, beside its captured one."""
-    return list(zip(zip(*replays, strict=True), captured_batch(DECODE).kv, strict=True))
