@@ -22,9 +22,8 @@ from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import load_report
-from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
+from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Write = Callable[..., Path]
@@ -96,26 +95,17 @@ def test_a_large_file_and_an_endless_one_are_refused(tmp_path: Path, refused: An
     assert "/dev/zero: cannot be read: expected a regular file, got a " in refused("gate", "/dev/zero")
 
 
-def with_failure(file: Path, **changes: Any) -> RunSummary:
-    """A run of one failure, which these are the fields of."""
-    run = load_report(file)
-    (backend,) = run.backends
-    (capability,) = backend.capabilities
-    kept = (replace(capability, records=(*capability.records[:-1], FAILED.with_fields(**changes))),)
-    return replace(run, backends=(replace(backend, capabilities=kept),))
-
-
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(write_report: Write, kind: str) -> None:
-    text = FORMATS[kind](with_failure(write_report("a.json", [PASSED, FAILED]), message="y" * 50_000_000))
+def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(kind: str) -> None:
+    text = FORMATS[kind](run_of([PASSED, FAILED.with_fields(message="y" * 50_000_000)]))
     reported = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
     assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", reported) and len(text) < 50_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_no_view_is_obeyed(write_report: Write, kind: str) -> None:
+def test_no_view_is_obeyed(kind: str) -> None:
     forged = dict.fromkeys(("message", "finding", "reference", "detail"), FORGED)
-    run = with_failure(write_report("a.json", [FAILED]), **forged)
+    run = run_of([FAILED.with_fields(**forged)])
     (backend,) = run.backends
     facts = replace(backend.facts, name=FORGED, rounding={FORGED: FORGED}, deviations=((FORGED, FORGED),))
     heat = {FAILED.case: HeatMap(FORGED, 1, 1, ("9",))}

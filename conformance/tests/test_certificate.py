@@ -34,8 +34,9 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import to_text
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
+from mla_conformance.tests.reports import run_of
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
@@ -77,8 +78,7 @@ RECORDS = [outcome(case) for case in CASES]
 def run(records: list[Record]) -> RunSummary:
     environment = {"suite": SUITE_VERSION, "version": "2026.1.0", "tier": "full", "device": "NVIDIA H200"}
     facts = BackendFacts("TORCH_SDPA", "TORCH_SDPA", versions={"msgspec": "0.20"})
-    backend = BackendSummary(facts, summarise(records, LISTED))
-    return RunSummary(environment, (backend,))
+    return run_of(records, LISTED, [facts], environment=environment)
 
 
 @pytest.fixture(scope="module")
