@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from mla_conformance.judging.record import UNLIKE, Record
@@ -20,8 +19,7 @@ BASE_2 = "The LSE is in base 2, like someone/something#1"
 
 def failure(case: str = "lse:q=[4]", **changes: object) -> Record:
     reported = {"message": "LSE is 5 (SPEC 4.2)", "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, **changes}
-    record = Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL)
-    return msgspec.convert({**msgspec.to_builtins(record), **reported}, Record)
+    return Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL).with_fields(**reported)
 
 
 def raised(text: str, case: str = "lse:q=[4]") -> Record:
@@ -42,10 +40,10 @@ def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
         {"explanation": "The LSE is rounded to bf16"},
         {"check": "output"},
         {"check": "call", "message": "the call raised ValueError: no"},
-        {"status": "crash", "check": "", "message": "the process died: Segmentation fault"},
+        {"status": Status.CRASH, "check": "", "message": "the process died: Segmentation fault"},
     ],
 )
-def test_other_causes_are_kept_apart(others: dict[str, str]) -> None:
+def test_other_causes_are_kept_apart(others: dict[str, Any]) -> None:
     found = causes([failure(), failure("lse:q=[5]"), failure("lse:q=[6]", **others)])
     assert sorted(len(cause.failures) for cause in found) == [1, 2]
 
@@ -152,7 +150,7 @@ def test_an_exception_says_which_line_of_the_kernels_own_code_raised() -> None:
 
 
 def test_a_long_history_is_replayed_by_the_report() -> None:
-    history = [f"lse:q=[{tokens}]" for tokens in range(10, 20)]
+    history = tuple(f"lse:q=[{tokens}]" for tokens in range(10, 20))
     first, after = failure("lse:q=[3]"), failure("decode:q=[1];kv=[2]", confirmation="after", after=history)
     kept = replace(run_of([first, after]), source="run one/report.json")
     (line,) = (line for line in cause_lines(kept, 80) if "--failure" in line)
@@ -163,7 +161,8 @@ def test_a_long_history_is_replayed_by_the_report() -> None:
 
 
 def test_reasons_are_said_where_one_kernel_is_asked_for() -> None:
-    refused = [failure(f"lse:q=[{n}]", status="unsupported", message=f"no {n % 2}", check="") for n in range(3, 10)]
+    refused = [failure(f"lse:q=[{n}]", message=f"no {n % 2}", check="") for n in range(3, 10)]
+    refused = [each.with_fields(status=Status.UNSUPPORTED) for each in refused]
     lines = list(outcome_lines(run_of(refused), 140))
     assert "  4 cases unsupported: no 1" in lines and "  3 cases unsupported: no 0" in lines
     two = replace(run_of(refused), backends=run_of(refused).backends * 2)
@@ -196,6 +195,6 @@ BOTH = [f"cache=fp8;q=[2];kv=[{length}]" for length in (5, 6, 7)]
 )
 def test_the_kind_of_failing_cases_is_told_with_its_number(failing: list[str], passing: list[str], said: str) -> None:
     records = [failure(f"decode:call=decode;{case}", check="output") for case in failing]
-    passed = {"status": "pass", "check": "", "message": ""}
+    passed = {"status": Status.PASS, "check": "", "message": ""}
     (cause,) = causes([*records, *(failure(f"decode:call=decode;{case}", **passed) for case in passing)])
     assert cause.only == said

@@ -4,7 +4,6 @@ import datetime
 import json
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +36,7 @@ from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.reports import run_of
+from mla_conformance.tests.test_handed_in import needs_keys
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
@@ -307,7 +307,7 @@ def test_what_changed_or_failed_gets_nothing_and_what_lacks_cases_a_record(tmp_p
     assert read_certificate(tmp_path / "r.json").pins == here()
 
 
-@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")
+@needs_keys
 def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)

@@ -116,29 +116,23 @@ def stack_of(thread: int) -> Iterator[FrameType]:
 
 def relatives() -> list[int]:
     """The processes of the run but this one: the supervisor first, then all that stem from it."""
-    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    stats = {int(path.name): _told(int(path.name), "stat") for path in Path("/proc").iterdir() if path.name.isdigit()}
+    parents = {process: int(stat.rpartition(")")[2].split()[1]) for process, stat in stats.items() if stat}
     above = [os.getpid()]
     while parent := parents.get(above[-1], 0):
         above.append(parent)
-    keeper = max(place for place, process in enumerate(above) if b"engine.keeper" in _command(process))
+    keeper = max(place for place, process in enumerate(above) if "engine.keeper" in _told(process, "cmdline"))
     family = [above[keeper + 1]]
     for process in family:  # which grows meanwhile
         family += [child for child, parent in parents.items() if parent == process]
     return [process for process in family if process != os.getpid()]
 
 
-def _parent(process: Path) -> int:
+def _told(process: int, name: str) -> str:
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{process}/{name}").read_text(errors="replace")
     except OSError:  # it has ended
-        return 0
-
-
-def _command(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return ""
 
 
 def _memory(process: int) -> Iterator[np.ndarray]:
