@@ -1,6 +1,5 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
-import os
 import socket
 from functools import partial
 from typing import Any
@@ -82,14 +81,12 @@ def seen_of(value: Any) -> tuple[Any, Shared]:
     return returned(reply, shared, rooms, []), shared
 
 
-ended = Mock(side_effect=ChildProcessError("the kernel's process has ended"))
-
-
 def answered(*frames: bytes) -> StepResult:
     """What the judge makes of a call to whose request a kernel's process sends these frames."""
     mine, theirs = socket.socketpair()
     for frame in frames:
         send(theirs, frame)
+    ended = Mock(side_effect=ChildProcessError("the kernel's process has ended"))
     return RemoteExecutor(mine, Shared(2**20), ended).call(partial(int))
 
 
@@ -158,11 +155,3 @@ def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(monkeypatch: An
     monkeypatch.setattr(Shared, "room", refusing)
     done = answered(*(msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)))
     assert done.out_of_memory and ("no room" in done.error) is not refused
-
-
-def test_the_end_of_the_kernels_process_is_seen_although_another_holds_its_connection() -> None:
-    (mine, _held), (end, other) = socket.socketpair(), os.pipe()
-    os.close(other)
-    with pytest.raises(ChildProcessError):
-        RemoteExecutor(mine, Shared(2**20), ended, [end]).query(partial(int))
-    os.close(end)

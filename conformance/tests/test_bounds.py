@@ -37,27 +37,6 @@ def test_texts_of_others_are_cut_where_they_are_taken() -> None:
     assert len(str(refused.value)) < MESSAGE + 200
 
 
-LSE = ["certify", "--backend", "EAGER", "--capability", "lse", "--device", "cpu"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [*LSE, "-n", "99999999999999999999"],
-        [*LSE, "-n", "+2"],
-        [*LSE, "--explore", "1_0"],
-        [*LSE, "--timeout", "9" * 300],
-        [*LSE, "--deadline", "99999999h"],
-        [*LSE, "--shard", "١/٢"],
-        ["report", "diff", "a", "b", "--drift", "0_1"],
-        ["minimize", "lse:q=[1]", "--backend", "EAGER", "--tries", "1e3"],
-    ],
-)
-def test_a_number_is_in_ascii_and_within_its_limits(told: Any, arguments: list[str], here: Path) -> None:
-    said = told(2, *arguments)
-    assert " expected " in said and not list(here.iterdir())
-
-
 def test_a_case_id_has_ascii_digits_and_no_empty_field() -> None:
     digits = ("q=[٤]", "q=[4x٢]", "q=[(1,٢)x8]", "q=[4];heads=٤", "q=[4];heads=1_0", "q=[4];heads=+4", "q=[4];lse=١")
     empty = ("q=[4];;", "q=[4];", ";q=[4]", "q=[4];;heads=2", "q=[4]; ;heads=2", "q=[4];=2", ";", "q=", "q=[4];data")

@@ -50,11 +50,10 @@ def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(tmp_path: Path, ou
     out = tmp_path / "out"
     out.mkdir()
     (out / "journal.jsonl").write_text('{"event": "plan"}\n')
-    status, printed, _ = ours(*CERTIFY, "--backend", "EAGER", "--backend", "FLASH_ATTN", "--out", out, "--fresh")
+    status, *_ = ours(*CERTIFY, "--backend", "EAGER", "--out", out, "--fresh")
     (kept,) = tmp_path.glob("out-*")
     assert status == 0 and (kept / "journal.jsonl").read_text() == '{"event": "plan"}\n'
-    eager, absent = load_report(out).backends
-    assert absent.reasons and not absent.capabilities and "FLASH_ATTN ? unavailable: " in printed
+    (eager,) = load_report(out).backends
     assert (eager.counts.passed, eager.counts.failed, eager.counts.not_run) == (LSE_CASES, 0, 0)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_the_summary_is_closed_whatever_the_gate_says(tmp_path: Path, status: in
     gate = template("github-actions.yml")["jobs"]["gate"]["steps"][-1]
     summary = tmp_path / "summary.md"
     told = {"GITHUB_STEP_SUMMARY": str(summary), "REQUIRED": "A"}
-    assert ran([*BASH, gate["run"]], tmp_path, tmp_path, **told).returncode == status
+    ran([*BASH, gate["run"]], tmp_path, tmp_path, status, **told)
     assert summary.read_text("utf-8") == "```\ndecided\n```\n"
 
 
@@ -103,11 +104,13 @@ def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
 BASH = ["bash", "-euo", "pipefail", "-c"]
 
 
-def ran(command: list[str], folder: Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command after it ended; it finds programs in ``path`` first, then beside this Python."""
+def ran(command: list[str], folder: Path, path: Path, status: int = 0, **variables: str) -> str:
+    """What a command prints that ends so; it finds programs in ``path`` first, then beside this Python."""
     found = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, UNEXPLAINED: "1", "PATH": found, **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -121,8 +124,7 @@ def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path)
     # The decode of a hub's folder is nearly that of a file before it.
     hub = r"(certify --backend hub:\S+ --tier smoke)"
     script = re.sub(rf"{hub} .*? --device", r"\1 --capability decode_lse --device", script)
-    finished = ran([*BASH, script], tmp_path, command.parent)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    ran([*BASH, script], tmp_path, command.parent)
 
 
 SMOKE = ("--tier", "smoke", "--", "--require-tier", "smoke")
@@ -147,11 +149,10 @@ def test_the_gate_script_stops_at_a_mistake_alone(tmp_path: Path, statuses: Any,
         (tmp_path / f"status-{name}").write_text(str(number))
     (tmp_path / "ci" / "expectations").mkdir(parents=True)
     called = ["bash", str(ROOT / "ci" / "gate.sh"), "out", "EAGER TORCH_SDPA", *SMOKE]
-    done = ran(called, tmp_path, command.parent)
+    ran(called, tmp_path, command.parent, status)
     certified = [f"certify --backend {name} --out out/{name} --fresh --tier smoke" for name in ("EAGER", "TORCH_SDPA")]
     gate = "gate out/EAGER/report.json out/TORCH_SDPA/report.json --require EAGER TORCH_SDPA"
     gate += " --expectations ci/expectations --require-tier smoke"
-    assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().splitlines() == ([*certified, gate] if gated else certified[:1])
 
 
@@ -212,10 +213,7 @@ def edited(name: str, edits: dict[str, str]) -> str:
 
 
 def run_steps(machine: Path, commands: str, **variables: str) -> str:
-    """What the commands print, which all succeed."""
-    finished = ran(["bash", "-eo", "pipefail", "-c", commands], machine, machine / "bin", **variables)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+    return ran(["bash", "-eo", "pipefail", "-c", commands], machine, machine / "bin", **variables)
 
 
 def test_github_actions(machine: Path) -> None:
@@ -242,17 +240,15 @@ def test_buildkite(machine: Path) -> None:
 @pytest.mark.parametrize("dead", ["", "2"])
 def test_slurm(machine: Path, dead: str) -> None:
     (machine / "slurm.sh").write_text(edited("slurm.sh", {"shards=8": "shards=2"}))
-    finished = ran(["bash", "slurm.sh", "TORCH_SDPA"], machine, machine / "bin", DEAD=dead)
-    assert_gated(finished, bool(dead))
+    lacks = bool(dead)
+    assert_gated(ran(["bash", "slurm.sh", "TORCH_SDPA"], machine, machine / "bin", int(lacks), DEAD=dead), lacks)
     assert dead or "shard 2/2 of 2" in next(machine.glob("reports/*/2.log")).read_text()
 
 
-def assert_gated(finished: subprocess.CompletedProcess[str], lacks: bool) -> None:
+def assert_gated(printed: str, lacks: bool) -> None:
     """The gate is open, or is not reached where the report of the second shard is lacking."""
-    said = finished.stdout + finished.stderr
-    assert finished.returncode == lacks, said
-    assert bool(OPEN.search(finished.stdout)) is not lacks
-    assert not lacks or (DIED in said and "gate" not in finished.stdout)
+    assert bool(OPEN.search(printed)) is not lacks
+    assert not lacks or (DIED in printed and "gate" not in printed)
 
 
 @pytest.mark.parametrize("indices", [(0, 1), (0,)])
@@ -262,12 +258,12 @@ def test_kubernetes(machine: Path, indices: tuple[int, ...]) -> None:
     judge, gate = yaml.safe_load_all(edited("kubernetes.yml", edits))
     assert judge["spec"]["completionMode"] == "Indexed"
     for index in indices:
-        pod = run_pod(machine, judge, JOB_COMPLETION_INDEX=str(index))
-        assert pod.returncode == 0, pod.stdout + pod.stderr
-    assert_gated(run_pod(machine, gate), lacks=len(indices) == 1)
+        run_pod(machine, judge, JOB_COMPLETION_INDEX=str(index))
+    lacks = len(indices) == 1
+    assert_gated(run_pod(machine, gate, int(lacks)), lacks)
 
 
-def run_pod(machine: Path, job: Any, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_pod(machine: Path, job: Any, status: int = 0, **variables: str) -> str:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     named = {each["name"]: each["value"] for each in container["env"]}
-    return ran(container["command"] + container["args"], machine, machine / "bin", **named, **variables)
+    return ran(container["command"] + container["args"], machine, machine / "bin", status, **named, **variables)

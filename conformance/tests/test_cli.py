@@ -54,6 +54,7 @@ FILES = {
         (f"{CERTIFY} broken.py", "broken.py:Class; the file is no Python: invalid syntax (broken.py, line 1)\n"),
         (f"{CERTIFY} others.py:MyBackedn", "no class MyBackedn in others.py; did you mean others.py:MyBackend?\n"),
         (f"{CERTIFY} empty.py:MyBackedn", "no class MyBackedn in empty.py; it defines no class\n"),
+        (f"{CERTIFY} EAGER --capability lse --shard ١/٢", "--shard: expected i/n with 1 <= i <= n"),
         (f"{CERTIFY} EAGER --capability nope", "unknown capability 'nope'; expected one of new_tokens, lse"),
         (f"{REPLAY} 'decode_lse:q=[1];kv=[3]'", "expected a call of decode_lse, such as call=decode, got new_tokens"),
         (f"{REPLAY} 'tree:q=[1];kv=[3]'", "not a capability; expected one of tree_decode, determinism, "),
@@ -97,10 +98,19 @@ def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_p
         ("minimize lse:q=[1]", "arguments are required: --backend"),
         ("certify --tier huge", "--tier: unknown value 'huge'; expected one of smoke, full, nightly\n"),
         ("certify -n 0", "a number of at least 1 and at most "),
+        ("certify -n 99999999999999999999", " expected "),
+        ("certify -n +2", " expected "),
+        ("certify --explore 1_0", " expected "),
+        ("certify --deadline 99999999h", " expected "),
+        ("report diff a b --drift 0_1", " expected "),
+        ("minimize lse:q=[1] --backend EAGER --tries 1e3", " expected "),
         ("replay lse:q=[1] --timeout 0", "expected a positive time"),
+        (f"replay lse:q=[1] --timeout {'9' * 300}", " expected "),
     ],
 )
-def test_a_command_that_does_not_exist(refused: Callable[..., str], arguments: str, said: str) -> None:
+def test_a_command_that_does_not_exist_and_no_number_in_ascii_within_its_limits(
+    refused: Callable[..., str], arguments: str, said: str
+) -> None:
     printed = refused(*arguments.split())
     assert "usage: mla-conformance" in printed and said in printed
 
