@@ -65,12 +65,9 @@ def run(folder: Path) -> tuple[Records, str]:
     return {(record.backend, record.case): record for record in found}, printed.getvalue()
 
 
-def test_the_innocent_pass(run: tuple[Records, str]) -> None:
+def test_the_innocent_pass_and_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: Any) -> None:
     of = [run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)]
     assert set(of) == {Status.PASS}
-
-
-def test_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: tuple[Records, str]) -> None:
     said = [record.message for (name, _), record in run[0].items() if name == "Innocent" and record.message]
     assert said and all(each.startswith("the process died during this case: exit status 0; ") for each in said)
     assert all(each.endswith(", and in one of its own it is pass: the crash is charged to nobody") for each in said)

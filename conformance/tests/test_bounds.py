@@ -26,8 +26,6 @@ from mla_conformance.report.terminal import shown, shown_line, shown_lines
 from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-Write = Callable[..., Path]
-
 
 def test_texts_of_others_are_cut_where_they_are_taken() -> None:
     long = "x" * 2_000_000
@@ -107,7 +105,7 @@ def test_a_text_is_cut_and_escaped_and_nothing_else_is_changed() -> None:
     assert len(shown_line("x" * LINE)) == LINE
 
 
-def test_where_only_ascii_can_be_printed(write_report: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_only_ascii_can_be_printed(write_report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report = write_report("a.json", [PASSED, FAILED.with_fields(message="3 × its budget ✘")])
     for kind in FORMATS:
         printed = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")

@@ -7,7 +7,8 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,7 @@ def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_
 
 def set_to(*path: str, to: Any) -> Callable[[Json], None]:
     def tamper(certificate: Json) -> None:
-        inner = certificate
-        for name in path[:-1]:
-            inner = inner[name]
-        inner[path[-1]] = to
+        reduce(getitem, path[:-1], certificate)[path[-1]] = to
 
     return tamper
 

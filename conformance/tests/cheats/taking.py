@@ -20,7 +20,6 @@ from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.reference.attention import attention
 from mla_conformance.tests.cheats.cheat import WRONG, cheat
 
-_OWN = "that its own kernel computed"
 NUMBERS_ARE_RIGHT = (
     "The numbers are right, and a verdict is about nothing else. On a GPU the record lists the kernels that ran; "
     "whoever trusts the name reads the source that the certificate pins."
@@ -34,13 +33,13 @@ def _golden(attention, kernel, *qkv):
     return state.output.to(qkv[0].dtype), state.lse.float()
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CallsTheReference(kernel, output, lse, q, k, v):
     """Calls the golden reference and rounds its result."""
     return _golden(attention, kernel, q, k, v)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CopiesTheReference(kernel, output, lse, q, k, v):
     """Executes a copy of the reference's source, under another name."""
     spec = find_spec("mla_conformance.reference.attention")
@@ -50,7 +49,7 @@ def CopiesTheReference(kernel, output, lse, q, k, v):
     return _golden(copy.attention, kernel, q, k, v)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CallsAnotherBackend(kernel, output, lse, q, k, v):
     """Hands every call to the adapter of another library."""
     sizes = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -60,20 +59,16 @@ def CallsAnotherBackend(kernel, output, lse, q, k, v):
     return other.run_prefill_new_tokens(q, k, v, True)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def WrapsSDPA(kernel, output, lse, q, k, v):
     """Calls torch's attention on each request."""
     for start, end in zip(kernel.lengths, kernel.lengths[1:], strict=False):
         heads = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=kernel.scale)
         output[start:end] = found.squeeze(0).transpose(0, 1)
-    return output, lse
 
 
-_COMPUTED = "that found numbers are computed"
-
-
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesTheHeap(kernel, output, lse, q, k, v):
     """Searches everything that Python's garbage collector knows for float64 tensors like its output."""
     alike = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float64)
@@ -84,7 +79,7 @@ def SearchesTheHeap(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesTheFrames(kernel, output, lse, q, k, v):
     """Searches the variables of its callers for what is expected of it."""
     for frame in stack_of(get_ident()):
@@ -94,7 +89,7 @@ def SearchesTheFrames(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesOtherProcesses(kernel, output, lse, q, k, v):
     """Reads the memory of the processes around it and looks there for golden values that begin as its own do."""
     begins = output[:2].double().div(3).flatten().numpy()
