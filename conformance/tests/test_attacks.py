@@ -96,14 +96,10 @@ def test_a_report_is_final(folder: Path, run: tuple[Records, str]) -> None:
     assert Journal(folder / "out" / JOURNAL_NAME).is_finished()
 
 
-def test_a_process_that_ends_before_its_case_begins_is_not_started_for_ever(run: tuple[Records, str]) -> None:
-    found = run[0]["Ends", NEW[1]]
-    assert found.status is Status.CRASH and "before the case began, 3 times: exit status 3" in found.message
-
-
-def test_a_process_without_memory_to_begin_with_fails_nobody(run: tuple[Records, str]) -> None:
-    found = run[0]["Lacks", NEW[1]]
-    assert found.status is Status.UNAVAILABLE and found.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
+def test_a_process_that_cannot_begin_is_not_started_for_ever_and_fails_nobody_for_want_of_memory(run: Any) -> None:
+    ends, lacks = (run[0][name, NEW[1]] for name in ("Ends", "Lacks"))
+    assert ends.status is Status.CRASH and "before the case began, 3 times: exit status 3" in ends.message
+    assert lacks.status is Status.UNAVAILABLE and lacks.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"

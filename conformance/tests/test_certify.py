@@ -94,9 +94,8 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
-    def reported() -> str:
-        assert watching.stdout is not None
-        return watching.stdout.readline()
+    assert watching.stdout is not None
+    reported = watching.stdout.readline
 
     def saved(text: str) -> str:
         save(text)
