@@ -187,7 +187,7 @@ def edited(name: str, edits: dict[str, str]) -> str:
 
 
 def run_steps(machine: Path, commands: str, **variables: str) -> str:
-    return ran(["bash", "-eo", "pipefail", "-c", commands], machine, machine / "bin", **variables)
+    return ran(["bash", "-eo", "pipefail", "-c", commands], machine, machine / "bin", 0, **variables)
 
 
 WANTED = "FLASH_ATTN[fa3] FLASHINFER CUDNN"
