@@ -4,7 +4,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.report import stored
 from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
@@ -37,7 +37,6 @@ from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 CPU = torch.device("cpu")
 LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
 FEW = "decode_lse:call=decode;heads=2;q=[1x4];kv=[64,9,1000,17];page=64"
-TINY = "decode_lse:call=decode;q=[1];kv=[1000]"
 SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,1000];page=64;data=needle"
 CODES = "kv_cache_fp8:call=decode;heads=2;q=[1x4];kv=[64,5,1000,17];page=64;data=needle;cache=fp8"
 ORDER = "call_order:call=decode;heads=2;q=[1,1];kv=[130,40];page=64"
@@ -125,16 +124,15 @@ def test_a_mistake_fails_with_what_is_wrong(mistake: str) -> None:
 def spread() -> Iterator[Any]:
     """Known defects with the cases that kill them, one for each call and operand of a prefill or a decode."""
     seen: set[tuple[str, str]] = set()
-    killing = json.loads((files("mla_conformance.fixtures") / "defects.json").read_text())["killing_cases"]
-    for id, entry in sorted(known_defects().items()):
-        case = Case.parse(killing.get(id, TINY))
+    for id, text in sorted(stored().killing_cases.items()):
+        case = Case.parse(text)
         unusual = [name for name in AT_DEFAULT[2:] if getattr(case, name, None) != case.defaults().get(name)]
         handed = {(case.call, name) for name in ("", *unusual)}
         decided = find_capability(case.capability).procedure == CONFORMS and not why_no_function(case)
         decided = decided and case.role in (Role.PREFILL, Role.DECODE)
-        if id in killing and decided and work_of(case) < CPU_WORK and not handed <= seen:
+        if decided and work_of(case) < CPU_WORK and not handed <= seen:
             seen |= handed
-            yield pytest.param(entry.kernel, case, id=id)
+            yield pytest.param(known_defects()[id].kernel, case, id=id)
 
 
 @pytest.mark.parametrize(("kernel", "case"), list(spread()))
