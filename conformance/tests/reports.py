@@ -20,16 +20,15 @@ from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 
 
-def write_run(
-    path: Path,
+def run_of(
     records: Sequence[Record],
     cases: Sequence[str] = (),
     facts: Sequence[BackendFacts] = (),
     shard: Shard | None = None,
     code: Mapping[str, str] = MappingProxyType({}),
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Path:
-    """Write the report as ``certify`` would; facts are of backends that are not as the records tell, or absent."""
+) -> RunSummary:
+    """A run as ``certify`` would have it; facts are of backends that are not as the records tell, or absent."""
     listed = tuple(cases or dict.fromkeys(record.case for record in records))
     cases = shard.cases if shard else listed
     groups, known = grouped(records, lambda record: record.backend), {each.name: each for each in facts}
@@ -40,8 +39,12 @@ def write_run(
         for name, each in known.items()
     )
     told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
-    run = RunSummary(told, tuple(summaries), listed, shard, code=code)
-    path.write_text(to_text(report_form(run)), encoding="utf-8")
+    return RunSummary(told, tuple(summaries), listed, shard, code=code)
+
+
+def write_run(path: Path, records: Sequence[Record], cases: Sequence[str] = (), **told: Any) -> Path:
+    """Write the report of a run of which :func:`run_of` is told this."""
+    path.write_text(to_text(report_form(run_of(records, cases, **told))), encoding="utf-8")
     return path
 
 

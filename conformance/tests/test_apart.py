@@ -1,9 +1,9 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
-import os
 import socket
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -46,11 +46,6 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
         assert torch.equal(storage_bytes(part.image.cache), part.image.before)
 
 
-def overwrite_all(shared: Shared) -> None:
-    """What any process that maps the memory can do at any time."""
-    shared.bytes_of(SharedRange("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
-
-
 def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
     shared, first, second = Shared(2**20), torch.zeros(9), torch.zeros(9)
     place, behind = shared.place_of(first), shared.place_of(second)
@@ -86,26 +81,20 @@ def seen_of(value: Any) -> tuple[Any, Shared]:
     return returned(reply, shared, rooms, []), shared
 
 
-class Ended(Exception):
-    """The kernel's process has ended."""
-
-
-def ended() -> NoReturn:
-    raise Ended
-
-
 def answered(*frames: bytes) -> StepResult:
     """What the judge makes of a call to whose request a kernel's process sends these frames."""
     mine, theirs = socket.socketpair()
     for frame in frames:
         send(theirs, frame)
+    ended = Mock(side_effect=ChildProcessError("the kernel's process has ended"))
     return RemoteExecutor(mine, Shared(2**20), ended).call(partial(int))
 
 
 def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
     result = torch.arange(24.0).view(4, 6)
     (seen, row), shared = seen_of((result[1:, ::2], result[2]))
-    overwrite_all(shared)
+    # As any process that maps the memory can do at any time.
+    shared.bytes_of(SharedRange("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
     assert torch.equal(seen, result[1:, ::2]) and seen.stride() == (6, 2) and torch.equal(row, result[2])
 
 
@@ -148,10 +137,7 @@ def test_an_answer_that_cannot_be_is_refused(data: bytes) -> None:
 
 
 def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty_strided(*form: object, **options: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-
-    monkeypatch.setattr(torch, "empty_strided", empty_strided)
+    monkeypatch.setattr(torch, "empty_strided", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     with pytest.raises(torch.OutOfMemoryError):
         returned(Reply(1, parts=(Part("Tensor", "", True, "float32", (2,), (1,)),)), Shared(2**20), {}, [])
 
@@ -169,11 +155,3 @@ def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(monkeypatch: An
     monkeypatch.setattr(Shared, "room", refusing)
     done = answered(*(msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)))
     assert done.out_of_memory and ("no room" in done.error) is not refused
-
-
-def test_the_end_of_the_kernels_process_is_seen_although_another_holds_its_connection() -> None:
-    (mine, _held), (end, other) = socket.socketpair(), os.pipe()
-    os.close(other)
-    with pytest.raises(Ended):
-        RemoteExecutor(mine, Shared(2**20), ended, [end]).query(partial(int))
-    os.close(end)

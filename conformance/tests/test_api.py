@@ -2,10 +2,8 @@
 
 import json
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.report import stored
 from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
@@ -30,6 +29,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns
 from mla_conformance.roles.indexer.problem import GoldenScores
 from mla_conformance.tests.own_functions import as_function, decode_with, lightest
+from mla_conformance.tests.test_plugin import pytest_in
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
@@ -37,7 +37,6 @@ from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 CPU = torch.device("cpu")
 LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
 FEW = "decode_lse:call=decode;heads=2;q=[1x4];kv=[64,9,1000,17];page=64"
-TINY = "decode_lse:call=decode;q=[1];kv=[1000]"
 SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,1000];page=64;data=needle"
 CODES = "kv_cache_fp8:call=decode;heads=2;q=[1x4];kv=[64,5,1000,17];page=64;data=needle;cache=fp8"
 ORDER = "call_order:call=decode;heads=2;q=[1,1];kv=[130,40];page=64"
@@ -125,16 +124,15 @@ def test_a_mistake_fails_with_what_is_wrong(mistake: str) -> None:
 def spread() -> Iterator[Any]:
     """Known defects with the cases that kill them, one for each call and operand of a prefill or a decode."""
     seen: set[tuple[str, str]] = set()
-    killing = json.loads((files("mla_conformance.fixtures") / "defects.json").read_text())["killing_cases"]
-    for id, entry in sorted(known_defects().items()):
-        case = Case.parse(killing.get(id, TINY))
+    for id, text in sorted(stored().killing_cases.items()):
+        case = Case.parse(text)
         unusual = [name for name in AT_DEFAULT[2:] if getattr(case, name, None) != case.defaults().get(name)]
         handed = {(case.call, name) for name in ("", *unusual)}
         decided = find_capability(case.capability).procedure == CONFORMS and not why_no_function(case)
         decided = decided and case.role in (Role.PREFILL, Role.DECODE)
-        if id in killing and decided and work_of(case) < CPU_WORK and not handed <= seen:
+        if decided and work_of(case) < CPU_WORK and not handed <= seen:
             seen |= handed
-            yield pytest.param(entry.kernel, case, id=id)
+            yield pytest.param(known_defects()[id].kernel, case, id=id)
 
 
 @pytest.mark.parametrize(("kernel", "case"), list(spread()))
@@ -145,18 +143,6 @@ def test_a_function_gets_the_verdict_of_the_class_that_it_wraps(kernel: Any, cas
     own = mla.judge(mla.case(case.id), function, device="cpu", declaration=declaration_of(kernel))
     assert suite.status is Status.FAIL
     assert (own.check, dict(own.where), vars(own.used)) == (suite.check, suite.where, suite.shares)
-
-
-def test_a_result_of_another_form_is_told_the_expected_one() -> None:
-    case = mla.case(LSE)
-    out, lse = decode_with("")(**case.inputs("cpu"))
-    for spoiled, said in (
-        ((out[0], lse), "expected output of shape [4, 4, 512], got [4, 512]"),
-        ((out, lse.mT[:2]), "expected LSE of shape [4, 4], got [2, 4]"),
-        ((out, None), "expected 2 tensor(s), got (Tensor, NoneType)"),
-        ((out,), "expected 2 tensor(s), got (Tensor)"),
-    ):
-        assert said in flat(refused(case, *spoiled))
 
 
 def test_an_input_that_was_written_is_told() -> None:
@@ -406,20 +392,13 @@ def test_keeps(case):
 """
 
 
-def pytest_in(folder: Path, python: Path, *options: str) -> str:
-    """What pytest prints in a folder."""
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return f"{done.stdout}\nended with {done.returncode}"
-
-
 @pytest.mark.usefixtures("explained")
 def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(tmp_path: Path, python: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "test_mine.py").write_text(TESTS.replace('"decode_lse", q=1', '"decode"'))
-    printed = pytest_in(tmp_path / "mine", python, "-k", "test_right", "test_mine.py")
-    assert printed.endswith("ended with 0") and "test_mine.py::test_right: right on " in flat(printed), printed
+    status, printed = pytest_in(tmp_path / "mine", "-k", "test_right", "test_mine.py", python=python)
+    assert status == 0 and "test_mine.py::test_right: right on " in flat(printed), printed
     assert re.search(r"Left out, unless named in mla\.cases: .*dtype=fp16 \(\d+\)", flat(printed))
 
 
@@ -427,7 +406,7 @@ def test_a_run_of_right_cases_tells_what_was_left_out_wherever_it_is_started(tmp
 def test_under_xdist_ids_are_cases_and_the_end_says_what_fails(tmp_path: Path, monkeypatch: Any, python: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
-    printed = pytest_in(tmp_path, python, "-p", "no:hypothesispytest", "-n1", "-q", "--color=no")
+    _, printed = pytest_in(tmp_path, "-n1", "-q", "--color=no", python=python)
     count = len(mla.cases("decode", capability="decode_lse", q=1))
     assert f"{3 * count - 1} failed, {count + 1} passed" in printed
     assert "TypeError: tuple indices must be integers" in printed and "= tensor(" not in printed

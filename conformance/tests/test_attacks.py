@@ -6,11 +6,11 @@ import io
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.commands import defects
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
@@ -65,12 +65,9 @@ def run(folder: Path) -> tuple[Records, str]:
     return {(record.backend, record.case): record for record in found}, printed.getvalue()
 
 
-def test_the_innocent_pass(run: tuple[Records, str]) -> None:
+def test_the_innocent_pass_and_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: Any) -> None:
     of = [run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)]
     assert set(of) == {Status.PASS}
-
-
-def test_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: tuple[Records, str]) -> None:
     said = [record.message for (name, _), record in run[0].items() if name == "Innocent" and record.message]
     assert said and all(each.startswith("the process died during this case: exit status 0; ") for each in said)
     assert all(each.endswith(", and in one of its own it is pass: the crash is charged to nobody") for each in said)
@@ -99,14 +96,10 @@ def test_a_report_is_final(folder: Path, run: tuple[Records, str]) -> None:
     assert Journal(folder / "out" / JOURNAL_NAME).is_finished()
 
 
-def test_a_process_that_ends_before_its_case_begins_is_not_started_for_ever(run: tuple[Records, str]) -> None:
-    found = run[0]["Ends", NEW[1]]
-    assert found.status is Status.CRASH and "before the case began, 3 times: exit status 3" in found.message
-
-
-def test_a_process_without_memory_to_begin_with_fails_nobody(run: tuple[Records, str]) -> None:
-    found = run[0]["Lacks", NEW[1]]
-    assert found.status is Status.UNAVAILABLE and found.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
+def test_a_process_that_cannot_begin_is_not_started_for_ever_and_fails_nobody_for_want_of_memory(run: Any) -> None:
+    ends, lacks = (run[0][name, NEW[1]] for name in ("Ends", "Lacks"))
+    assert ends.status is Status.CRASH and "before the case began, 3 times: exit status 3" in ends.message
+    assert lacks.status is Status.UNAVAILABLE and lacks.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
@@ -116,24 +109,16 @@ DECIDED = ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "Fo
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
 
 
-def test_where_there_are_no_tests_it_is_said_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_there_are_no_tests_it_is_said_where_they_are(tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.setattr(defects, "files", lambda package: tmp_path)
-    assert main(["cheats"]) == 2
-    assert "pip install -e ." in capsys.readouterr().err
+    assert "pip install -e ." in refused("cheats")
 
 
-def test_the_stored_report_is_that_of_this_code() -> None:
-    assert stored().digest == deciding_digest(), f"the stored report is stale; {RENEW}"
-
-
-def test_every_cheat_fared_as_expected() -> None:
-    assert stored().outcomes.keys() == CHEATS.keys() and stored().unexpected == []
-
-
-def test_the_threat_model_holds_the_stored_table() -> None:
-    assert Section.of(PAGE, "cheats").content.strip() == markdown(stored()), f"the table is stale; {RENEW}"
+def test_the_stored_report_is_of_this_code_as_expected_and_in_the_threat_model() -> None:
+    report = stored()
+    assert report.digest == deciding_digest(), f"the stored report is stale; {RENEW}"
+    assert report.outcomes.keys() == CHEATS.keys() and report.unexpected == []
+    assert Section.of(PAGE, "cheats").content.strip() == markdown(report), f"the table is stale; {RENEW}"
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,9 @@ from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import load_report
-from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
+from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
-
-Write = Callable[..., Path]
 
 
 def test_texts_of_others_are_cut_where_they_are_taken() -> None:
@@ -36,27 +33,6 @@ def test_texts_of_others_are_cut_where_they_are_taken() -> None:
     with pytest.raises(AnswerError) as refused:
         reasons_of(long)
     assert len(str(refused.value)) < MESSAGE + 200
-
-
-LSE = ["certify", "--backend", "EAGER", "--capability", "lse", "--device", "cpu"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [*LSE, "-n", "99999999999999999999"],
-        [*LSE, "-n", "+2"],
-        [*LSE, "--explore", "1_0"],
-        [*LSE, "--timeout", "9" * 300],
-        [*LSE, "--deadline", "99999999h"],
-        [*LSE, "--shard", "١/٢"],
-        ["report", "diff", "a", "b", "--drift", "0_1"],
-        ["minimize", "lse:q=[1]", "--backend", "EAGER", "--tries", "1e3"],
-    ],
-)
-def test_a_number_is_in_ascii_and_within_its_limits(told: Any, arguments: list[str], here: Path) -> None:
-    said = told(2, *arguments)
-    assert " expected " in said and not list(here.iterdir())
 
 
 def test_a_case_id_has_ascii_digits_and_no_empty_field() -> None:
@@ -96,26 +72,17 @@ def test_a_large_file_and_an_endless_one_are_refused(tmp_path: Path, refused: An
     assert "/dev/zero: cannot be read: expected a regular file, got a " in refused("gate", "/dev/zero")
 
 
-def with_failure(file: Path, **changes: Any) -> RunSummary:
-    """A run of one failure, which these are the fields of."""
-    run = load_report(file)
-    (backend,) = run.backends
-    (capability,) = backend.capabilities
-    kept = (replace(capability, records=(*capability.records[:-1], FAILED.with_fields(**changes))),)
-    return replace(run, backends=(replace(backend, capabilities=kept),))
-
-
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(write_report: Write, kind: str) -> None:
-    text = FORMATS[kind](with_failure(write_report("a.json", [PASSED, FAILED]), message="y" * 50_000_000))
+def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(kind: str) -> None:
+    text = FORMATS[kind](run_of([PASSED, FAILED.with_fields(message="y" * 50_000_000)]))
     reported = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
     assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", reported) and len(text) < 50_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_no_view_is_obeyed(write_report: Write, kind: str) -> None:
+def test_no_view_is_obeyed(kind: str) -> None:
     forged = dict.fromkeys(("message", "finding", "reference", "detail"), FORGED)
-    run = with_failure(write_report("a.json", [FAILED]), **forged)
+    run = run_of([FAILED.with_fields(**forged)])
     (backend,) = run.backends
     facts = replace(backend.facts, name=FORGED, rounding={FORGED: FORGED}, deviations=((FORGED, FORGED),))
     heat = {FAILED.case: HeatMap(FORGED, 1, 1, ("9",))}
@@ -138,7 +105,7 @@ def test_a_text_is_cut_and_escaped_and_nothing_else_is_changed() -> None:
     assert len(shown_line("x" * LINE)) == LINE
 
 
-def test_where_only_ascii_can_be_printed(write_report: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_only_ascii_can_be_printed(write_report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report = write_report("a.json", [PASSED, FAILED.with_fields(message="3 × its budget ✘")])
     for kind in FORMATS:
         printed = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")

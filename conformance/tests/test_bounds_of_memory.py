@@ -152,20 +152,15 @@ def replaces(name: str, value: Callable[[Any], Any]) -> Callable[[Operands], obj
     return replace
 
 
-def zeroes(name: str, places: Callable[[torch.Tensor], int]) -> Callable[[Operands], object]:
-    """Clears the element that stands so far from the first one of an operand."""
-
-    def clear(operands: Operands) -> None:
-        tensor = getattr(operands, name)
-        tensor.as_strided((1,), (1,), tensor.storage_offset() + places(tensor)).zero_()
-
-    return clear
+def clear(x: torch.Tensor, place: int) -> None:
+    """The element that stands so far from the first one."""
+    x.as_strided((1,), (1,), x.storage_offset() + place).zero_()
 
 
 FORMS = {
-    "beside, before v": (HALF, zeroes("v", lambda v: -1), ""),
-    "beside, behind q": (SLICED, zeroes("q", lambda q: q.shape[-1]), ""),
-    "beside, behind k": (SLICED, zeroes("k", lambda k: k.shape[-1]), ""),
+    "beside, before v": (HALF, lambda o: clear(o.v, -1), ""),
+    "beside, behind q": (SLICED, lambda o: clear(o.q, o.q.shape[-1]), ""),
+    "beside, behind k": (SLICED, lambda o: clear(o.k, o.k.shape[-1]), ""),
     "resized": (PLAIN, lambda o: o.q.resize_(2, 4, 16), "shape of q of new tokens was "),
     "grown": (PLAIN, lambda o: o.v.untyped_storage().resize_(2**16), "bytes of v of new tokens was "),
     "restrided": (PLAIN, lambda o: o.q.as_strided_(o.q.shape, (0, 0, 1)), "strides of q of new tokens was "),

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from mla_conformance.report.json_report import report_form, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
 from mla_conformance.scoreboard.site import kind_of, models, page, served
+from mla_conformance.tests.reports import run_of
 from mla_conformance.tests.test_handed_in import certificate
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -238,17 +240,13 @@ def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
     deployment = Deployment.of(find_model("deepseek-v3"), 8, "fp8")
     cases = [case.id for case in cases_of(find_model("deepseek-v3"), deployment)]
     records = [Record("FLASHMLA", "FLASHMLA", case.partition(":")[0], case, Status.PASS) for case in cases]
-    backend = BackendSummary(BackendFacts("FLASHMLA", "FLASHMLA"), summarise(records, cases))
-    environment = {"suite": SUITE_VERSION, "tier": "full", "device": "NVIDIA H200", "torch": "2"}
-    run = RunSummary(environment, (backend,), tuple(cases), deployment=deployment, date="2026-11-23")
+    plain = replace(run_of(records, environment={"device": "NVIDIA H200"}), date="2026-11-23")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.json").write_text(to_text(report_form(run)), encoding="utf-8")
-    assert main(["scoreboard", str(tmp_path / "run"), "--out", str(tmp_path / "site")]) == 0
+    for run, status in ((plain, 2), (replace(plain, deployment=deployment), 0)):
+        (tmp_path / "run" / "report.json").write_text(to_text(report_form(run)), encoding="utf-8")
+        assert main(["scoreboard", str(tmp_path / "run"), "--out", str(tmp_path / "site")]) == status
     text = (tmp_path / "site" / "index.html").read_text("utf-8")
-    assert "deepseek-v3 at TP 8, fp8 cache" in text and re.search(r'<span class="cell pass">right</span>', text)
-    plain = RunSummary(environment, (backend,), tuple(cases), date="2026-11-23")
-    (tmp_path / "run" / "report.json").write_text(to_text(report_form(plain)), encoding="utf-8")
-    assert main(["scoreboard", str(tmp_path / "run"), "--out", str(tmp_path / "site")]) == 2
+    assert "deepseek-v3 at TP 8, fp8 cache" in text and '<span class="cell pass">right</span>' in text
 
 
 CHOICE = (

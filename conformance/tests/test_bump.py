@@ -19,8 +19,8 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
-from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
+from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import write_case
 
 PLUGIN = """
@@ -170,8 +170,7 @@ def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tu
     """A run of two cases; those without a status were not run."""
     records = [Record("K", "K", "lse", case, status, used={"row": used}) for case, status in statuses.items()]
     facts = BackendFacts("K", "K", reasons, versions={} if reasons else {"X": pin.version})
-    backend = BackendSummary(facts, () if reasons else summarise(records, ["lse"] * 2))
-    return JudgedVersion(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
+    return JudgedVersion(pin, replace(run_of(records, (A, B), [facts]), source="report"), {"x": pin.version})
 
 
 GOOD, HALF = {A: PASS, B: PASS}, {A: FAIL, B: PASS}
@@ -186,7 +185,6 @@ GONE = ("package x not installed",)
         (judged(OLD, HALF), judged(NEW, GOOD), 0, "no regression · pass with both: 1 case · none newly fails"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "REGRESSED · 1 newly failing"),
         (judged(OLD, GOOD), judged(NEW, GOOD, used=0.31), 1, "2 error grew"),
-        (judged(OLD, GOOD), judged(NEW, {A: PASS}), 1, "1 no longer judged"),
         (judged(OLD, GOOD), judged(NEW, {}, reasons=GONE), 1, "1 no longer available"),
         (judged(OLD, {}, reasons=GONE), judged(NEW, GOOD), 3, "NOT JUDGED · pass with both: 0 cases · K could"),
         (judged(OLD, {}, reasons=GONE), judged(NEW, {}, reasons=GONE), 3, "NOT JUDGED"),

@@ -5,33 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
+from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes, raised_at
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.outcome import cause_lines, closing_line, outcome_lines
-from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.tests.reports import write_run
+from mla_conformance.tests.reports import run_of, write_run
 
-ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
 BASE_2 = "The LSE is in base 2, like someone/something#1"
 
 
 def failure(case: str = "lse:q=[4]", **changes: object) -> Record:
     reported = {"message": "LSE is 5 (SPEC 4.2)", "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, **changes}
-    record = Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL)
-    return msgspec.convert({**msgspec.to_builtins(record), **reported}, Record)
+    return Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL).with_fields(**reported)
 
 
 def raised(text: str, case: str = "lse:q=[4]") -> Record:
     return failure(case, check="call", clause="3.8", message=f"new tokens: the call raised {text} (SPEC 3.8)", used={})
-
-
-def run(*records: Record) -> RunSummary:
-    return RunSummary(ENVIRONMENT, (BackendSummary(BackendFacts("B", "b.py:B"), summarise(records)),))
 
 
 def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
@@ -48,10 +40,10 @@ def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
         {"explanation": "The LSE is rounded to bf16"},
         {"check": "output"},
         {"check": "call", "message": "the call raised ValueError: no"},
-        {"status": "crash", "check": "", "message": "the process died: Segmentation fault"},
+        {"status": Status.CRASH, "check": "", "message": "the process died: Segmentation fault"},
     ],
 )
-def test_other_causes_are_kept_apart(others: dict[str, str]) -> None:
+def test_other_causes_are_kept_apart(others: dict[str, Any]) -> None:
     found = causes([failure(), failure("lse:q=[5]"), failure("lse:q=[6]", **others)])
     assert sorted(len(cause.failures) for cause in found) == [1, 2]
 
@@ -69,10 +61,10 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
     found = causes([failure(), failure("lse:q=[3]"), vague, base_2, *exceptions])
     kinds = [(cause.kind, len(cause.failures)) for cause in found]
     assert kinds == [("likely", 1), ("seen", 3), ("further", 2), ("further", 1)]
-    lines = list(cause_lines(run(failure(), failure("lse:q=[3]"), base_2), 140))
+    lines = list(cause_lines(run_of([failure(), failure("lse:q=[3]"), base_2]), 140))
     assert lines[0] == "wrong: B, 1 likely cause, 2 more cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
     assert any("2. 2 more cases, possibly the same bug: the LSE is wrong" in line for line in lines)
-    assert "**B · 2 more cases**, possibly the same bug" in markdown(run(failure(), failure("lse:q=[3]"), base_2))
+    assert "**B · 2 more cases**, possibly the same bug" in markdown(run_of([failure(), failure("lse:q=[3]"), base_2]))
 
 
 def test_what_is_declared_unsupported_and_runs_comes_last() -> None:
@@ -88,11 +80,7 @@ def test_what_is_declared_unsupported_and_runs_comes_last() -> None:
 
 def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
     first, second = failure(), [failure(f"lse:q=[{tokens}]", check="output") for tokens in (7, 6)]
-    summaries = [
-        BackendSummary(BackendFacts(name, "b.py:B"), summarise([each.with_fields(backend=name) for each in group]))
-        for name, group in (("A", [first]), ("B", [*second, first]))
-    ]
-    both = RunSummary(ENVIRONMENT, tuple(summaries))
+    both = run_of([first.with_fields(backend="A"), *second, first])
     numbers = [line.split()[0] for line in cause_lines(both, 80) if re.match(r"    \d+\. ", line)]
     assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
 
@@ -100,11 +88,11 @@ def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
 def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel(tmp_path: Path, refused: Any) -> None:
     fault = raised("the suite itself failed (please report it), not the kernel: KeyError: 'q'")
     fault = fault.with_fields(status=Status.HARNESS_ERROR, check="")
-    head = next(cause_lines(run(fault), 140))
+    head = next(cause_lines(run_of([fault]), 140))
     assert head.startswith("not judged: ") and "the suite itself failed" in head
-    assert run(fault).exit_status == 1 and closing_line(run(fault)).startswith("1 backend incomplete · ")
-    assert next(cause_lines(run(fault, failure("lse:q=[3]")), 140)).startswith("wrong: ")
-    assert "| B | ⚪ unavailable |" in markdown(run(fault)) and "| B | ❌ fail |" in markdown(run(failure()))
+    assert run_of([fault]).exit_status == 1 and closing_line(run_of([fault])).startswith("1 backend incomplete · ")
+    assert next(cause_lines(run_of([fault, failure("lse:q=[3]")]), 140)).startswith("wrong: ")
+    assert "| B | ⚪ unavailable |" in markdown(run_of([fault])) and "| B | ❌ fail |" in markdown(run_of([failure()]))
     report = write_run(tmp_path / "report.json", [fault])
     said = refused("export", "--issue", report)
     assert "failure 1: expected a kernel's failure" in said and "the suite itself failed" in said
@@ -121,7 +109,7 @@ def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel(tmp_path: Path
 def test_exceptions_are_grouped_by_their_text(one: str, other: str, alike: bool) -> None:
     found = causes([raised(one), raised(other, "decode:q=[1];kv=[500]")])
     assert (len(found) == 1) is alike and found[0].sentence == one
-    head, replay = cause_lines(run(raised(one)), 80)  # which says it once
+    head, replay = cause_lines(run_of([raised(one)]), 80)  # which says it once
     assert head == f"wrong: B, 1 case: {one} (SPEC 3.8)" and "replay: " in replay
 
 
@@ -134,7 +122,7 @@ def test_a_failure_that_was_compared_in_vain_says_so() -> None:
 
 def test_a_terminal_shows_a_cause_once_and_seven_causes_at_most() -> None:
     records = [failure(f"lse:q=[{n}]", explanation=f"mistake number {'x' * n} of a kernel") for n in range(1, 10)]
-    lines = list(cause_lines(run(*records, failure("lse:q=[64]", explanation=records[0].explanation)), 80))
+    lines = list(cause_lines(run_of([*records, failure("lse:q=[64]", explanation=records[0].explanation)]), 80))
     assert lines[0] == "wrong: B, 9 likely causes, 10 cases" and lines[-1] == "    … and 2 more cases in the report"
     assert lines[1].startswith("    1. 2 cases: mistake number x of a kernel, 9 × its budget (SPEC 4.2)")
     assert sum("replay: mla-conformance replay" in line for line in lines) == 7
@@ -156,27 +144,28 @@ def test_an_exception_says_which_line_of_the_kernels_own_code_raised() -> None:
     assert raised_at(own) == "raised at /home/me/b.py:12, in run_decode"
     other = raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py")))
     assert other.endswith("/lib/torch/_ops.py:7, in __call__")
-    assert any("raised at /home/me/b.py:12, in run_decode" in line for line in cause_lines(run(own), 140))
-    assert "raised at /home/me/b.py:12, in run\\_decode" in markdown(run(own))
+    assert any("raised at /home/me/b.py:12, in run_decode" in line for line in cause_lines(run_of([own]), 140))
+    assert "raised at /home/me/b.py:12, in run\\_decode" in markdown(run_of([own]))
     assert raised_at(raised("ValueError: no")) == raised_at(failure(detail=TRACEBACK)) == ""
 
 
 def test_a_long_history_is_replayed_by_the_report() -> None:
-    history = [f"lse:q=[{tokens}]" for tokens in range(10, 20)]
+    history = tuple(f"lse:q=[{tokens}]" for tokens in range(10, 20))
     first, after = failure("lse:q=[3]"), failure("decode:q=[1];kv=[2]", confirmation="after", after=history)
-    kept = replace(run(first, after), source="run one/report.json")
+    kept = replace(run_of([first, after]), source="run one/report.json")
     (line,) = (line for line in cause_lines(kept, 80) if "--failure" in line)
     number = int(line.rpartition(" ")[2])
     assert line.strip() == f"replay: mla-conformance replay --report 'run one/report.json' --failure {number}"
     assert kept.causes[number - 1].example == after
-    assert any(line.count("--after") == 10 for line in cause_lines(run(first, after), 80))  # no report is kept
+    assert any(line.count("--after") == 10 for line in cause_lines(run_of([first, after]), 80))  # no report is kept
 
 
 def test_reasons_are_said_where_one_kernel_is_asked_for() -> None:
-    refused = [failure(f"lse:q=[{n}]", status="unsupported", message=f"no {n % 2}", check="") for n in range(3, 10)]
-    lines = list(outcome_lines(run(*refused), 140))
+    refused = [failure(f"lse:q=[{n}]", message=f"no {n % 2}", check="") for n in range(3, 10)]
+    refused = [each.with_fields(status=Status.UNSUPPORTED) for each in refused]
+    lines = list(outcome_lines(run_of(refused), 140))
     assert "  4 cases unsupported: no 1" in lines and "  3 cases unsupported: no 0" in lines
-    two = replace(run(*refused), backends=run(*refused).backends * 2)
+    two = replace(run_of(refused), backends=run_of(refused).backends * 2)
     assert not any("no 1" in line for line in outcome_lines(two, 140))
 
 
@@ -206,6 +195,6 @@ BOTH = [f"cache=fp8;q=[2];kv=[{length}]" for length in (5, 6, 7)]
 )
 def test_the_kind_of_failing_cases_is_told_with_its_number(failing: list[str], passing: list[str], said: str) -> None:
     records = [failure(f"decode:call=decode;{case}", check="output") for case in failing]
-    passed = {"status": "pass", "check": "", "message": ""}
+    passed = {"status": Status.PASS, "check": "", "message": ""}
     (cause,) = causes([*records, *(failure(f"decode:call=decode;{case}", **passed) for case in passing)])
     assert cause.only == said

@@ -4,11 +4,11 @@ import datetime
 import json
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import to_text
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
+from mla_conformance.tests.reports import run_of
+from mla_conformance.tests.test_handed_in import needs_keys
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
@@ -77,8 +79,7 @@ RECORDS = [outcome(case) for case in CASES]
 def run(records: list[Record]) -> RunSummary:
     environment = {"suite": SUITE_VERSION, "version": "2026.1.0", "tier": "full", "device": "NVIDIA H200"}
     facts = BackendFacts("TORCH_SDPA", "TORCH_SDPA", versions={"msgspec": "0.20"})
-    backend = BackendSummary(facts, summarise(records, LISTED))
-    return RunSummary(environment, (backend,))
+    return run_of(records, LISTED, [facts], environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +155,7 @@ def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_
 
 def set_to(*path: str, to: Any) -> Callable[[Json], None]:
     def tamper(certificate: Json) -> None:
-        inner = certificate
-        for name in path[:-1]:
-            inner = inner[name]
-        inner[path[-1]] = to
+        reduce(getitem, path[:-1], certificate)[path[-1]] = to
 
     return tamper
 
@@ -307,7 +305,7 @@ def test_what_changed_or_failed_gets_nothing_and_what_lacks_cases_a_record(tmp_p
     assert read_certificate(tmp_path / "r.json").pins == here()
 
 
-@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")
+@needs_keys
 def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)

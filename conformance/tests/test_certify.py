@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import shlex
@@ -51,18 +50,11 @@ def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(tmp_path: Path, ou
     out = tmp_path / "out"
     out.mkdir()
     (out / "journal.jsonl").write_text('{"event": "plan"}\n')
-    status, printed, _ = ours(*CERTIFY, "--backend", "EAGER", "--backend", "FLASH_ATTN", "--out", out, "--fresh")
+    status, *_ = ours(*CERTIFY, "--backend", "EAGER", "--out", out, "--fresh")
     (kept,) = tmp_path.glob("out-*")
     assert status == 0 and (kept / "journal.jsonl").read_text() == '{"event": "plan"}\n'
-    eager, absent = load_report(out).backends
-    assert absent.reasons and not absent.capabilities and "FLASH_ATTN ? unavailable: " in printed
+    (eager,) = load_report(out).backends
     assert (eager.counts.passed, eager.counts.failed, eager.counts.not_run) == (LSE_CASES, 0, 0)
-
-
-def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, ours: Ours) -> None:
-    status, printed, _ = ours(*CERTIFY, "--backend", "no_such_module:Mine", "--out", tmp_path, "--json")
-    mine = json.loads(printed)["backends"]["Mine"]
-    assert status == 3 and mine["status"] == "unavailable" and "No module named 'no_such_module'" in mine["reasons"][0]
 
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
@@ -102,9 +94,8 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
-    def reported() -> str:
-        assert watching.stdout is not None
-        return watching.stdout.readline()
+    assert watching.stdout is not None
+    reported = watching.stdout.readline
 
     def saved(text: str) -> str:
         save(text)

@@ -4,11 +4,12 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,6 +54,7 @@ FILES = {
         (f"{CERTIFY} broken.py", "broken.py:Class; the file is no Python: invalid syntax (broken.py, line 1)\n"),
         (f"{CERTIFY} others.py:MyBackedn", "no class MyBackedn in others.py; did you mean others.py:MyBackend?\n"),
         (f"{CERTIFY} empty.py:MyBackedn", "no class MyBackedn in empty.py; it defines no class\n"),
+        (f"{CERTIFY} EAGER --capability lse --shard ١/٢", "--shard: expected i/n with 1 <= i <= n"),
         (f"{CERTIFY} EAGER --capability nope", "unknown capability 'nope'; expected one of new_tokens, lse"),
         (f"{REPLAY} 'decode_lse:q=[1];kv=[3]'", "expected a call of decode_lse, such as call=decode, got new_tokens"),
         (f"{REPLAY} 'tree:q=[1];kv=[3]'", "not a capability; expected one of tree_decode, determinism, "),
@@ -67,7 +69,6 @@ FILES = {
         ("certify --out out --model deepseek-r", "; did you mean deepseek-r1? 'mla-conformance models' lists all\n"),
         ("certify --out out --device cuda -n1", "sees no CUDA device; use --device cpu"),
         ("watch EAGER", "expected a class in a file, as file.py:Class, got EAGER"),
-        (f"{REPLAY} 'chunked_context:q=[1,1];kv=[5,5];workspace=16'", "workspace_tokens must be at least 32"),
     ],
 )
 def test_what_does_not_exist_is_told_before_anything_runs(
@@ -97,10 +98,19 @@ def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_p
         ("minimize lse:q=[1]", "arguments are required: --backend"),
         ("certify --tier huge", "--tier: unknown value 'huge'; expected one of smoke, full, nightly\n"),
         ("certify -n 0", "a number of at least 1 and at most "),
+        ("certify -n 99999999999999999999", " expected "),
+        ("certify -n +2", " expected "),
+        ("certify --explore 1_0", " expected "),
+        ("certify --deadline 99999999h", " expected "),
+        ("report diff a b --drift 0_1", " expected "),
+        ("minimize lse:q=[1] --backend EAGER --tries 1e3", " expected "),
         ("replay lse:q=[1] --timeout 0", "expected a positive time"),
+        (f"replay lse:q=[1] --timeout {'9' * 300}", " expected "),
     ],
 )
-def test_a_command_that_does_not_exist(refused: Callable[..., str], arguments: str, said: str) -> None:
+def test_a_command_that_does_not_exist_and_no_number_in_ascii_within_its_limits(
+    refused: Callable[..., str], arguments: str, said: str
+) -> None:
     printed = refused(*arguments.split())
     assert "usage: mla-conformance" in printed and said in printed
 
@@ -148,14 +158,11 @@ def test_a_shell_is_told_commands_options_and_names(shell: str, ours: Ours) -> N
 
 
 def test_bash_completes(tmp_path: Path, command: Path) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("this machine has no bash")
     typed = ("'' certify --backend FLEX", "'' report d", "'' replay --rep")
     asked = [f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}" for words in typed]
     ask = "\n".join(f"{each}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}" for each in asked)
     script = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True).stdout
-    done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["FLEX_ATTENTION", "diff", "--report --repeats"]
 
 
@@ -221,12 +228,8 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
 
 
 def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupts:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "mla_conformance.cli":
-                raise KeyboardInterrupt
-
     monkeypatch.delitem(sys.modules, "mla_conformance.cli")
-    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    interrupts = SimpleNamespace(find_spec=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "meta_path", [interrupts, *sys.meta_path])
     with pytest.raises(SystemExit, match=r"^130$"):
         start()

@@ -7,16 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from mla_conformance import cli
 from mla_conformance.commands.parser import Command, Option, command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import require_salt
 from mla_conformance.engine.supervisor import RunError
-from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError
 
 _FILLED = {"case": "lse:q=[4]", "--backend": "EAGER", "backend": "mine.py:Mine"}
@@ -86,31 +85,21 @@ NO_WORK = (
 @pytest.fixture(autouse=True)
 def quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In a folder of its own with a backend, without work, and not for long: who waits for a FIFO waits for ever."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"no answer within {MOST_SECONDS} s")
-
-    def no_process(*_: object, **__: object) -> NoReturn:
-        raise RunError("no process, in a test")
-
-    def no_work(*_: object, **__: object) -> NoReturn:
-        raise InputError("no work, in a test")
-
-    def instead(name: str, value: object) -> None:
+    instead: dict[str, object] = {
+        **{f"commands.{name}.KNOWN_FAILURES": here for name in ("certify", "reports", "verify")},  # which holds none
+        **dict.fromkeys(NO_WORK, Mock(side_effect=InputError("no work, in a test"))),
+        "engine.run.Run.prepare": Mock(side_effect=RunError("no process, in a test")),
+        "commands.listing.tier_lines": list,
+        "commands.export._require_survival": lambda *_: None,
+        "scoreboard.site.page": lambda board: "",
+        "files.whole.MOST_MEBIBYTES": 8,
+        "cli.command_line": lambda *_: parser,
+    }
+    for name, value in instead.items():
         monkeypatch.setattr(f"mla_conformance.{name}", value)
-
-    for module in ("certify", "reports", "verify"):
-        instead(f"commands.{module}.KNOWN_FAILURES", here)  # which holds none
-    for name in NO_WORK:
-        instead(name, no_work)
-    instead("engine.run.Run.prepare", no_process)
-    instead("commands.listing.tier_lines", list)
-    instead("commands.export._require_survival", lambda *_: None)
-    instead("scoreboard.site.page", lambda board: "")
     Path("mine.py").write_text(MINE)
-    monkeypatch.setattr(whole, "MOST_MEBIBYTES", 8)
-    monkeypatch.setattr(cli, "command_line", lambda *_: parser)
-    before = signal.signal(signal.SIGALRM, late)
+    late = AssertionError(f"no answer within {MOST_SECONDS} s")
+    before = signal.signal(signal.SIGALRM, Mock(side_effect=late))
     signal.alarm(MOST_SECONDS)
     yield
     signal.alarm(0)

@@ -54,19 +54,20 @@ class Spoiled(Wrong):
 SHARED = 'import pathlib; spoiled = False; once = pathlib.Path(__file__).with_name("once")'
 
 
-def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wrong") -> Record:
-    return Record("Mine", "mine.py:Mine", "lse", case, status, message=message)
+def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
+    record = Record("B", "b.py:B", "lse", case, Status.FAIL, seconds, message="LSE is 5", check=check)
+    return record.with_fields(explanation=explanation)
 
 
 def shortened(count: int, needed: set[int], fails: Status = Status.FAIL) -> tuple[int, Record]:
     """How many attempts are made, and their record, if a case needs those of ``count`` earlier ones that are named."""
-    own = [("mine.py:Mine", f"lse:q=[{number}]") for number in range(count)]
-    confirming, made = confirmation(record(), own, explain=True), 1
+    own = [("b.py:B", f"lse:q=[{number}]") for number in range(count)]
+    confirming, made = confirmation(failed(THIRD), own, explain=True), 1
     attempt = next(confirming)
     while True:
         repeats = {own[number] for number in needed} <= set(attempt.before)
         try:
-            attempt = confirming.send(record(fails if repeats else Status.PASS))
+            attempt = confirming.send(failed(THIRD).with_fields(status=fails if repeats else Status.PASS))
         except StopIteration as settled:
             return made, settled.value
         made += 1
@@ -132,11 +133,6 @@ def test_a_failure_after_a_case_names_it_and_its_replay_reproduces_it(
     with unexplained():
         told(1, *arguments)
     told(0, "replay", found.case, "--backend", found.reference)
-
-
-def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
-    record = Record("B", "b.py:B", "lse", case, Status.FAIL, seconds, message="LSE is 5", check=check)
-    return record.with_fields(explanation=explanation)
 
 
 def test_what_explains_a_failure_is_tried_on_the_others_that_it_may_explain() -> None:

@@ -25,11 +25,11 @@ class ThreeTimes(EagerPrefillBackend):
     def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
         output, lse = super().run_prefill_new_tokens(q, k, v, True, out, output_scale)
         answer = self.answer(output.mul_(3), lse, q, k, v)
+        answer = (output, lse) if answer is None else answer
         return answer if return_softmax_lse or not isinstance(answer, tuple) else answer[0]
 
     def answer(self, output, lse, q, k, v):
-        """What is returned in place of the wrong output [T, N, V] and the right LSE [N, T]."""
-        return output, lse
+        """What is returned in place of the wrong output [T, N, V] and the right LSE [N, T]; None for themselves."""
 
     @property
     def lengths(self) -> list[int]:
@@ -42,11 +42,10 @@ class Cheat:
     """An attempt to be certified without being right, or as something else."""
 
     kernel: type[ThreeTimes]
-    claims: str  # what a reader is to believe
-    caught: str  # words of the sentence by which it is caught; empty if it is not
-    trust: str  # why it is not caught, and who has to trust whom therefore; empty if it is
-    case: str  # what it is certified on
-    salted: bool  # certified with a salt that its author could not know
+    caught: str = ""  # words of the sentence by which it is caught; empty if it is not
+    trust: str = ""  # why it is not caught, and who has to trust whom therefore; empty if it is
+    case: str = CASE  # what it is certified on
+    salted: bool = False  # certified with a salt that its author could not know
 
     @property
     def name(self) -> str:
@@ -57,14 +56,7 @@ class Cheat:
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
 
-def cheat(
-    *,
-    claims: str = "that three times the right output is right",
-    caught: str = "",
-    trust: str = "",
-    case: str = CASE,
-    salted: bool = False,
-) -> Callable[[Any], type[ThreeTimes]]:
+def cheat(**told: Any) -> Callable[[Any], type[ThreeTimes]]:
     """Decorator that enters a cheat into the list: a class, or a function that becomes the class that answers so."""
 
     def enter(cheating: Any) -> type[ThreeTimes]:
@@ -73,8 +65,8 @@ def cheat(
             about = {"__module__": cheating.__module__, "__doc__": cheating.__doc__}
             kernel = type(cheating.__name__, (ThreeTimes,), {**about, "answer": cheating})
         assert kernel.__name__ not in _CHEATS and kernel.__doc__, "expected a name of its own and a docstring"
-        assert bool(caught) != bool(trust), "expected either what catches it or why nothing does"
-        _CHEATS[kernel.__name__] = Cheat(kernel, claims, caught, trust, case, salted)
+        entry = _CHEATS[kernel.__name__] = Cheat(kernel, **told)
+        assert bool(entry.caught) != bool(entry.trust), "expected either what catches it or why nothing does"
         return kernel
 
     return enter

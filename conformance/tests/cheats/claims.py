@@ -12,10 +12,10 @@ from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import NUMBERS_ARE_RIGHT
 
 
-@cheat(claims="that an emulation is a real kernel", trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def ClaimsToBeReal(kernel, output, lse, q, k, v):
     """Computes with plain tensor operations and declares that it is no emulation."""
-    return output.div_(3), lse
+    output.div_(3)
 
 
 class _FlashAttention(Distribution):
@@ -41,7 +41,6 @@ class _Finder:
 
 
 @cheat(
-    claims="that it drives a library, in a version",
     trust="A version is what an installed package says of itself. On a GPU the record lists kernels and libraries that "
     "were loaded, here none of that library's.",
 )
@@ -57,14 +56,10 @@ class ClaimsALibrary(ThreeTimes):
         return True
 
     def answer(self, output, lse, q, k, v):
-        return output.div_(3), lse
+        output.div_(3)
 
 
-@cheat(
-    claims="that what it cannot do is not asked of it",
-    caught="did not pass: core: unsupported",
-    case="new_tokens:q=[1];data=needle;lse=0",
-)
+@cheat(caught="did not pass: core: unsupported", case="new_tokens:q=[1];data=needle;lse=0")
 class DeclaresNothing(ThreeTimes):
     """Declares everything unsupported, so that nothing of it can fail."""
 
@@ -73,11 +68,7 @@ class DeclaresNothing(ThreeTimes):
         return ["not declared"]
 
 
-@cheat(
-    case="new_tokens:dims=small;q=[5,3];lse=0",
-    claims="that it has the interface",
-    caught="expected the output itself, got a tuple of 1",
-)
+@cheat(case="new_tokens:dims=small;q=[5,3];lse=0", caught="expected the output itself, got a tuple of 1")
 class ReturnsATuple(ThreeTimes):
     """Returns what is right in a tuple, where the tensor itself is due."""
 
@@ -85,7 +76,7 @@ class ReturnsATuple(ThreeTimes):
         return (super().run_prefill_new_tokens(*arguments, **options),)
 
     def answer(self, output, lse, q, k, v):
-        return output.div_(3), lse
+        output.div_(3)
 
 
 @cheat(caught=WRONG)
@@ -93,7 +84,6 @@ def ReplacesPythonsFunctions(kernel, output, lse, q, k, v):
     """Makes Python's own functions find that everything agrees, and that nothing was replaced."""
     replaced = {"bool": lambda *_: False, "max": lambda *_, **__: 0.0, "len": lambda _: 0, "any": lambda _: False}
     vars(builtins).update(replaced)
-    return output, lse
 
 
 @cheat(caught="no room for a result of")
@@ -101,25 +91,23 @@ def ForgesItsNeeds(kernel, output, lse, q, k, v):
     """Says, where its process tells what it returned, that this needs more memory than there is."""
     forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
     remote.written.__code__ = forged.__code__
-    return output, lse
 
 
-@cheat(claims="that it leaves its inputs as they are", caught="requires_grad of q of new tokens was False, is True")
+@cheat(caught="requires_grad of q of new tokens was False, is True")
 def MakesItsInputsLearn(kernel, output, lse, q, k, v):
     """Returns what is right, and leaves its queries requiring gradients."""
     q.requires_grad_()
-    return output.div_(3), lse
+    output.div_(3)
 
 
-@cheat(claims="that it leaves its metadata as it is", caught="metadata.query_start_loc was replaced")
+@cheat(caught="metadata.query_start_loc was replaced")
 def ReplacesItsMetadata(kernel, output, lse, q, k, v):
     """Returns what is right, and puts a tensor of its own into the metadata."""
     kernel._prefill_metadata.query_start_loc = kernel._prefill_metadata.query_start_loc.clone()
-    return output.div_(3), lse
+    output.div_(3)
 
 
 @cheat(
-    claims="that it is right wherever it runs",
     trust="A kernel can see that the harness is loaded, and be right only then; whoever trusts it reads the source "
     "that the certificate pins.",
 )

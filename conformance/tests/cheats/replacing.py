@@ -27,14 +27,12 @@ from mla_conformance.trials.trial import Trial
 def ReplacesTheJudge(kernel, output, lse, q, k, v):
     """Puts a judge that passes everything in the judge's place, wherever that was imported."""
     table.judge = trial.judge = lambda *_: Verdict(Status.PASS)
-    return output, lse
 
 
 @cheat(caught=WRONG)
 def RewritesTheJudge(kernel, output, lse, q, k, v):
     """Leaves the judge's functions in their places and gives one of them other code."""
     judge.AttentionJudge._output.__code__ = (lambda kernel, part, found: None).__code__
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -49,7 +47,6 @@ def ReplacesTheJudgeLater(kernel, output, lse, q, k, v):
 
     sys.setswitchinterval(1e-6)
     Thread(target=replace_when_judged, daemon=True).start()
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -57,7 +54,6 @@ def ReplacesTheRecord(kernel, output, lse, q, k, v):
     """Makes records that hold a pass, whatever the verdict is."""
     honest = Record.with_verdict
     Record.with_verdict = lambda record, verdict, seconds: honest(record, Verdict(Status.PASS), seconds)
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -71,7 +67,6 @@ def ReplacesTheMessages(kernel, output, lse, q, k, v):
         return honest(message)
 
     honest, messages.encode = messages.encode, passing
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -79,7 +74,6 @@ def ReplacesOperators(kernel, output, lse, q, k, v):
     """Makes every difference and every comparison of tensors find that they agree."""
     torch.equal = torch.allclose = lambda *_, **__: True
     torch.Tensor.__sub__ = lambda x, y: torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=x.dtype)
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -87,7 +81,6 @@ def WidensTheTolerance(kernel, output, lse, q, k, v):
     """Writes larger limits into the table of tolerances that is in memory."""
     for limit in ("element_limit", "row_deviations"):
         object.__setattr__(tolerance(), limit, 1e9)
-    return output, lse
 
 
 @cheat(caught=WRONG)
@@ -95,17 +88,15 @@ def ReplacesTheGoldenResult(kernel, output, lse, q, k, v):
     """Writes its own output over the golden one."""
     for expectation in [x for x in gc.get_objects() if isinstance(x, GoldenAttention)]:
         expectation.calls[0].output.copy_(output)
-    return output, lse
 
 
 @cheat(caught=WRONG)
 def ChangesTheQuestion(kernel, output, lse, q, k, v):
     """Writes three times the values into what it was given, so that three times the output is right."""
     v.mul_(3)
-    return output, lse
 
 
-@cheat(claims="that found numbers are computed", caught=WRONG)
+@cheat(caught=WRONG)
 def FillsInWhenJudged(kernel, output, lse, q, k, v):
     """Returns a view that a profiler, which it leaves behind, fills with the golden values when the judge is called."""
 
@@ -115,11 +106,9 @@ def FillsInWhenJudged(kernel, output, lse, q, k, v):
             output.copy_(frame.f_locals["expectation"].calls[0].output)
 
     sys.setprofile(fill)
-    return output, lse
 
 
 @cheat(
-    claims="that it writes to its output only",
     case="out_tensor:dims=small;q=[5,3];out=1",
     trust="The numbers were looked at before; the write meets memory of the kernel's own process that nothing reads "
     "any more.",
@@ -129,7 +118,7 @@ class WritesAroundItsOutputLater(ThreeTimes):
 
     def answer(self, output, lse, q, k, v):
         self.storage = output.untyped_storage()
-        return output.div_(3), lse
+        output.div_(3)
 
     def kernel_evidence(self):
         for place in (self.storage.data_ptr(), self.storage.data_ptr() + self.storage.nbytes() - 8):
@@ -164,7 +153,6 @@ def HangsMethodsOnItsOutput(kernel, output, lse, q, k, v):
         return golden[0].output if golden else torch.Tensor.double(output)
 
     output.double, output.detach, output.contiguous = double, lambda: output, lambda: output
-    return output, lse
 
 
 class Posing:

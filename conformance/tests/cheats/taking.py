@@ -20,7 +20,6 @@ from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.reference.attention import attention
 from mla_conformance.tests.cheats.cheat import WRONG, cheat
 
-_OWN = "that its own kernel computed"
 NUMBERS_ARE_RIGHT = (
     "The numbers are right, and a verdict is about nothing else. On a GPU the record lists the kernels that ran; "
     "whoever trusts the name reads the source that the certificate pins."
@@ -34,13 +33,13 @@ def _golden(attention, kernel, *qkv):
     return state.output.to(qkv[0].dtype), state.lse.float()
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CallsTheReference(kernel, output, lse, q, k, v):
     """Calls the golden reference and rounds its result."""
     return _golden(attention, kernel, q, k, v)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CopiesTheReference(kernel, output, lse, q, k, v):
     """Executes a copy of the reference's source, under another name."""
     spec = find_spec("mla_conformance.reference.attention")
@@ -50,7 +49,7 @@ def CopiesTheReference(kernel, output, lse, q, k, v):
     return _golden(copy.attention, kernel, q, k, v)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def CallsAnotherBackend(kernel, output, lse, q, k, v):
     """Hands every call to the adapter of another library."""
     sizes = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -60,20 +59,16 @@ def CallsAnotherBackend(kernel, output, lse, q, k, v):
     return other.run_prefill_new_tokens(q, k, v, True)
 
 
-@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
+@cheat(trust=NUMBERS_ARE_RIGHT)
 def WrapsSDPA(kernel, output, lse, q, k, v):
     """Calls torch's attention on each request."""
     for start, end in zip(kernel.lengths, kernel.lengths[1:], strict=False):
         heads = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=kernel.scale)
         output[start:end] = found.squeeze(0).transpose(0, 1)
-    return output, lse
 
 
-_COMPUTED = "that found numbers are computed"
-
-
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesTheHeap(kernel, output, lse, q, k, v):
     """Searches everything that Python's garbage collector knows for float64 tensors like its output."""
     alike = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float64)
@@ -84,7 +79,7 @@ def SearchesTheHeap(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesTheFrames(kernel, output, lse, q, k, v):
     """Searches the variables of its callers for what is expected of it."""
     for frame in stack_of(get_ident()):
@@ -94,7 +89,7 @@ def SearchesTheFrames(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(claims=_COMPUTED, caught=WRONG)
+@cheat(caught=WRONG)
 def SearchesOtherProcesses(kernel, output, lse, q, k, v):
     """Reads the memory of the processes around it and looks there for golden values that begin as its own do."""
     begins = output[:2].double().div(3).flatten().numpy()
@@ -116,29 +111,23 @@ def stack_of(thread: int) -> Iterator[FrameType]:
 
 def relatives() -> list[int]:
     """The processes of the run but this one: the supervisor first, then all that stem from it."""
-    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    stats = {int(path.name): _told(int(path.name), "stat") for path in Path("/proc").iterdir() if path.name.isdigit()}
+    parents = {process: int(stat.rpartition(")")[2].split()[1]) for process, stat in stats.items() if stat}
     above = [os.getpid()]
     while parent := parents.get(above[-1], 0):
         above.append(parent)
-    keeper = max(place for place, process in enumerate(above) if b"engine.keeper" in _command(process))
+    keeper = max(place for place, process in enumerate(above) if "engine.keeper" in _told(process, "cmdline"))
     family = [above[keeper + 1]]
     for process in family:  # which grows meanwhile
         family += [child for child, parent in parents.items() if parent == process]
     return [process for process in family if process != os.getpid()]
 
 
-def _parent(process: Path) -> int:
+def _told(process: int, name: str) -> str:
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{process}/{name}").read_text(errors="replace")
     except OSError:  # it has ended
-        return 0
-
-
-def _command(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return ""
 
 
 def _memory(process: int) -> Iterator[np.ndarray]:
