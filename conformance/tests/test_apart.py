@@ -1,5 +1,6 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
+import os
 import socket
 from functools import partial
 from typing import Any
@@ -155,3 +156,12 @@ def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(monkeypatch: An
     monkeypatch.setattr(Shared, "room", refusing)
     done = answered(*(msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)))
     assert done.out_of_memory and ("no room" in done.error) is not refused
+
+
+def test_the_end_of_the_kernels_process_is_seen_although_another_holds_its_connection() -> None:
+    (mine, _held), (end, other) = socket.socketpair(), os.pipe()
+    os.close(other)
+    ended = Mock(side_effect=ChildProcessError("the kernel's process has ended"))
+    with pytest.raises(ChildProcessError):
+        RemoteExecutor(mine, Shared(2**20), ended, [end]).query(partial(int))
+    os.close(end)

@@ -185,6 +185,7 @@ GONE = ("package x not installed",)
         (judged(OLD, HALF), judged(NEW, GOOD), 0, "no regression · pass with both: 1 case · none newly fails"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "REGRESSED · 1 newly failing"),
         (judged(OLD, GOOD), judged(NEW, GOOD, used=0.31), 1, "2 error grew"),
+        (judged(OLD, GOOD), judged(NEW, {A: PASS}), 1, "1 no longer judged"),
         (judged(OLD, GOOD), judged(NEW, {}, reasons=GONE), 1, "1 no longer available"),
         (judged(OLD, {}, reasons=GONE), judged(NEW, GOOD), 3, "NOT JUDGED · pass with both: 0 cases · K could"),
         (judged(OLD, {}, reasons=GONE), judged(NEW, {}, reasons=GONE), 3, "NOT JUDGED"),
