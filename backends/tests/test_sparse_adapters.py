@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.flashinfer_mla import FlashInferMLASparseSM90Backend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
 from mla_conformance.reference.selected import selected_attention
@@ -276,10 +275,3 @@ def test_a_call_is_planned_for_its_own_lists(passes: Any, prepared: Any) -> None
     q, cache = torch.zeros(1, 2, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16()
     backend.run_sparse_prefill(q, cache, torch.tensor([[3, -1, 2]], dtype=torch.int32), False)
     assert backend._wrapper is wrapper and wrapper.planned["metadata"]["kv_indices"].tolist() == [3, 2]
-
-
-def test_a_version_before_the_metadata_object_says_so(installed: Any, monkeypatch: Any) -> None:
-    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=None)
-    monkeypatch.setattr(FlashInferMLASparseSM90Backend, "libraries", FlashInferMLASparseSM90Backend.libraries[:1])
-    (reason,) = FlashInferMLASparseSM90Backend.broken_dependencies()
-    assert reason.startswith("needs flashinfer-python 0.7 or newer, not ")
