@@ -66,7 +66,6 @@ class QuantPolicy(IntEnum):
     """LMDeploy's names of what its caches hold."""
 
     NONE = 0
-    FP8 = 16
 
 
 def lmdeploy(a: Any, kernel: Any) -> Any:

@@ -11,7 +11,7 @@ from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmI
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
 
-HEADS, DIM, PAGE = 32, 128, 64
+DIM, PAGE = 128, 64
 _IN_VLLM = "vllm/third_party/deep_gemm"
 PACKAGES: Any = {
     DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),

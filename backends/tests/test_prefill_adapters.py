@@ -14,9 +14,6 @@ from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.cases import case
 from mla_conformance.reference import dimensions
 
-HEADS, ROPE, SCALE = 2, 64, 0.11
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
 
 def varlen(a: Any, kernel: Any) -> Any:
     """The call that FlashAttention's packages share: natural LSE [N, T]."""
@@ -252,7 +249,7 @@ def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
 
 def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
-    metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=BF16, device=cpu)
+    metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=torch.bfloat16, device=cpu)
     metadata.query_lens_cpu = None
     assert conversions.RaggedBatch.of(metadata).query_lens == (3, 0, 5)
 
