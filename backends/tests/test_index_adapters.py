@@ -109,9 +109,8 @@ def _scores(a: Any) -> Tensor:
         table = a["block_offset"][request, : -(-length // PAGE)].long()
         keys = (codes[table].float() * scales[table].unsqueeze(-1)).flatten(0, 1)[:length]
         for row in range(start[request], start[request + 1]):
-            found = torch.einsum("h,hs->s", a["q_s"][row], (a["q"][row].float() @ keys.mT).relu())
-            found[length - start[request + 1] + row + 1 :] = -torch.inf
-            out[row, :length] = found
+            out[row] = scores(a["q"][row], a["q_s"][row], keys, a["max_k_seqlen"])
+            out[row, length - start[request + 1] + row + 1 : length] = -torch.inf
     return out
 
 
