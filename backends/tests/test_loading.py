@@ -144,10 +144,12 @@ def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses
     plugged_in(Backend=EagerPrefillBackend)
     assert BackendReference("THEIRS", "THEIRS") in known_backends()
     assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
+    broken = "entry point THEIRS = theirs:Backend does not import:"
+    lacks = "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "
     for contents, said in (
-        ({}, "entry point THEIRS = theirs:Backend does not import: AttributeError: module 'theirs' has no attribute"),
-        ({"__getattr__": lacks_a_library}, "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so"),
-        ({"Backend": object}, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_con"),
+        ({}, f"{broken} AttributeError: module 'theirs' has no attribute 'Backend'"),
+        ({"__getattr__": lacks_a_library}, f"{broken} OSError: libcuda.so.1"),
+        ({"Backend": object}, lacks),
     ):
         plugged_in(**contents)
         (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)

@@ -166,7 +166,7 @@ ROPES = {
     "nvfp4_ds_mla": torch.tensor([[1.0, *[0.0] * 62, -500.0]], dtype=BF16),
 }
 E4M3, BYTE = torch.float8_e4m3fn, torch.uint8
-BY_HAND: list[tuple[str, slice, torch.dtype, dict[int, float]]] = [
+BY_HAND: list[tuple[str, slice, torch.dtype, dict[int, Any]]] = [
     ("fp8_ds_mla", slice(512), E4M3, {0: 448.0, 1: -3.5, 2: 0.0, 128: 448.0, 511: 448.0}),
     ("fp8_ds_mla", slice(512, 528), torch.float32, {0: 1.0, 1: 2.0, 2: 1.0, 3: pytest.approx(1 / 448)}),
     ("fp8_ds_mla", slice(528, 656), BF16, dict(enumerate(range(64)))),
