@@ -75,6 +75,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 
 
 @pytest.fixture
+def provided(recorded: Callable[..., Any], installed: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
+    """``provided(label, module, {function: kernel}, name=value, ...)``: a library of kernels behind their signatures.
+
+    A function that another file than the module's defines is named with it: ``FILE:FUNCTION``.
+    """
+
+    def provide(label: str, module: str, kernels: dict[str, Any], **others: Any) -> ModuleType:
+        for where, kernel in kernels.items():
+            file, _, name = where.rpartition(":")
+            found = recorded(label, f"{file or module.replace('.', '/') + '.py'}:{name}", kernel)
+            others[name.rpartition(".")[2]] = found
+        return installed(module, **others)
+
+    return provide
+
+
+@pytest.fixture
 def planned(recorded: Callable[..., Any]) -> Callable[..., Any]:
     """``planned(label, name, run, begin)``: FlashInfer's class, whose plan ``run`` finds under ``planned``.
 

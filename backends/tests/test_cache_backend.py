@@ -133,7 +133,7 @@ def test_a_kernel_reads_entries_as_the_reference_means_them() -> None:
         assert float(usual.double().mean()) > 0.9
 
 
-_LABEL, _FOLDER = "sglang 0.5.23", "sglang/kernels/ops"
+_LABEL, _OPS = "sglang 0.5.23", "sglang.kernels.ops"
 LATENT, ROPE, PAGE, ONE = 512, 64, 16, torch.tensor(1.0)
 
 
@@ -141,7 +141,7 @@ class _Writer:
     """The kernel that writes rows: a program a row, -1 as its reserved index."""
 
     def __init__(self, recorded: Any) -> None:
-        self._call = recorded(_LABEL, f"{_FOLDER}/kvcache/mla_buffer.py:set_mla_kv_buffer_kernel", self._write)
+        self._call = recorded(_LABEL, "sglang/kernels/ops/kvcache/mla_buffer.py:set_mla_kv_buffer_kernel", self._write)
 
     def __getitem__(self, grid: Any) -> Any:
         self._grid = grid
@@ -157,7 +157,7 @@ class _Writer:
 
 
 @pytest.fixture
-def library(recorded: Any, installed: Any, monkeypatch: Any) -> None:
+def library(recorded: Any, provided: Any, monkeypatch: Any) -> None:
     """Writing in two steps, gathering of listed rows."""
     monkeypatch.setattr(sglang_triton.SGLangTritonCacheBackend, "supports_compute_capability", lambda *_: True)
 
@@ -177,14 +177,10 @@ def library(recorded: Any, installed: Any, monkeypatch: Any) -> None:
         a["cache_k_nope"].copy_(latent)
         a["cache_k_rope"].copy_(rope)
 
-    def stand_in(module: str, name: str, call: Any, **others: Any) -> None:
-        function = recorded(_LABEL, f"{_FOLDER}/{module}.py:{name}", call)
-        installed(f"{_FOLDER}/{module}".replace("/", "."), **{name: function}, **others)
-
-    writer = _Writer(recorded)
-    stand_in("kvcache/mla_buffer", "get_mla_kv_buffer_triton", gathered, set_mla_kv_buffer_kernel=writer)
-    stand_in("quantization/dsa_quant_k_cache", "quantize_k_cache_separate", quantised)
-    stand_in("attention/dsa/dequant_k_cache", "dequantize_k_cache_paged_dsa", values)
+    writer = {"set_mla_kv_buffer_kernel": _Writer(recorded)}
+    provided(_LABEL, f"{_OPS}.kvcache.mla_buffer", {"get_mla_kv_buffer_triton": gathered}, **writer)
+    provided(_LABEL, f"{_OPS}.quantization.dsa_quant_k_cache", {"quantize_k_cache_separate": quantised})
+    provided(_LABEL, f"{_OPS}.attention.dsa.dequant_k_cache", {"dequantize_k_cache_paged_dsa": values})
 
 
 @pytest.mark.usefixtures("library")

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import compress, kernel, roles, sglang_compress
+from mla_conformance.backends import roles
 
 _FILE = "sglang/kernels/ops/attention/dsv4/compress.py"
 _D, _R = 512, 64
@@ -85,22 +84,3 @@ _CASES = (
 def test_entries_are_those_of_the_states(recorded: Any, installed: Any, passes: Any) -> None:
     installed("sglang.kernels.ops.attention.dsv4.compress", **vars(Library(recorded)))
     passes("SGLANG_COMPRESS", roles.Role.COMPRESS, *_CASES)
-
-
-@pytest.mark.parametrize(
-    ("changed", "page", "reason"),
-    [
-        ({}, 4, ""),
-        ({"ratio": 128, "overlap": False}, 3, ""),
-        ({}, 6, "pages of 6 states not supported (supported: multiples of 4)"),
-        ({"overlap": False}, 4, "not supported"),
-        ({"head_dim": 128}, 4, "not supported"),
-        ({"norm": False}, 4, "not supported"),
-    ],
-)
-def test_what_its_engine_has_no_kernel_for_is_refused(changed: dict[str, Any], page: int, reason: str) -> None:
-    how = {"head_dim": _D, "rope_dim": _R, "ratio": 4, "overlap": True, "norm": True, "eps": 1e-6} | changed
-    config = compress.MLACompressSelectorConfig(torch.bfloat16, torch.float32, compress.Compression(**how), 64, page)
-    reasons = sglang_compress.SGLangCompressBackend.validate_configuration(kernel.DeviceCapability(9, 0), config)
-    found = [each for each in reasons if "dependencies" not in each]
-    assert reason in "; ".join(found) and bool(found) == bool(reason)

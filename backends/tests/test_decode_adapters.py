@@ -66,7 +66,6 @@ class QuantPolicy(IntEnum):
     """LMDeploy's names of what its caches hold."""
 
     NONE = 0
-    FP8 = 16
 
 
 def lmdeploy(a: Any, kernel: Any) -> Any:
@@ -168,72 +167,55 @@ STAND_INS: dict[str, tuple[str, str, Kernel, list[int], Any]] = {
 }
 """By adapter and recorded package: module, function with its file where that is not the module, what stands for it,
 sizes of pages, and batches."""
+FURTHER: dict[str, dict[str, Kernel]] = {
+    "flash_mla": {"flash_mla/flash_mla_interface.py:get_mla_metadata": lambda a, kernel: ("schedule", None)},
+    "vllm._custom_ops": {"sm100_cutlass_mla_get_workspace_size": workspace_size},
+}
 OTHERS: dict[str, dict[str, Any]] = {
-    "flash_mla": {
-        "get_mla_metadata": ("flash_mla/flash_mla_interface.py:", lambda a, kernel: ("schedule", None)),
-        "has_legacy": lambda: True,
-    },
+    "flash_mla": {"has_legacy": lambda: True},
     _PAGED: {"QuantPolicy": QuantPolicy},
     "tokenspeed_mla": {"get_num_sm": lambda device: 148},
-    "vllm._custom_ops": {"sm100_cutlass_mla_get_workspace_size": ("vllm/_custom_ops.py:", workspace_size)},
 }
-"""What modules hold beside; recorded functions as pairs of their file and what they return."""
+"""What modules hold beside: further recorded functions, and anything else."""
 
 
 @pytest.fixture
-def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Callable[[str], list[Any]]:
-    """``calls("NAME LABEL")`` installs a stand-in; the arguments of its calls."""
+def library(provided: Any, mla_kernel: Any) -> Callable[[str], Any]:
+    """``library("NAME LABEL")`` installs a stand-in; the adapter."""
 
-    def install(key: str) -> list[Any]:
+    def install(key: str) -> Any:
+        adapter, _, label = key.partition(" ")
         module, function, call, *_ = STAND_INS[key]
-        file, _, name = function.rpartition(":")
-        contents = {name: (f"{file or module.replace('.', '/') + '.py'}:", call), **OTHERS.get(module, {})}
-        seen: list[Any] = []
-
-        def made(name: str, file: str, call: Kernel) -> Any:
-            def run(a: Any) -> Any:
-                seen.append(dict(a))
-                return call(a, mla_kernel)
-
-            return recorded(key.partition(" ")[2], f"{file}{name}", run)
-
-        installed(module, **{name: made(name, *it) if isinstance(it, tuple) else it for name, it in contents.items()})
-        return seen
+        calls = {function: call, **FURTHER.get(module, {})}
+        kernels = {name: lambda a, call=call: call(a, mla_kernel) for name, call in calls.items()}
+        provided(label, module, kernels, **OTHERS.get(module, {}))
+        return loading.load_role(references.parse_reference(adapter), Role.DECODE)
 
     return install
 
 
-def _adapter(key: str) -> Any:
-    return loading.load_role(references.parse_reference(key.split()[0]), Role.DECODE)
-
-
 @pytest.mark.parametrize("key", STAND_INS)
-def test_conventions(key: str, calls: Any, passes: Any) -> None:
+def test_conventions(key: str, library: Any, passes: Any) -> None:
     """Alone, and a small batch behind calls for others."""
-    calls(key)
-    lse, (pages, batches) = "" if _adapter(key).returns_lse else ";lse=0", STAND_INS[key][3:]
+    lse, (pages, batches) = "" if library(key).returns_lse else ";lse=0", STAND_INS[key][3:]
     cases = [f"decode:heads=2;page={page};{batch}{lse}" for page, batch in product(pages, batches)]
     small = f"call_order:call=decode;heads=2;page={pages[0]};q=[1,1];kv=[3,9]{lse}"
     passes(key.split()[0], Role.DECODE, *cases, small)
 
 
-def test_a_token_of_several_sees_the_keys_up_to_its_own(calls: Any, passes: Any) -> None:
-    seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
-    passes("TRITON_MLA[lse-float32]", Role.DECODE, "decode:heads=2;page=16;q=[3,3];kv=[37,2]")
-    assert seen[0]["b_seq_len"].tolist() == [38, 39, 40, 3, 4, 5]
+def test_the_lse_is_as_coarse_as_vllm_makes_it(provided: Any, mla_kernel: Any, passes: Any) -> None:
+    def coarse(a: Any) -> None:
+        assert a["lse"].dtype == torch.bfloat16
+        triton_mla(a, mla_kernel)
 
-
-def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, passes: Any) -> None:
-    seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
+    provided("vllm 0.33.0", _VLLM, {_DECODE: coarse})
     with pytest.raises(AssertionError, match="LSE is "):
         passes("TRITON_MLA", Role.DECODE, "decode:heads=2;page=16;q=[1];kv=[39]")
-    assert seen[0]["lse"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("key", [key for key in STAND_INS if key.startswith("FLASHMLA")])
-def test_says_which_build_served(key: str, calls: Any, passes: Any, prepared: Any) -> None:
-    calls(key)
-    assert _adapter(key).broken_dependencies() == []
+def test_says_which_build_served(key: str, library: Any, passes: Any, prepared: Any) -> None:
+    assert library(key).broken_dependencies() == []
     kernel, call = prepared(passes("FLASHMLA", Role.DECODE), "decode:heads=2;page=64;q=[1,1];kv=[64,2]")
     call.invoke(kernel, None)
     assert list(kernel.kernel_evidence()) == (["sgl-flash-mla", "kernels"] if "sgl" in key else ["flash-mla"])

@@ -3,7 +3,6 @@
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends import eager, interface, kernel, references
+from mla_conformance.backends import eager, interface, kernel
 from mla_conformance.backends.generations import eager as theirs
 from mla_conformance.backends.generations import earlier, present
-from mla_conformance.backends.loading import as_backend, load_backend
+from mla_conformance.backends.loading import as_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS
@@ -249,18 +248,6 @@ def test_a_backend_of_r1_dims_only_says_so() -> None:
     (reason,) = backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
     assert not backend.supports_mla_dimensions(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("generation", "said"), [("present", "lacks get_name, run_prefill_new_tokens"), ("earlier", "lacks get_name$")]
-)
-def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, generation: str, said: str) -> None:
-    source = f"from mla_conformance.backends.generations.{generation} import MLAPrefillBackend\n"
-    body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
-    body += "    def get_prefill_impl_cls(): ...\n" if generation == "earlier" else ""
-    (tmp_path / "mine.py").write_text(f"{source}class Mine(MLAPrefillBackend):\n{body}")
-    with pytest.raises(references.BackendReferenceError, match=said):
-        load_backend(references.parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
 
 
 def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:

@@ -9,10 +9,9 @@ from torch import Tensor
 from mla_conformance.backends import eager_prepare, prepare
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.lmdeploy_triton import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
 from mla_conformance.backends.roles import Role
 
-HEADS, DIM, PAGE = 32, 128, 64
+DIM, PAGE = 128, 64
 _IN_VLLM = "vllm/third_party/deep_gemm"
 PACKAGES: Any = {
     DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),
@@ -27,7 +26,7 @@ def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
 
 
 @pytest.fixture(params=PACKAGES)
-def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def library(request: Any, provided: Any) -> Any:
     """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row.
 
     In the package that vLLM carries queries have a place for scales, and four query tokens share pairs of processors.
@@ -35,7 +34,6 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
     kernel = request.param
     label, file, module = PACKAGES[kernel]
     in_vllm = kernel is DeepGemmIndexerVllm
-    monkeypatch.setattr(kernel, "supports_compute_capability", lambda *_: True)
 
     def queries(a: Any) -> Tensor:
         assert not in_vllm or a["q"][1] is None
@@ -69,15 +67,10 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
     def schedule(context_lens: Tensor, block_kv: int, num_sms: int, **_: Any) -> Any:
         return list(context_lens.shape), block_kv, num_sms
 
-    metadata = f"{file}get_paged_mqa_logits_metadata"
-    installed(
-        module,
-        get_num_sms=lambda: 132,
-        fp8_fp4_mqa_logits=recorded(label, f"{file}fp8_fp4_mqa_logits", gathered),
-        fp8_fp4_paged_mqa_logits=recorded(label, f"{file}fp8_fp4_paged_mqa_logits", paged),
-        # In vLLM it is an operator without a function around it.
-        get_paged_mqa_logits_metadata=schedule if in_vllm else recorded(label, metadata, lambda a: schedule(**a)),
-    )
+    kernels = {f"{file}fp8_fp4_mqa_logits": gathered, f"{file}fp8_fp4_paged_mqa_logits": paged}
+    if not in_vllm:  # where it is an operator without a function around it
+        kernels[f"{file}get_paged_mqa_logits_metadata"] = lambda a: schedule(**a)
+    provided(label, module, kernels, get_num_sms=lambda: 132, get_paged_mqa_logits_metadata=schedule)
     return kernel
 
 
@@ -88,16 +81,12 @@ def test_deep_gemm_is_called_as_it_documents(batch: str, library: Any, passes: A
 
 
 @pytest.fixture
-def lmdeploy(recorded: Any, installed: Any, monkeypatch: Any) -> None:
-    """A kernel a module, as on a GPU."""
-    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend, LmdeployPrepareBackend):
-        monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
+def lmdeploy(provided: Any) -> None:
+    """A kernel a module."""
     modules: dict[str, dict[str, Any]] = {"bitonic_topk": {"bitonic_topk": _topk}, "ds_index": {"fp8_index": _scores}}
     modules["dsa_indexer_preprocess"] = {"prepare_dsa_indexer_q": _query, "prepare_dsa_indexer_k_cache": _keys}
     for name, calls in modules.items():
-        module = f"lmdeploy/pytorch/kernels/cuda/{name}"
-        functions = {each: recorded("lmdeploy 0.18.0", f"{module}.py:{each}", call) for each, call in calls.items()}
-        installed(module.replace("/", "."), **functions)
+        provided("lmdeploy 0.18.0", f"lmdeploy.pytorch.kernels.cuda.{name}", calls)
 
 
 def _topk(a: Any) -> Tensor:
@@ -120,9 +109,8 @@ def _scores(a: Any) -> Tensor:
         table = a["block_offset"][request, : -(-length // PAGE)].long()
         keys = (codes[table].float() * scales[table].unsqueeze(-1)).flatten(0, 1)[:length]
         for row in range(start[request], start[request + 1]):
-            found = torch.einsum("h,hs->s", a["q_s"][row], (a["q"][row].float() @ keys.mT).relu())
-            found[length - start[request + 1] + row + 1 :] = -torch.inf
-            out[row, :length] = found
+            out[row] = scores(a["q"][row], a["q_s"][row], keys, a["max_k_seqlen"])
+            out[row, length - start[request + 1] + row + 1 : length] = -torch.inf
     return out
 
 

@@ -42,6 +42,7 @@ def _tokenspeed(**contents: Any) -> dict[str, dict[str, Any]]:
 
 _UNSUPPORTED = {"fa_version_unsupported_reason": lambda version: f"no extension {version}"}
 _FA3_OF_VLLM: dict[str, dict[str, Any]] = {"vllm.vllm_flash_attn.flash_attn_interface": _UNSUPPORTED}
+_OLD_FLASHINFER: dict[str, dict[str, Any]] = {"tvm_ffi": {}, "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": None}}
 _SWALLOWED = {"_IMPORT_ERROR": ModuleNotFoundError("No module named 'cutlass'")}
 BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
     ("FLASHMLA", Role.DECODE, _flash_mla(_SPARSE), "^package flash-mla .*and later ones have no dense" + _FLASH_MLA),
@@ -50,6 +51,7 @@ BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_FORK), "sgl-flash-mla .* built without its legacy" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_DENSE), "drives sgl-flash-mla" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_FORK, legacy=True), ""),
+    ("FLASHINFER_MLA_SPARSE_SM90", Role.SPARSE, _OLD_FLASHINFER, "^needs flashinfer-python 0.7 or newer, not "),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=False, HDIMDIFF64=True), r"head dims \(64, 512\); build"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=True, FP8=True), "built without paged KV;"),
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(BACKWARD=True), ""),

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n
 
 MINE, DECODES = IMPORT + "class Mine(EagerPrefillBackend): ", DECODE + "class Mine(EagerDecodeBackend): "
 ABSTRACT = "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ..."
+OTHERS = """from mla_conformance.backends.generations.{} import MLAPrefillBackend
+class Mine(MLAPrefillBackend):
+    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...
+"""
 
 
 def written(folder: Path, source: str) -> str:
@@ -28,18 +34,12 @@ def written(folder: Path, source: str) -> str:
     return str(folder / "mine.py")
 
 
-class EntryPoint:
-    """What importlib.metadata hands out for an installed plug-in."""
-
-    name, value = "THEIRS", "theirs:Backend"
-
-    def __init__(self, loaded: object) -> None:
-        self.loaded = loaded
-
-    def load(self) -> object:
-        if isinstance(self.loaded, Exception):
-            raise self.loaded
-        return self.loaded
+@pytest.fixture
+def plugged_in(installed: Any, monkeypatch: Any) -> Any:
+    """``plugged_in(Backend=value)``: a plug-in whose module consists of that."""
+    point = EntryPoint("THEIRS", "theirs:Backend", "mla_conformance.backends")
+    monkeypatch.setattr(references, "entry_points", lambda group: [point])
+    return partial(installed, "theirs")
 
 
 def test_a_name_stands_for_a_class_in_each_role() -> None:
@@ -114,6 +114,8 @@ def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: 
         (DECODES + "supported_query_len = 0", "a positive number or None, got 0"),
         (DECODES + "supported_query_len = 1", "supports_nonuniform_queries: expected False where .* is 1, got True"),
         (ABSTRACT, "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens"),
+        (OTHERS.format("present"), "lacks get_name, run_prefill_new_tokens"),
+        (OTHERS.format("earlier") + "    def get_prefill_impl_cls(): ...\n", "lacks get_name$"),
     ],
 )
 def test_a_file_without_a_backend_says_why(tmp_path: Path, source: str, said: str) -> None:
@@ -135,26 +137,31 @@ def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
     assert load_backend(parse_reference(reference)).get_name() == "EAGER"
 
 
-def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses_no_run(monkeypatch: Any) -> None:
-    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
+def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses_no_run(plugged_in: Any) -> None:
+    def lacks_a_library(name: str) -> None:
+        raise OSError("libcuda.so.1")
+
+    plugged_in(Backend=EagerPrefillBackend)
     assert BackendReference("THEIRS", "THEIRS") in known_backends()
     assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
-    for loaded, said in (
-        (AttributeError("no Backend"), "entry point THEIRS = theirs:Backend does not import: AttributeError: no Back"),
-        (OSError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so.1"),
-        (object, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "),
+    broken = "entry point THEIRS = theirs:Backend does not import:"
+    lacks = "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "
+    for contents, said in (
+        ({}, f"{broken} AttributeError: module 'theirs' has no attribute 'Backend'"),
+        ({"__getattr__": lacks_a_library}, f"{broken} OSError: libcuda.so.1"),
+        ({"Backend": object}, lacks),
     ):
-        monkeypatch.setattr(references, "entry_points", lambda group, loaded=loaded: [EntryPoint(loaded)])
+        plugged_in(**contents)
         (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
         assert reason.startswith(said)
 
 
-def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(monkeypatch: Any) -> None:
+def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(plugged_in: Any) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
     (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), kernel.DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
-    mine = type("Mine", (EagerPrefillBackend,), {"missing_dependencies": classmethod(lambda cls: ["install x"])})
-    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(mine)])
+    lacking = {"missing_dependencies": classmethod(lambda cls: ["install x"])}
+    plugged_in(Backend=type("Mine", (EagerPrefillBackend,), lacking))
     assert unavailable_reasons(parse_reference("THEIRS"), None) == ["install x"]
 
 

@@ -13,10 +13,6 @@ from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfigu
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.cases import case
 from mla_conformance.reference import dimensions
-from mla_conformance.trials.subject import Subject
-
-HEADS, ROPE, SCALE = 2, 64, 0.11
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def varlen(a: Any, kernel: Any) -> Any:
@@ -170,26 +166,24 @@ STAND_INS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 
 
 @pytest.fixture
-def library(recorded: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Callable[[str], Any]:
+def library(provided: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Callable[[str], Any]:
     """``library("NAME LABEL")``: the adapter, with its stand-in installed."""
 
     def install(key: str) -> Any:
         adapter, _, label = key.partition(" ")
         module, function, call = STAND_INS[key]
-        name = function.rpartition(":")[2]
         if module:
-            function = function if ":" in function else f"{module.replace('.', '/')}.py:{name}"
-            made = installed(module, **{name: recorded(label, function, lambda a: call(a, kernel))})
+            made = provided(label, module, {function: lambda a: call(a, kernel)})
             installed("flashinfer", cudnn=made)
             return _adapter(adapter)
-        arguments = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments]
+        arguments = [x.name for x in getattr(torch.ops.aten, function).default._schema.arguments]
 
         def operator(*args: Any, **kwargs: Any) -> Any:
             a = dict(zip(arguments, args, strict=False)) | kwargs
             assert set(a) <= set(arguments)
             return call(a, kernel)
 
-        monkeypatch.setattr(torch.ops.aten, name, operator)
+        monkeypatch.setattr(torch.ops.aten, function, operator)
         return _adapter(adapter)
 
     return install
@@ -217,17 +211,10 @@ def test_conventions_without_an_lse(key: str, asked: str, library: Any, passes: 
     new = ";".join(filter(None, ("new_tokens:heads=2;q=[3,0,33];pad=1", asked)))
     subject = passes(key.split()[0], roles.Role.PREFILL, f"{new};lse=0", f"{new};lse=0;out=1")
     for needs in (new, new.replace("new_tokens:", "context_chunk:").replace(";quant=fp8", "") + ";kv=[5,0,7]"):
+        assert subject.unsupported(case.Case.parse(needs)) == ["LSE not declared"]
         backend, call = prepared(subject, needs)
         with pytest.raises(UnsupportedConfiguration, match="LSE"):
             call.invoke(backend, call.output_buffer())
-
-
-def test_cases_that_need_an_lse_are_unsupported(library: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(library(WITHOUT_LSE[1]), "supports_compute_capability", lambda device_capability: True)
-    subject = Subject.of("TRITON_ATTN", torch.device("cpu"))
-    alone, whole = (case.Case.of(capability="new_tokens", q=(9,), lse=lse) for lse in (False, True))
-    chunk = case.Case.of(capability="new_tokens", call="context_chunk", q=(9,), kv=(20,))
-    assert [*map(subject.unsupported, (alone, whole, chunk))] == [[], *[["LSE not declared"]] * 2]
 
 
 HEAD_DIMS = {
@@ -262,7 +249,7 @@ def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
 
 def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
-    metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=BF16, device=cpu)
+    metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=torch.bfloat16, device=cpu)
     metadata.query_lens_cpu = None
     assert conversions.RaggedBatch.of(metadata).query_lens == (3, 0, 5)
 

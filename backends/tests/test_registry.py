@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.backends import eager, indexer, interface, registry, topk
 from mla_conformance.backends.cache import MLACacheSelectorConfig
+from mla_conformance.backends.compress import Compression, MLACompressSelectorConfig
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, unavailable_reasons
@@ -173,6 +174,11 @@ def cache(call: str, layout: str, latent: int = 512, **asked: Any) -> MLACacheSe
     return MLACacheSelectorConfig(call=call, kv_cache_dtype=layout, kv_lora_rank=latent, **given)
 
 
+def pooled(page: int = 4, **changes: Any) -> MLACompressSelectorConfig:
+    form: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "ratio": 4, "overlap": True, "norm": True, "eps": 1e-6}
+    return MLACompressSelectorConfig(BF16, FP32, Compression(**form | changes), 64, page)
+
+
 ALONE = decode("bfloat16", 16)._replace(uniform=True, dcp_world_size=1)
 ROLES: dict[type, Role] = {
     MLADecodeSelectorConfig: Role.DECODE,
@@ -181,6 +187,7 @@ ROLES: dict[type, Role] = {
     SELECTION: Role.TOPK,
     PREPARATION: Role.PREPARE,
     MLACacheSelectorConfig: Role.CACHE,
+    MLACompressSelectorConfig: Role.COMPRESS,
 }
 NEAR_UNION: dict[str, Any] = {"topk": 100, "topk_length": True, "duplicates": True, "lse": True}
 """What rows that share their keys do not take."""
@@ -211,6 +218,12 @@ SAID: list[tuple[str, int, Any, str]] = [
     ("SGLANG_TRITON_CACHE", 9, cache("gather_latent", "auto", compress_ratio=4), "entries of several tokens"),
     ("SGLANG_TRITON_CACHE", 9, cache("gather_latent", MIXED, tile_scales="float32"), "gathering fp8_ds_mla as it is"),
     ("SGLANG_TRITON_CACHE", 9, cache("gather_latent", MIXED, dequantise=True), "pow2 scales"),
+    ("SGLANG_COMPRESS", 9, pooled(), ""),
+    ("SGLANG_COMPRESS", 9, pooled(3, ratio=128, overlap=False), ""),
+    ("SGLANG_COMPRESS", 9, pooled(6), "pages of 6 states not supported (supported: multiples of 4)"),
+    ("SGLANG_COMPRESS", 9, pooled(overlap=False), "groups of 4, 512 columns, 64 of them rotated not supported"),
+    ("SGLANG_COMPRESS", 9, pooled(head_dim=128), "overlapping groups of 4, 128 columns, 64 of them rotated not"),
+    ("SGLANG_COMPRESS", 9, pooled(norm=False), "overlapping groups of 4, 512 columns, 64 of them rotated, as they are"),
     ("VLLM_CACHE", 9, cache("gather_latent", MIXED, dequantise=True, tile_scales="float32"), ""),
     ("VLLM_CACHE", 9, cache("gather_latent", MIXED, dequantise=True, dtype=FP16), "fp8_ds_mla becomes keys of 576"),
     ("VLLM_CACHE", 9, cache("gather_latent", "fp8", 16, dequantise=True), "keys of 80 columns are not dequantised"),

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.flashinfer_mla import FlashInferMLASparseSM90Backend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.roles import Role
 from mla_conformance.reference.selected import selected_attention
 
-LABELS = {"flashinfer": "flashinfer-python 0.7.2.post1", "flash_mla": "sgl-flash-mla 1.0.0", "vllm": "vllm 0.33.0"}
+FLASHINFER = "flashinfer-python 0.7.2.post1"
 LATENT, LAYOUTS = 512, {656: "fp8_ds_mla", 584: "fp8_v4"}
 
 
@@ -38,9 +37,8 @@ def cut(lists: Any, length: Any) -> Any:
 
 
 @pytest.fixture
-def aiter(recorded: Any, installed: Any) -> None:
+def aiter(provided: Any) -> None:
     """Lists of slots; NaN in a row whose list names none."""
-    module = "aiter.ops.triton.attention.unified_attention_sparse_mla"
 
     def call(a: Any) -> None:
         cache, lists = a["kv"], a["topk_indices"]
@@ -50,13 +48,12 @@ def aiter(recorded: Any, installed: Any) -> None:
         a["out"].copy_(found)
         a["out"][(lists == -1).all(dim=1)] = torch.nan
 
-    function = f"{module.replace('.', '/')}.py:unified_attention_sparse_mla"
-    call = recorded("amd-aiter 0.1.21.dev46+ge4048607a", function, call)
-    installed(module, unified_attention_sparse_mla=call)
+    name = "unified_attention_sparse_mla"
+    provided("amd-aiter 0.1.21.dev46+ge4048607a", f"aiter.ops.triton.attention.{name}", {name: call})
 
 
 @pytest.fixture
-def flash_attn(recorded: Any, installed: Any) -> list[Any]:
+def flash_attn(provided: Any) -> list[Any]:
     """What vLLM's FlashAttention 3 is handed over pages of one token, as many of a table as ``seqused_k`` says."""
     seen: list[Any] = []
 
@@ -75,14 +72,12 @@ def flash_attn(recorded: Any, installed: Any) -> list[Any]:
         output, _ = attended(torch.cat((a["q_v"], a["q"]), dim=-1), keys, lists, a["softmax_scale"])
         return output
 
-    module = "vllm.vllm_flash_attn.flash_attn_interface"
-    call = recorded(LABELS["vllm"], f"{module.replace('.', '/')}.py:flash_attn_varlen_func", run)
-    installed(module, flash_attn_varlen_func=call)
+    provided("vllm 0.33.0", "vllm.vllm_flash_attn.flash_attn_interface", {"flash_attn_varlen_func": run})
     return seen
 
 
 @pytest.fixture
-def flash_mla(recorded: Any, installed: Any) -> None:
+def flash_mla(provided: Any) -> None:
     """64 or 128 heads; natural LSE, +inf without keys. A request has one query token, its list and its length."""
 
     def source(cache: Any, indices: Any, length: Any) -> Any:
@@ -115,12 +110,12 @@ def flash_mla(recorded: Any, installed: Any) -> None:
 
     calls = {"get_mla_metadata": lambda a: ("schedule", None), "flash_mla_with_kvcache": decode}
     calls["flash_mla_sparse_fwd"] = prefill
-    file = "flash_mla/flash_mla_interface.py"
-    installed("flash_mla", **{name: recorded(LABELS["flash_mla"], f"{file}:{name}", x) for name, x in calls.items()})
+    named = {f"flash_mla/flash_mla_interface.py:{name}": call for name, call in calls.items()}
+    provided("sgl-flash-mla 1.0.0", "flash_mla", named)
 
 
 @pytest.fixture
-def trtllm(recorded: Any, installed: Any) -> None:
+def trtllm(provided: Any) -> None:
     """Slots of one query token a request, as many as ``seq_lens`` says; LSE [T, N] of the base that is asked for."""
 
     def decode(a: Any) -> Any:
@@ -137,14 +132,13 @@ def trtllm(recorded: Any, installed: Any) -> None:
         output, lse = attended(q[:, 0], cache[:, 0].flatten(0, 1), lists, a["bmm1_scale"])
         return output[:, None], lse
 
-    name = "trtllm_batch_decode_with_kv_cache_mla"
-    installed("flashinfer.mla", **{name: recorded(LABELS["flashinfer"], f"flashinfer/mla/_core.py:{name}", decode)})
+    provided(FLASHINFER, "flashinfer.mla", {"flashinfer/mla/_core.py:trtllm_batch_decode_with_kv_cache_mla": decode})
 
 
 @pytest.fixture
 def flashinfer(recorded: Any, installed: Any, planned: Any) -> None:
     """A wrapper over pages of one token that is planned on the host for what it runs; natural LSE [T, N]."""
-    folder, label = "flashinfer/mla/_batch_mla", LABELS["flashinfer"]
+    folder = "flashinfer/mla/_batch_mla"
 
     def run(wrapper: Any, a: Any) -> Any:
         plan = wrapper.planned
@@ -166,16 +160,15 @@ def flashinfer(recorded: Any, installed: Any, planned: Any) -> None:
     def begin(wrapper: Any, a: Any) -> None:
         assert a["backend"] == "fa3" and a["float_workspace_buffer"].numel() >= 128 << 20
 
-    made = planned(label, f"{folder}/_wrapper.py:BatchMLAPagedAttentionWrapper", run, begin)
-    csr = recorded(label, f"{folder}/_contracts.py:MLAPlanMetadata.csr", dict)
+    made = planned(FLASHINFER, f"{folder}/_wrapper.py:BatchMLAPagedAttentionWrapper", run, begin)
+    csr = recorded(FLASHINFER, f"{folder}/_contracts.py:MLAPlanMetadata.csr", dict)
     metadata = SimpleNamespace(csr=lambda **fields: csr(None, **fields))
     installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=made, MLAPlanMetadata=metadata)
 
 
 @pytest.fixture
-def sglang(recorded: Any, installed: Any) -> None:
+def sglang(provided: Any) -> None:
     """The launcher, which shares keys where its shapes allow it; the kernel, which takes any dtype, and its lengths."""
-    module = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
 
     def launch(a: Any) -> Any:
         q, kv = a["q"], a["kv"]
@@ -196,8 +189,9 @@ def sglang(recorded: Any, installed: Any) -> None:
     def last(indices: Any, topk: int) -> Any:
         return (torch.arange(1, topk + 1) * (indices >= 0)).amax(dim=1).int()
 
-    launcher = recorded("sglang 0.5.23", f"{module.replace('.', '/')}.py:sparse_mla_prefill", launch)
-    installed(module, sparse_mla_prefill=launcher, _sparse_mla_prefill_kernel=Kernel(), _topk_length=last)
+    module, kernel = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill", Kernel()
+    others = {"_sparse_mla_prefill_kernel": kernel, "_topk_length": last}
+    provided("sglang 0.5.23", module, {"sparse_mla_prefill": launch}, **others)
 
 
 BATCH = "sparse_decode:page=64;q=[1,1,1,1,1];kv=[69,69,69,69,69];fill=ragged;holes=scattered;kscale=250000;topk=128"
@@ -281,10 +275,3 @@ def test_a_call_is_planned_for_its_own_lists(passes: Any, prepared: Any) -> None
     q, cache = torch.zeros(1, 2, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16()
     backend.run_sparse_prefill(q, cache, torch.tensor([[3, -1, 2]], dtype=torch.int32), False)
     assert backend._wrapper is wrapper and wrapper.planned["metadata"]["kv_indices"].tolist() == [3, 2]
-
-
-def test_a_version_before_the_metadata_object_says_so(installed: Any, monkeypatch: Any) -> None:
-    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=None)
-    monkeypatch.setattr(FlashInferMLASparseSM90Backend, "libraries", FlashInferMLASparseSM90Backend.libraries[:1])
-    (reason,) = FlashInferMLASparseSM90Backend.broken_dependencies()
-    assert reason.startswith("needs flashinfer-python 0.7 or newer, not ")

@@ -52,7 +52,7 @@ def extend(a: Any) -> None:
 
 
 @pytest.fixture(params=["SGLANG_TRITON_TREE sglang 0.5.23", f"FLASHINFER_TREE {OLD}", f"FLASHINFER_TREE {NEW}"])
-def name(request: Any, recorded: Any, planned: Any, installed: Any) -> str:
+def name(request: Any, planned: Any, installed: Any, provided: Any) -> str:
     """That of an adapter, for which a stand-in is installed."""
     adapter, _, label = request.param.partition(" ")
 
@@ -72,9 +72,7 @@ def name(request: Any, recorded: Any, planned: Any, installed: Any) -> str:
         wrapper = planned(label, file, run, lambda wrapper, a: None)
         installed("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=wrapper)
     else:
-        module = "sglang.kernels.ops.attention.extend_attention"
-        file = f"{module.replace('.', '/')}.py:extend_attention_fwd"
-        installed(module, extend_attention_fwd=recorded(label, file, extend))
+        provided(label, "sglang.kernels.ops.attention.extend_attention", {"extend_attention_fwd": extend})
     return str(adapter)
 
 

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends import loading, references, roles
+from mla_conformance.backends import loading, references
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import Status
-from mla_conformance.trials import trial
-from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary import capabilities
 
 MODULE = "tensorrt_llm._torch.attention_backend.trtllm"
-ROLES, CONTEXT = (roles.Role.PREFILL, roles.Role.DECODE), trial.Context()
 SIZES = ["kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "predicted_tokens_per_seq"]
 NAMES: dict[str, Any] = {
     "MLAParams": make_dataclass("MLAParams", [(name, int) for name in SIZES], kw_only=True),
@@ -29,6 +26,11 @@ NAMES: dict[str, Any] = {
     "AttentionInputType": IntEnum("AttentionInputType", ["mixed", "context_only", "generation_only"], start=0),
     "PredefinedAttentionMask": Enum("PredefinedAttentionMask", {"CAUSAL": "causal", "FULL": "full"}),
 }
+
+
+def adapters(device: str) -> list[Any]:
+    reference = references.parse_reference(f"TRTLLM[{device}]")
+    return [loading.load_role(reference, role) for role in (Role.PREFILL, Role.DECODE)]
 
 
 def context(a: Any, q: Tensor, scale: float) -> Any:
@@ -82,10 +84,10 @@ def operator(a: Any, device: str, kernel: Any) -> None:
 
 
 @pytest.fixture
-def library(recorded: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Callable[..., Subject]:
-    """``library(device, label)``: the adapter for a device, with such a wrapper installed."""
+def library(recorded: Any, installed: Any, kernel: Any) -> Callable[..., None]:
+    """``library(device, label)`` installs such a wrapper, as the library is built for a device."""
 
-    def install(device: str, label: str) -> Subject:
+    def install(device: str, label: str) -> None:
         def told(a: Any) -> None:
             vars(a["self"]).update(told := {name: value for name, value in a.items() if name != "self"})
             if "output" in told:
@@ -94,15 +96,11 @@ def library(recorded: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Cal
         path, names = f"{MODULE.replace('.', '/')}.py:TrtllmAttentionWrapper", "__init__ update_quant_config plan run"
         methods = {name: recorded(f"tensorrt-llm {label}", f"{path}.{name}", told) for name in names.split()}
         installed(MODULE, TrtllmAttentionWrapper=type("TrtllmAttentionWrapper", (), methods), **NAMES)
-        for role in ROLES:
-            adapter = loading.load_role(references.parse_reference(f"TRTLLM[{device}]"), role)
-            monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
-        return Subject.of(f"TRTLLM[{device}]", torch.device("cpu"))
 
     return install
 
 
-RIGHT = """
+PREFILLS = """
 new_tokens:heads=2;q=[1,7,64,129];data=needle;lse=0
 lse:heads=2;q=[4]
 head_counts:call=context_chunk;heads=20;q=[5];kv=[40]
@@ -112,6 +110,8 @@ chunked_context:heads=2;q=[5,1];kv=[5,300];workspace=128
 softmax_scale:call=context_chunk;heads=2;q=[3,40];kv=[200,9];scale=50
 out_tensor:heads=2;q=[5,64];layout=sliced;lse=0;out=1
 fp8_operands:dtype=e4m3;heads=2;q=[1,7,64];data=needle
+"""
+DECODES = """
 decode:heads=2;q=[4,4];kv=[30,70];page=64;data=needle;lse=0
 decode_lse:call=decode;heads=2;q=[1,1];kv=[300,70];page=64
 decode_multi_token:call=decode;heads=2;q=[4,4];kv=[0,63];page=64
@@ -122,19 +122,20 @@ memory_bounds:call=decode;heads=2;q=[1,1];kv=[64,5];page=64;pad=2;tails=minus
 
 
 @pytest.mark.parametrize(("device", "label"), [("sm90", "f3de61e7"), ("sm100", "3e323973")])
-def test_right_ones_pass(device: str, label: str, library: Any) -> None:
+def test_right_ones_pass(device: str, label: str, library: Any, passes: Any) -> None:
     """In what is claimed: on Hopper no LSE of a decode, and pages of 64 tokens alone; nowhere caches in e4m3."""
-    subject = library(device, label)
-    for case in RIGHT.split():
-        found = trial.judge_one(subject, Case.parse(case), CONTEXT)
-        claimed = device == "sm100" or ":call=decode" not in case
-        assert found.status is (Status.PASS if claimed else Status.UNSUPPORTED), f"{case}: {found.message}"
+    library(device, label)
+    assert [adapter.broken_dependencies() for adapter in adapters(device)] == [[], []]
+    passes(f"TRTLLM[{device}]", Role.PREFILL, *PREFILLS.split())
+    claimed = [case for case in DECODES.split() if device == "sm100" or ":call=decode" not in case]
+    subject = passes(f"TRTLLM[{device}]", Role.DECODE, *claimed)
+    assert all(bool(subject.unsupported(Case.parse(case))) == (case not in claimed) for case in DECODES.split())
     assert "kv_cache_dtype fp8 not supported" in subject.unsupported(capabilities.CAPABILITIES["kv_cache_fp8"].cases[0])
 
 
 @pytest.mark.parametrize("attributes", [{}, {"TrtllmAttentionWrapper": SimpleNamespace(run=lambda q, k, v: None)}])
 def test_other_versions_say_so(attributes: Any, installed: Any) -> None:
     installed(MODULE, **attributes)
-    for role in ROLES:
-        (reason,) = loading.load_role(references.parse_reference("TRTLLM[sm90]"), role).broken_dependencies()
+    for adapter in adapters("sm90"):
+        (reason,) = adapter.broken_dependencies()
         assert reason.startswith("package tensorrt-llm ") and "called otherwise" in reason

@@ -116,10 +116,8 @@ def _cooperative(logits: Any, lengths: Any, output: Any, workspace: Any, k: int,
 
 
 @pytest.fixture(autouse=True)
-def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
+def library(installed: Any) -> Iterator[None]:
     installed("vllm._C_stable_libtorch")
-    for adapter in (vllm_ops.VllmCacheBackend, vllm_ops.VllmTopKBackend, _VARIANTS["cooperative"]):
-        monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
     both: list[Any] = [("_C_cache_ops", _SCHEMAS, (_write, _write_index, _dequant, _copy, _upconvert, _gather_index))]
     both += [("_C", _TOPK_SCHEMAS, (_prefill, _decode, _persistent, _cooperative))]
     registered = []

@@ -102,13 +102,6 @@ def test_codes_that_are_nan_or_lack_weights_are_wrong() -> None:
     assert verdict(problem, (q, k, k_scale)).check is Check.SHAPE
 
 
-def named(*tokens: int, seen: int = 11, tail: bool = True) -> list[str]:
-    """What is wrong with a row that sees 11 tokens in pools of 4."""
-    numbers = torch.tensor([[*tokens, *[-1] * (15 - len(tokens))]])
-    judged = PoolTokens(numbers, torch.tensor([seen]), 4, tail)
-    return [reason(0) for reason, wrong in judged.wrong() if bool(wrong.any())]
-
-
 @pytest.mark.parametrize(
     ("tokens", "tail", "said"),
     [
@@ -123,7 +116,9 @@ def named(*tokens: int, seen: int = 11, tail: bool = True) -> list[str]:
     ],
 )
 def test_whole_pools_and_the_tail_are_right_in_any_order(tokens: tuple[int, ...], tail: bool, said: list[str]) -> None:
-    found = named(*tokens, tail=tail)
+    """Of a row that sees 11 tokens in pools of 4."""
+    selected = PoolTokens(torch.tensor([[*tokens, *[-1] * (15 - len(tokens))]]), torch.tensor([11]), 4, tail)
+    found = [reason(0) for reason, wrong in selected.wrong() if bool(wrong.any())]
     assert set(said) <= set(found) and bool(found) == bool(said)
 
 

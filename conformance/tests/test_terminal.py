@@ -24,15 +24,6 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LINE = "MyBackend ✘ passed 2/5 cases · 3 failed · 1 NOT RUN"
 
 
-class Stream(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-
 @pytest.fixture(autouse=True)
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "CI", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
@@ -54,7 +45,9 @@ def test_colour_is_for_terminals_and_changes_no_word(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = painted(LINE, Stream(terminal))
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    found = painted(LINE, stream)
     assert (found != LINE) is coloured and ESCAPE.sub("", found) == LINE
 
 

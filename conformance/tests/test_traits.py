@@ -11,7 +11,6 @@ import torch
 from mla_conformance.backends import eager
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.defects.known import known_defects
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.gating.gate import Gate, GateFinding
@@ -166,10 +165,7 @@ def test_what_is_always_wrong_or_returns_nothing_is_not_repeated() -> None:
     assert "return nothing to compare" in of("EAGER", "slot_mapping:q=[40,5,9];kv=[10,100,0];page=16", 5).failed
 
 
-def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = ["replay", PREFILL, "--backend", f"{__file__}:Alternating", "--device", "cpu", "--repeats", "6"]
-    assert main(said) == 1
-    out = capsys.readouterr().out
+def test_the_command_keeps_the_smallest_case(here: Path, told: Any) -> None:
+    out = told(1, "replay", PREFILL, "--backend", f"{__file__}:Alternating", "--device", "cpu", "--repeats", "6")
     assert "have other bits than the first" in out and "smallest case that differs" in out
-    assert list(tmp_path.rglob("race-*.json"))
+    assert list(here.rglob("race-*.json"))

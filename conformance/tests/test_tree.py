@@ -23,11 +23,6 @@ def batch_of(text: str) -> TreeBatch:
     return TreeBatch(case, CPU)
 
 
-def golden(text: str) -> Any:
-    found: Any = golden_of(build_problem(Case.parse(text), CPU))
-    return found.calls
-
-
 def test_random_trees_have_siblings_and_early_ends_and_each_request_its_own() -> None:
     text = "tree_decode:q=[40,40,40];kv=[0,0,0]"
     trees = batch_of(text).parents()
@@ -52,7 +47,8 @@ def test_a_tree_of_ones_own_and_rows_of_padding() -> None:
     (call,) = batch_of("tree_decode:q=[4];kv=[9];parents=[0,0,0,1]").calls()
     assert call.masks[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert judged(EagerTreeBackend, "tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2;parents=[0,0]").status is Status.PASS
-    (state,) = golden("tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2")
+    golden: Any = golden_of(build_problem(Case.parse("tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2"), CPU))
+    (state,) = golden.calls
     assert state.lse[:, 2:].eq(-math.inf).all() and not state.output[2:].any()
 
 

@@ -26,19 +26,9 @@ def normal() -> Normal:
 class PrefillBatch:
     """Three requests of small dims, the second without context, over a shuffled cache whose unused slots are NaN."""
 
-    q_nope: Tensor
-    q_pe: Tensor
-    kv_c: Tensor
-    k_pe: Tensor
-    weight_kv_b: Tensor
     query_start_loc: tuple[int, ...]
     context: PagedContext
     latents: tuple[Tensor, ...]
-    scale: float = 0.31
-
-    @property
-    def operands(self) -> tuple[Tensor, ...]:
-        return self.q_nope, self.q_pe, self.kv_c, self.k_pe, self.weight_kv_b
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +41,4 @@ def prefill(normal: Normal) -> PrefillBatch:
         token = torch.arange(len(request))
         slots = blocks[token // page_size] * page_size + token % page_size
         write_latents(cache, request[:, :rank], request[:, rank:], slots)
-    return PrefillBatch(
-        q_nope=normal(10, 9, 4, 16),
-        q_pe=normal(11, 9, 4, rope),
-        kv_c=normal(12, 9, rank),
-        k_pe=normal(13, 9, rope),
-        weight_kv_b=normal(14, rank, 4, 16 + 12) / rank**0.5,
-        query_start_loc=(0, 4, 6, 9),
-        context=PagedContext(cache, block_table, lens, workspace_tokens=8),
-        latents=latents,
-    )
+    return PrefillBatch((0, 4, 6, 9), PagedContext(cache, block_table, lens, workspace_tokens=8), latents)

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,17 +49,6 @@ def test_auto_keeps_the_bits_and_fp8_divides_both_parts_by_the_scale() -> None:
     assert rows.float().tolist() == [[0.5, 448.0, -1.0, 0.0]]
     decoded = decode_rows(rows, "fp8", 0.5, 2, 2)
     assert decoded[0].tolist() == [[0.25, 224.0]] and decoded[1].tolist() == [[-0.5, 0.0]]
-
-
-def test_a_tile_of_the_mixed_entry_by_hand() -> None:
-    kv_c, k_pe = torch.zeros(1, 512, dtype=BF16), torch.arange(64, dtype=BF16).unsqueeze(0)
-    kv_c[0, 0], kv_c[0, 1], kv_c[0, 128], kv_c[0, 511] = 448.0, -3.5, 896.0, 1.0
-    row = encode(kv_c, k_pe, "fp8_ds_mla", 5.0)[0]
-    scales = row[512:528].view(torch.float32).tolist()
-    assert scales[:3] == [1.0, 2.0, 1.0] and scales[3] == pytest.approx(1 / 448)
-    codes = row[:512].view(torch.float8_e4m3fn).float()
-    assert codes[[0, 1, 2, 128, 511]].tolist() == [448.0, -3.5, 0.0, 448.0, 448.0]
-    assert row[528:].view(BF16).tolist() == list(range(64))
 
 
 def test_blocks_are_copied_within_every_cache_and_between_two() -> None:
@@ -143,11 +133,11 @@ def test_ordinals_count_the_codes_in_the_order_of_their_values() -> None:
 NO_ROPE = torch.zeros(1, 0, dtype=BF16)
 
 
-def key(**columns: float) -> torch.Tensor:
-    """[1, 512], zeros but for the columns c0, c1 … that are given."""
+def key(columns: dict[int, float]) -> torch.Tensor:
+    """[1, 512], zeros but for these columns."""
     found = torch.zeros(1, 512, dtype=BF16)
-    for name, value in columns.items():
-        found[0, int(name[1:])] = value
+    for column, value in columns.items():
+        found[0, column] = value
     return found
 
 
@@ -160,51 +150,50 @@ def test_widths_are_those_of_the_published_formats() -> None:
     # 64 · 584 bytes are 64.9 times 576, one entry alone takes two.
     assert (v4.page_bytes(64), v4.page_bytes(1), v4.page_bytes(72)) == (65 * 576, 2 * 576, 73 * 576)
     assert TILED_FORMATS["fp8_v41"].page_bytes(64) == 64 * 528
+    assert (TILED_FORMATS["nvfp4_v4"].parts, TILED_FORMATS["nvfp4_v4"].page_bytes(64)) == ((352, 32), 64 * 384)
 
 
-def test_an_entry_of_v4_by_hand() -> None:
-    row = encode(key(c0=448.0, c1=-3.5, c64=896.0, c447=1.0, c448=-2.0, c511=7.0), NO_ROPE, "fp8_v4", 1.0)[0]
+KEYS = {
+    "fp8_ds_mla": {0: 448.0, 1: -3.5, 128: 896.0, 511: 1.0},
+    "fp8_v4": {0: 448.0, 1: -3.5, 64: 896.0, 447: 1.0, 448: -2.0, 511: 7.0},
+    "fp8_v41": {31: 448.0, 32: -450.0, 511: 224.0},
+    "fp4_v41": {0: 6.0, 1: -1.5, 2: 0.5, 16: 12.0, 17: -2.6},
+    "nvfp4_ds_mla": {0: 6.0, 1: -1.5, 16: 12.0},
+    "nvfp4_v4": {0: 6.0, 1: -1.5, 447: 12.0, 448: -2.0, 511: 7.0},
+}
+ROPES = {
+    "fp8_ds_mla": torch.arange(64, dtype=BF16)[None],
+    "nvfp4_ds_mla": torch.tensor([[1.0, *[0.0] * 62, -500.0]], dtype=BF16),
+}
+E4M3, BYTE = torch.float8_e4m3fn, torch.uint8
+BY_HAND: list[tuple[str, slice, torch.dtype, dict[int, Any]]] = [
+    ("fp8_ds_mla", slice(512), E4M3, {0: 448.0, 1: -3.5, 2: 0.0, 128: 448.0, 511: 448.0}),
+    ("fp8_ds_mla", slice(512, 528), torch.float32, {0: 1.0, 1: 2.0, 2: 1.0, 3: pytest.approx(1 / 448)}),
+    ("fp8_ds_mla", slice(528, 656), BF16, dict(enumerate(range(64)))),
+    ("fp8_v4", slice(448), E4M3, {0: 448.0, 1: -3.5, 2: 0.0, 64: 448.0, 447: 256.0}),
+    ("fp8_v4", slice(448, 576), BF16, {0: -2.0, 1: 0.0, 63: 7.0}),
     # Exponents of the least powers of two that are 1, 2 and 1/448, of tiles of zeros 2^-13; the last byte is unused.
-    assert row[576:].tolist() == [127, 128, 114, 114, 114, 114, 127 - 8, 0]
-    codes = row[:448].view(torch.float8_e4m3fn).float()
-    assert codes[[0, 1, 2, 64, 447]].tolist() == [448.0, -3.5, 0.0, 448.0, 256.0]
-    assert row[448:576].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+    ("fp8_v4", slice(576, 584), BYTE, dict(enumerate([127, 128, 114, 114, 114, 114, 127 - 8, 0]))),
+    ("fp8_v41", slice(512), E4M3, {31: 448.0, 32: -224.0, 511: 448.0}),
+    ("fp8_v41", slice(512, 528), BYTE, dict(enumerate([127, 128, *[114] * 13, 126]))),
+    # Column 0 in the low half: 6 is code 7, -1.5 code 8 + 3; the next byte has 0.5, and -2.6 / 2 rounds to -1.5.
+    ("fp4_v41", slice(256), BYTE, {0: 7 | 11 << 4, 1: 1, 8: 7 | (8 + 3) << 4}),
+    ("fp4_v41", slice(256, 288), E4M3, {0: 1.0, 1: 2.0, 2: 2.0**-9}),
+    ("nvfp4_ds_mla", slice(256), BYTE, {0: 7 | 11 << 4, 8: 7}),
+    ("nvfp4_ds_mla", slice(256, 320), E4M3, {0: 1.0, 1: 0.0, 63: -448.0}),
+    ("nvfp4_ds_mla", slice(320, 352), E4M3, {0: 1.0, 1: 2.0, 2: 2.0**-9}),
+    ("nvfp4_v4", slice(224), BYTE, {0: 7 | 11 << 4, 223: 7 << 4}),
+    ("nvfp4_v4", slice(224, 352), BF16, {0: -2.0, 1: 0.0, 63: 7.0}),
+    ("nvfp4_v4", slice(352, 380), E4M3, {0: 1.0, 1: 2.0**-9, 27: 2.0}),
+    ("nvfp4_v4", slice(380, 384), BYTE, dict.fromkeys(range(4), 0)),
+]
 
 
-def test_an_entry_of_v41_by_hand() -> None:
-    row = encode(key(c31=448.0, c32=-450.0, c511=224.0), NO_ROPE, "fp8_v41", 1.0)[0]
-    assert row[512:].tolist() == [127, 128, *[114] * 13, 126]
-    assert row[:512].view(torch.float8_e4m3fn).float()[[31, 32, 511]].tolist() == [448.0, -224.0, 448.0]
-
-
-def test_an_entry_of_four_bits_by_hand() -> None:
-    row = encode(key(c0=6.0, c1=-1.5, c2=0.5, c16=12.0, c17=-2.6), NO_ROPE, "fp4_v41", 1.0)[0]
-    # Column 0 in the low half: 6 is code 7, -1.5 code 8 + 3; the next byte has 0.5.
-    assert row[:2].tolist() == [7 | 11 << 4, 1]
-    assert row[8].item() == 7 | (8 + 3) << 4  # -2.6 / 2 rounds to -1.5
-    scales = row[256:].view(torch.float8_e4m3fn).float()
-    assert scales[:3].tolist() == [1.0, 2.0, 2.0**-9]
-
-
-def test_an_entry_of_nvfp4_by_hand() -> None:
-    rope = torch.zeros(1, 64, dtype=BF16)
-    rope[0, 0], rope[0, 63] = 1.0, -500.0
-    row = encode(key(c0=6.0, c1=-1.5, c16=12.0), rope, "nvfp4_ds_mla", 1.0)[0]
-    assert (row[0].item(), row[8].item()) == (7 | 11 << 4, 7)
-    assert row[256:320].view(torch.float8_e4m3fn).float()[[0, 1, 63]].tolist() == [1.0, 0.0, -448.0]
-    assert row[320:].view(torch.float8_e4m3fn).float()[:3].tolist() == [1.0, 2.0, 2.0**-9]
-    kv_c, k_pe = decode_rows(row[None], "nvfp4_ds_mla", 1.0, 512, 64)
-    assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
-
-
-def test_an_entry_of_v4_in_four_bits_by_hand() -> None:
-    row = encode(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), NO_ROPE, "nvfp4_v4", 1.0)[0]
-    assert (row[0].item(), row[223].item()) == (7 | 11 << 4, 7 << 4)
-    assert row[224:352].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
-    assert row[352:380].view(torch.float8_e4m3fn).float()[[0, 1, 27]].tolist() == [1.0, 2.0**-9, 2.0]
-    assert row[380:].tolist() == [0] * 4
-    v4 = TILED_FORMATS["nvfp4_v4"]
-    assert (v4.parts, v4.page_bytes(64)) == ((352, 32), 64 * 384)
+@pytest.mark.parametrize(("layout", "part", "dtype", "numbers"), BY_HAND)
+def test_an_entry_by_hand(layout: str, part: slice, dtype: torch.dtype, numbers: dict[int, float]) -> None:
+    row = encode(key(KEYS[layout]), ROPES.get(layout, NO_ROPE), layout, 1.0)[0]
+    found = row[part].view(dtype).tolist()
+    assert {place: found[place] for place in numbers} == numbers
 
 
 def test_the_scale_of_an_index_key_by_hand() -> None:
@@ -216,11 +205,11 @@ def test_the_scale_of_an_index_key_by_hand() -> None:
 
 
 def test_tiles_on_the_edge_of_a_scale_are_not_steady() -> None:
-    found = steady(key(c0=448.0, c32=446.0, c64=450.0), TILED_FORMATS["fp8_v41"], "float32", 2.0**-20)
+    found = steady(key({0: 448.0, 32: 446.0, 64: 450.0}), TILED_FORMATS["fp8_v41"], "float32", 2.0**-20)
     assert found[0].tolist() == [False, *[True] * 15]
-    ties = steady(key(c0=6 * 17 / 16, c16=6.0), TILED_FORMATS["fp4_v41"], "float32", 2.0**-20)
+    ties = steady(key({0: 6 * 17 / 16, 16: 6.0}), TILED_FORMATS["fp4_v41"], "float32", 2.0**-20)
     assert ties[0, :2].tolist() == [False, True]
-    keys = key(c0=448.0)[:, :128]
+    keys = key({0: 448.0})[:, :128]
     assert bool(steady(keys, TILED_FORMATS["fp8_index"], "float32", 2.0**-20).all())
     assert not bool(steady(keys, TILED_FORMATS["fp8_index"], "pow2", 2.0**-20).all())
 
@@ -244,6 +233,9 @@ def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
     row[0, 512:515] = torch.tensor([130, 0, 255], dtype=torch.uint8)
     keys = decode_rows(row, "fp8_v41", 1.0, 512, 0)[0][0]
     assert (keys[0].item(), keys[33].item()) == (8.0, -(2.0**-127)) and bool(keys[64:96].isnan().all())
+    row = encode(key(KEYS["nvfp4_ds_mla"]), ROPES["nvfp4_ds_mla"], "nvfp4_ds_mla", 1.0)
+    kv_c, k_pe = decode_rows(row, "nvfp4_ds_mla", 1.0, 512, 64)
+    assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
 
 
 def test_codes_of_e2m1_are_nearest_with_ties_to_even_and_saturate() -> None:
@@ -282,11 +274,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: encode(*latents(1), "fp8_ds_mla", 1.0, "e8m0"), "unknown tile scales 'e8m0'; expected one of"),
     (lambda: encode(ROWS, ROWS[:, :0], "fp8_v4", 1.0), "fp8_v4 holds plain values of bfloat16 or float16, got"),
     (lambda: e4m3_ordinal(torch.full((1,), torch.nan).to(torch.float8_e4m3fn)), "got NaN"),
-    (lambda: quantize_e4m3(ROWS, 0.0), "positive finite scale"),
-    (lambda: quantize_e4m3(ROWS, -1.0), "positive finite scale"),
-    (lambda: quantize_e4m3(ROWS, math.inf), "positive finite scale"),
-    (lambda: quantize_e4m3(ROWS, math.nan), "positive finite scale"),
 ]
+REFUSED += [(partial(quantize_e4m3, ROWS, x), "positive finite scale") for x in (0.0, -1.0, math.inf, math.nan)]
 
 
 def test_misfits_are_refused() -> None:

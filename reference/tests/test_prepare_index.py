@@ -20,12 +20,8 @@ from mla_conformance.reference.prepare_index import (
 from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
 
 
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column() -> None:
-    x = Prepared.of(drawn(2, 3, 128))
+def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column(normal: Any) -> None:
+    x = Prepared.of(normal(0, 2, 3, 128))
     assert torch.allclose(hadamard(hadamard(x)).values, x.values, rtol=0, atol=1e-13)
     spike = hadamard(Prepared.of(torch.ones(1, 128))).values
     assert spike[0, 0] == pytest.approx(128**0.5) and spike[0, 1:].abs().max() < 1e-12
@@ -40,9 +36,10 @@ def chain(x: torch.Tensor, turns: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 @pytest.mark.parametrize("shift", [0.0, 30.0])
-def test_steps_in_float32_stay_within_the_error_and_near_enough_to_need_it(shift: float) -> None:
+def test_steps_in_float32_stay_within_the_error_and_near_enough_to_need_it(shift: float, normal: Any) -> None:
     """Rounded behind each step to bf16 they need what is allowed of stored intermediates, and no less."""
-    x, weight, bias, angle = drawn(64, 1, 128).float() + shift, drawn(128), drawn(2, 128)[1], drawn(64, 32)
+    x, weight, bias = normal(0, 64, 1, 128).float() + shift, normal(0, 128), normal(0, 2, 128)[1]
+    angle = normal(0, 64, 32)
     turns = torch.cat((angle.cos(), angle.sin()), dim=1)
     golden = chain(x, turns, weight, bias)
     matrix = sylvester(128, x.device).float()
