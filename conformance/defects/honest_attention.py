@@ -80,6 +80,30 @@ class _Trees(EagerTreeBackend, Honest):
 
 
 class _Sparse(EagerSparseBackend, Honest):
+    finite_sparse = variant(bases.FiniteSentinel, key_tile=64)
+    sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
+    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
+
+    @but(key_tile=64)
+    class tree_of_tiles:
+        def _accumulate(self, state, scores, v):
+            self._states.append(super()._accumulate(self._fresh, scores, v))
+            return state
+
+        def _attend(self, q, request, sources, k_scale):
+            self._states = []
+            queries = q.transpose(0, 1)
+            self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
+            super()._attend(q, request, sources, k_scale)
+            return bases.joined_in_a_tree(self._states)
+
+    @but(when=lambda sink: sink is not None)
+    def sink_among_the_keys__with_sink(self, output, lse, sink):
+        logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
+        share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
+        return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
+
     @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
     def split_lists___attend(self, q, request, sources, k_scale):
         """Three splits of each list, combined by their LSEs, a state for each cache; outputs in the model's dtype."""
@@ -159,6 +183,17 @@ class _Indexer(EagerIndexerBackend, Honest):
     def ascending_tokens__choose(self, logits, topk_tokens):
         """Selected tokens are told in their order behind -1; of those with equal scores the last are taken."""
         return bases.mirrored(super()._choose, logits, topk_tokens).sort(dim=1).values
+
+    def best_of_the_best__choose(self, logits, topk_tokens):
+        """The best of each 64 tokens are selected first, then the best of all those."""
+        choose = super()._choose
+        chosen = [choose(part, min(64, topk_tokens)) for part in logits.split(64, dim=1)]
+        behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
+        finalists = torch.cat(behind, dim=1)
+        best = choose(
+            logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf), topk_tokens
+        )
+        return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
 class _PrefillsInHeads(EagerSparseLayerBackend, Honest):
