@@ -136,22 +136,21 @@ class _Impl(MLACommonImpl, Honest, part="impl_class"):
     def chunks_in_a_tree__compute_prefill_context(self, *operands):
         return bases.joined_in_a_tree(list(self._states(*operands)), self._merge)
 
+    class projects_in_float32:
+        def process_weights_after_loading(self, act_dtype):
+            super().process_weights_after_loading(act_dtype)
+            self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
+
+        def _absorb(self, q_nope):
+            return super()._absorb(q_nope.float()).to(q_nope.dtype)
+
+        def _v_up_proj(self, x):
+            return super()._v_up_proj(x.float()).to(x.dtype)
+
 
 class _Layer(bases.EagerLayer, Honest):
     powers_of_two = variant(tile_scales="pow2")
     lazy_layer = variant(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
-
-    class projects_in_float32:
-        class impl_class(MLACommonImpl):
-            def process_weights_after_loading(self, act_dtype):
-                super().process_weights_after_loading(act_dtype)
-                self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
-
-            def _absorb(self, q_nope):
-                return super()._absorb(q_nope.float()).to(q_nope.dtype)
-
-            def _v_up_proj(self, x):
-                return super()._v_up_proj(x.float()).to(x.dtype)
 
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):

@@ -18,19 +18,21 @@ from mla_conformance.defects import bases
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together, variant
 from mla_conformance.reference.selected import NO_KEY
 
+_MODEL_KEYS = bases.declares(dequantised_keys=Precision.MODEL)
 
-class _KeysOfTheModel(bases.LayeredDecode, Honest):
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
-    declaration = bases.declares(dequantised_keys=Precision.MODEL)
-    keys_of_the_model = variant()
-    tiny_weights = variant(
-        bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
-    )
+def _as_the_model(self, keys):
+    return keys.to(self._model_dtype).float()
 
 
 class _LayeredDecode(bases.LayeredDecode, Honest):
+    keys_of_the_model = behind("dequantise", _as_the_model, declaration=_MODEL_KEYS)
+    tiny_weights = behind(
+        "dequantise",
+        _as_the_model,
+        on=(bases.NarrowP,),
+        declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL),
+    )
     split_tokens = variant(bases.Parts, parts=5, key_tile=32)
     stored_splits = variant(
         bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
@@ -136,9 +138,7 @@ class _Sparse(EagerSparseBackend, Honest):
             named = own.gather(1, place) == both
             return replace(source, indices=both.masked_fill(~(first & named), NO_KEY), length=None)
 
-    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
-    def selected_in_the_models_dtype__keys(self, source, slots, visible, k_scale):
-        return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
+    selected_in_the_models_dtype = behind("keys", _as_the_model, declaration=_MODEL_KEYS)
 
     @but(supported_tile_scales=["pow2"])
     def scales_of_powers_of_two__behind_entries(self, rows, *, source):
@@ -165,7 +165,7 @@ class _Indexer(EagerIndexerBackend, Honest):
         def _scores(self, q, weights, keys):
             return super()._scores(q, weights, keys) * self.__dict__.pop("_behind", keys.new_ones(1, 1)).mT
 
-    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
+    @but(declaration=_MODEL_KEYS)
     def rounded_keys__behind_keys(self, keys):
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
