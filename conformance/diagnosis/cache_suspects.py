@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.defects.bases import SplitDecode
+from mla_conformance.defects.bases import SplitDecode, chosen
 from mla_conformance.defects.known import before, behind, but, known_defects
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.diagnosis.suspects import LIFTED, TILES, NotRescaled, Suspect, SuspectStep
@@ -105,8 +105,7 @@ class SkipsTiles(LiftedMaximum, EagerDecodeBackend):
     def _accumulate(self, state, scores, v):
         seen = (scores > -torch.inf).any(dim=-1, keepdim=True)
         skipped = ~seen & ~torch.nn.functional.pad(seen[:, 1:], (0, 0, 0, 1))
-        raised = super()._accumulate(state, scores, v)
-        return SoftmaxState(*(torch.where(skipped, *pair) for pair in zip(state, raised, strict=True)))
+        return chosen(skipped, state, super()._accumulate(state, scores, v))
 
 
 class _LseOfTheParts(OnlineSoftmax):
