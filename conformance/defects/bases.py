@@ -1,7 +1,6 @@
 """What wrong and honest kernels are made from: EAGER in a layer, a graph, splits or e4m3, and scales in e8m0."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -31,12 +30,6 @@ class EagerLayer(MLACommonBackend):
     decode_backend = EagerDecodeBackend
     supported_dtypes = EagerDecodeBackend.supported_dtypes
     supported_kv_cache_dtypes = EagerDecodeBackend.supported_kv_cache_dtypes
-
-
-def emulations(module: str) -> tuple[Any, ...]:
-    """The classes that a module defines, in their order, but for those whose names begin with an underscore."""
-    defined = (each for each in vars(sys.modules[module]).values() if getattr(each, "__module__", "") == module)
-    return tuple(each for each in defined if isinstance(each, type) and not each.__name__.startswith("_"))
 
 
 class CapturablePrefill(EagerPrefillBackend):
@@ -253,6 +246,11 @@ class NarrowP(OnlineSoftmax):
 
 
 LOG2_E = math.log2(math.e)
+
+
+class FiniteSentinel(OnlineSoftmax):
+    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
+        return super()._maximum(state, scores).clamp(min=torch.finfo(torch.float32).min)
 
 
 class BaseTwo(OnlineSoftmax):

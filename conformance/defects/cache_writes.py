@@ -86,6 +86,23 @@ class _Cache(EagerCacheBackend, Defects):
         scaled = (rope.contiguous().view(torch.float8_e4m3fn).float() / 6).to(torch.float8_e4m3fn)
         return torch.cat((codes, scaled.view(torch.uint8), rest), dim=1)
 
+    @but(when=lambda form: form.cache == "index")
+    def index_ue8m0_skipped__tile_scales(self, largest, form):
+        return (largest.clamp(min=1e-4) / E4M3_MAX,) * 2
+
+    @but(when=lambda form: form.cache == "index")
+    def index_scale_stored_in_bf16__behind_tiled(self, entries, *, form):
+        scales = entries[:, form.code_bytes :].contiguous().view(torch.float32).bfloat16().view(torch.uint8)
+        return torch.cat((entries[:, : form.code_bytes], scales, torch.zeros_like(scales)), dim=1)
+
+    @but(when=lambda self, form: form.cache == "index" and self.tile_scales != "pow2")
+    def index_scale_of_half_the_range__tile_scales(self, largest, form):
+        return (largest.clamp(min=1e-4) / 240,) * 2
+
+    def index_scale_per_page__behind_largest(self, largest):
+        indexes = TILED_FORMATS[self.kv_cache_dtype].cache == "index"
+        return largest.amax().expand_as(largest) if indexes and len(largest) else largest
+
 
 class _Placed(EagerCacheBackend, Defects):
     """Entries of one layout are written to other places of their page than readers expect."""
@@ -116,22 +133,3 @@ class _Placed(EagerCacheBackend, Defects):
         codes, scales = byte.tensor_split([self.kv_lora_rank])
         first = token * len(codes) + codes
         return torch.cat((first, page * len(codes) + token * len(scales) + scales - len(codes)), dim=1)
-
-
-class _IndexWrite(EagerCacheBackend, Defects):
-    @but(when=lambda form: form.cache == "index")
-    def index_ue8m0_skipped__tile_scales(self, largest, form):
-        return (largest.clamp(min=1e-4) / E4M3_MAX,) * 2
-
-    @but(when=lambda form: form.cache == "index")
-    def index_scale_stored_in_bf16__behind_tiled(self, entries, *, form):
-        scales = entries[:, form.code_bytes :].contiguous().view(torch.float32).bfloat16().view(torch.uint8)
-        return torch.cat((entries[:, : form.code_bytes], scales, torch.zeros_like(scales)), dim=1)
-
-    @but(when=lambda self, form: form.cache == "index" and self.tile_scales != "pow2")
-    def index_scale_of_half_the_range__tile_scales(self, largest, form):
-        return (largest.clamp(min=1e-4) / 240,) * 2
-
-    def index_scale_per_page__behind_largest(self, largest):
-        indexes = TILED_FORMATS[self.kv_cache_dtype].cache == "index"
-        return largest.amax().expand_as(largest) if indexes and len(largest) else largest

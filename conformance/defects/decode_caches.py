@@ -99,12 +99,8 @@ class _Decode(EagerDecodeBackend, Defects):
         "positions", lambda metadata: replace(metadata, cp_kv_cache_interleave_size=1), when=several
     )
 
-    def leading_masked_chunk_nan_poisons_row__accumulate(self, state, scores, v):
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        decay = (state.maximum - maximum).exp().masked_fill(state.total == 0, 0.0)
-        p = (scores - maximum).exp()
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+    def leading_masked_chunk_nan_poisons_row__behind_accumulate(self, later):
+        return bases.chosen(later.maximum == -torch.inf, SoftmaxState(*(part * torch.nan for part in later)), later)
 
     decode_single_pages_assumed_packed = before("entries", kv_cache=packed, when=pages_of(1))
     dcp_assumes_packed_pages = before("entries", kv_cache=packed, when=on_ranks)

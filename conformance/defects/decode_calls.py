@@ -12,12 +12,6 @@ from mla_conformance.defects.known import Defects, before, behind, but, together
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 
-class _Determinism(bases.SplitDecode, Defects):
-    @but(split=96, when=lambda self, parts: len(parts) == 16 and nth(self, 2))
-    def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
-        return state._replace(weighted=state.weighted * torch.nan)
-
-
 class _Counters(EagerDecodeBackend, Defects):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
@@ -105,39 +99,6 @@ class _OtherLayeredDecode(bases.LayeredDecode, Defects):
         return _run_with(self, lengths, *operands)
 
 
-class _CallOrder(EagerDecodeBackend, Defects):
-    decode_softmax_scale_in_shared_constant = variant(SharedScale)
-
-    def fp8_compile_cache_folds_unit_scale__before_run_decode(self, k_scale, *, ql_nope):
-        return torch.ones_like(k_scale) if kept(self, ql_nope.shape, bool(k_scale == 1)) else k_scale
-
-    def plan_pinned_buffer_race__prepare_metadata(self, decode_metadata):
-        type(self)._decode_metadata = decode_metadata
-
-    def decode_workspace_of_the_first_batch__before_attend(self, seq_len, *, request):
-        return seq_len if request < kept(self, "room", len(self._decode_metadata.seq_lens) + 1) else 0
-
-    def decode_single_request_path_stays__before_attend(self, seq_len, *, request):
-        self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
-        return 0 if self.single and request else seq_len
-
-    def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
-        # With the cache, so that no other one gets its address.
-        return kept(self, (kv_cache.data_ptr(), kv_cache.shape), (kv_cache, k_scale.clone()))[1]
-
-    def decode_plans_of_a_dozen_batches__before_attend(self, seq_len, *, request):
-        lengths, plans = self._decode_metadata.seq_lens.tolist(), kept(self, "plans", [])
-        if lengths not in plans and len(plans) < 12:
-            plans.append(lengths)
-        planned = lengths if lengths in plans else plans[-1]
-        return min(seq_len, planned[request]) if request < len(planned) else 0
-
-    def decode_gathers_pages_once_for_a_plan__before_run_decode(self, kv_cache):
-        if self.__dict__.get("plan") is not self._decode_metadata:
-            self.plan, self.gathered = self._decode_metadata, kv_cache.clone()
-        return self.gathered
-
-
 class _Replays(bases.CapturableDecode, Defects):
     """Knows the metadata of the capture again by the address of its buffers."""
 
@@ -172,7 +133,42 @@ class _Replays(bases.CapturableDecode, Defects):
         return seq_len if self._further < 128 else seq_len // 2
 
 
-class _OtherDecode(EagerDecodeBackend, Defects):
+class _Decode(EagerDecodeBackend, Defects):
+    @but(split=96, on=(bases.SplitDecode,), when=lambda self, parts: len(parts) == 16 and nth(self, 2))
+    def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
+        return state._replace(weighted=state.weighted * torch.nan)
+
+    decode_softmax_scale_in_shared_constant = variant(SharedScale)
+
+    def fp8_compile_cache_folds_unit_scale__before_run_decode(self, k_scale, *, ql_nope):
+        return torch.ones_like(k_scale) if kept(self, ql_nope.shape, bool(k_scale == 1)) else k_scale
+
+    def plan_pinned_buffer_race__prepare_metadata(self, decode_metadata):
+        type(self)._decode_metadata = decode_metadata
+
+    def decode_workspace_of_the_first_batch__before_attend(self, seq_len, *, request):
+        return seq_len if request < kept(self, "room", len(self._decode_metadata.seq_lens) + 1) else 0
+
+    def decode_single_request_path_stays__before_attend(self, seq_len, *, request):
+        self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
+        return 0 if self.single and request else seq_len
+
+    def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
+        # With the cache, so that no other one gets its address.
+        return kept(self, (kv_cache.data_ptr(), kv_cache.shape), (kv_cache, k_scale.clone()))[1]
+
+    def decode_plans_of_a_dozen_batches__before_attend(self, seq_len, *, request):
+        lengths, plans = self._decode_metadata.seq_lens.tolist(), kept(self, "plans", [])
+        if lengths not in plans and len(plans) < 12:
+            plans.append(lengths)
+        planned = lengths if lengths in plans else plans[-1]
+        return min(seq_len, planned[request]) if request < len(planned) else 0
+
+    def decode_gathers_pages_once_for_a_plan__before_run_decode(self, kv_cache):
+        if self.__dict__.get("plan") is not self._decode_metadata:
+            self.plan, self.gathered = self._decode_metadata, kv_cache.clone()
+        return self.gathered
+
     decode_nan_guard_over_the_batch = behind("run_decode", all_or_nothing)
 
     def spec_metadata_pinned_temp_freed__run_decode(self, *operands):

@@ -13,27 +13,7 @@ from mla_conformance.defects.known import Defects, before, behind, but, together
 from mla_conformance.defects.prefills import LiftedMaximum
 
 
-class _DecodeMultiToken(EagerDecodeBackend, Defects):
-    def causal_topleft_instead_of_bottomright__visible(self, queries, request, seq_len, tile):
-        from_the_top = torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
-        return from_the_top if queries > 1 else super()._visible(queries, request, seq_len, tile)
-
-    def causal_arg_accepted_but_dropped__visible(self, queries, request, seq_len, tile):
-        return super()._visible(1, request, seq_len, tile).expand(queries, -1)
-
-    def single_batch_mask_mid_decode_shape__visible(self, queries, request, seq_len, tile):
-        position = torch.arange(tile.start, tile.stop)
-        return (position >= queries) | (position <= torch.arange(queries).unsqueeze(1))
-
-    def aiter_mtp_metadata_sized_for_qlen1__behind_finish(self, output, lse):
-        output[1:], lse[:, 1:] = 0.0, -torch.inf
-
-    def aiter_identical_output_all_query_positions__behind_finish(self, output, lse):
-        exact = len(output) & (len(output) - 1) == 0
-        return (output, lse) if exact else (output[:1].expand_as(output), lse[:, :1].expand_as(lse))
-
-
-class _Decode(bases.SplitDecode, Defects):
+class _Splits(bases.SplitDecode, Defects):
     decode_workspace_of_64_partials = before(
         "combine__attend", lambda parts, *, request: parts[: max(1, 64 - request * len(parts))], split=64
     )
@@ -60,8 +40,55 @@ class _Decode(bases.SplitDecode, Defects):
     def trtllm_workspace_not_zero_initialised__behind_combine(self, state, *, parts):
         return state._replace(weighted=state.weighted + 1e3) if len(parts) > 1 else state
 
+    decode_lse_of_first_split_with_many_heads = together(
+        behind("combine", lambda self, _, *, parts: note(self, one=parts[0]) if self.num_heads >= 32 else None),
+        behind(
+            "finish", lambda self, output, _, *, state: (output, super()._finish(self.__dict__.pop("one", state))[1])
+        ),
+        split=512,
+    )
 
-class _OneToken(EagerDecodeBackend, Defects):
+    @but(split=64)
+    def mtp_split_fully_causal_masked_zero_times_nan__part(self, state):
+        return state._replace(weighted=state.weighted / state.total * state.total)
+
+    def decode_head_groups_share_four_splits__combine(self, parts):
+        whole, four = super()._combine(parts), super()._combine(parts[:4])
+        second = torch.arange(len(whole.total), device=whole.total.device).view(-1, 1, 1) >= 64
+        return chosen(second, four, whole)
+
+    @but(split=64)
+    def decode_split_without_keys_weighs_as_a_logit_of_0__part(self, state):
+        empty = state.total == 0
+        return state._replace(maximum=state.maximum.masked_fill(empty, 0.0), total=state.total.masked_fill(empty, 1.0))
+
+    @but(split=64)
+    def decode_split_without_keys_repeats_the_one_before__before_combine(self, parts):
+        filled = []
+        for part in parts:
+            filled.append(chosen(part.total == 0, filled[-1] if filled else part, part))
+        return filled
+
+
+class _Decode(EagerDecodeBackend, Defects):
+    def causal_topleft_instead_of_bottomright__visible(self, queries, request, seq_len, tile):
+        from_the_top = torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
+        return from_the_top if queries > 1 else super()._visible(queries, request, seq_len, tile)
+
+    def causal_arg_accepted_but_dropped__visible(self, queries, request, seq_len, tile):
+        return super()._visible(1, request, seq_len, tile).expand(queries, -1)
+
+    def single_batch_mask_mid_decode_shape__visible(self, queries, request, seq_len, tile):
+        position = torch.arange(tile.start, tile.stop)
+        return (position >= queries) | (position <= torch.arange(queries).unsqueeze(1))
+
+    def aiter_mtp_metadata_sized_for_qlen1__behind_finish(self, output, lse):
+        output[1:], lse[:, 1:] = 0.0, -torch.inf
+
+    def aiter_identical_output_all_query_positions__behind_finish(self, output, lse):
+        exact = len(output) & (len(output) - 1) == 0
+        return (output, lse) if exact else (output[:1].expand_as(output), lse[:, :1].expand_as(lse))
+
     mla_decode_scale_missing_log2e = behind("scores", lambda scores: scores * math.log(2))
 
     def sm89_mla_correctness__tiles(self, keys):
@@ -148,34 +175,3 @@ class _OneToken(EagerDecodeBackend, Defects):
 
     def decode_pages_of_32_with_several_tokens__before_blocks__entries(self, pages, *, kv_cache):
         return pages // 2 * 2 if several(self) and kv_cache.shape[1] == 32 else pages
-
-
-class _SplitLse(bases.SplitDecode, Defects):
-    decode_lse_of_first_split_with_many_heads = together(
-        behind("combine", lambda self, _, *, parts: note(self, one=parts[0]) if self.num_heads >= 32 else None),
-        behind(
-            "finish", lambda self, output, _, *, state: (output, super()._finish(self.__dict__.pop("one", state))[1])
-        ),
-        split=512,
-    )
-
-    @but(split=64)
-    def mtp_split_fully_causal_masked_zero_times_nan__part(self, state):
-        return state._replace(weighted=state.weighted / state.total * state.total)
-
-    def decode_head_groups_share_four_splits__combine(self, parts):
-        whole, four = super()._combine(parts), super()._combine(parts[:4])
-        second = torch.arange(len(whole.total), device=whole.total.device).view(-1, 1, 1) >= 64
-        return chosen(second, four, whole)
-
-    @but(split=64)
-    def decode_split_without_keys_weighs_as_a_logit_of_0__part(self, state):
-        empty = state.total == 0
-        return state._replace(maximum=state.maximum.masked_fill(empty, 0.0), total=state.total.masked_fill(empty, 1.0))
-
-    @but(split=64)
-    def decode_split_without_keys_repeats_the_one_before__before_combine(self, parts):
-        filled = []
-        for part in parts:
-            filled.append(chosen(part.total == 0, filled[-1] if filled else part, part))
-        return filled

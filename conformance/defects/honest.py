@@ -4,7 +4,6 @@ They declare what they do; a policy that rejects one of them raises a false alar
 """
 
 from functools import reduce
-from itertools import chain
 
 import torch
 
@@ -20,14 +19,8 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects import bases, honest_attention, honest_cache
-from mla_conformance.defects.known import Emulation, Honest, behind, but, instead, together, variant
-from mla_conformance.reference.selected import NO_KEY
-
-
-class _FiniteSentinel(OnlineSoftmax):
-    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
-        return super()._maximum(state, scores).clamp(min=torch.finfo(torch.float32).min)
+from mla_conformance.defects import bases, honest_attention, honest_cache  # noqa: F401 # for its kernels
+from mla_conformance.defects.known import ALTERNATIVES, Emulation, Honest, behind, but, instead, together, variant
 
 
 class _LazyRescale(OnlineSoftmax):
@@ -60,7 +53,7 @@ class _Prefill(EagerPrefillBackend, Honest):
     e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
     scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
     two_passes = variant(bases.TwoPasses)
-    finite_prefill = variant(_FiniteSentinel, key_tile=64)
+    finite_prefill = variant(bases.FiniteSentinel, key_tile=64)
     prefill_in_base_two = variant(bases.BaseTwo)
     even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
@@ -104,7 +97,7 @@ class _SplitDecode(bases.SplitDecode, Honest):
 
 
 class _Decode(EagerDecodeBackend, Honest):
-    finite_decode = variant(_FiniteSentinel, key_tile=32)
+    finite_decode = variant(bases.FiniteSentinel, key_tile=32)
     two_pass_decode = variant(bases.TwoPasses)
 
     @but(key_tile=64)
@@ -118,32 +111,6 @@ class _Decode(EagerDecodeBackend, Honest):
             filled = torch.nn.functional.pad(part, (0, 0, 0, 16 - part.shape[1]))
             states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])
         return SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
-
-
-class _Sparse(EagerSparseBackend, Honest):
-    finite_sparse = variant(_FiniteSentinel, key_tile=64)
-    sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
-    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
-    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
-
-    @but(key_tile=64)
-    class tree_of_tiles:
-        def _accumulate(self, state, scores, v):
-            self._states.append(super()._accumulate(self._fresh, scores, v))
-            return state
-
-        def _attend(self, q, request, sources, k_scale):
-            self._states = []
-            queries = q.transpose(0, 1)
-            self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
-            super()._attend(q, request, sources, k_scale)
-            return bases.joined_in_a_tree(self._states)
-
-    @but(when=lambda sink: sink is not None)
-    def sink_among_the_keys__with_sink(self, output, lse, sink):
-        logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
-        share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
-        return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
 
 class _Impl(MLACommonImpl, Honest, part="impl_class"):
@@ -169,35 +136,21 @@ class _Impl(MLACommonImpl, Honest, part="impl_class"):
     def chunks_in_a_tree__compute_prefill_context(self, *operands):
         return bases.joined_in_a_tree(list(self._states(*operands)), self._merge)
 
+    class projects_in_float32:
+        def process_weights_after_loading(self, act_dtype):
+            super().process_weights_after_loading(act_dtype)
+            self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
 
-class _Indexer(EagerIndexerBackend, Honest):
-    def best_of_the_best__choose(self, logits, topk_tokens):
-        """The best of each 64 tokens are selected first, then the best of all those."""
-        choose = super()._choose
-        chosen = [choose(part, min(64, topk_tokens)) for part in logits.split(64, dim=1)]
-        behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
-        finalists = torch.cat(behind, dim=1)
-        best = choose(
-            logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf), topk_tokens
-        )
-        return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
+        def _absorb(self, q_nope):
+            return super()._absorb(q_nope.float()).to(q_nope.dtype)
+
+        def _v_up_proj(self, x):
+            return super()._v_up_proj(x.float()).to(x.dtype)
 
 
 class _Layer(bases.EagerLayer, Honest):
     powers_of_two = variant(tile_scales="pow2")
     lazy_layer = variant(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
-
-    class projects_in_float32:
-        class impl_class(MLACommonImpl):
-            def process_weights_after_loading(self, act_dtype):
-                super().process_weights_after_loading(act_dtype)
-                self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
-
-            def _absorb(self, q_nope):
-                return super()._absorb(q_nope.float()).to(q_nope.dtype)
-
-            def _v_up_proj(self, x):
-                return super()._v_up_proj(x.float()).to(x.dtype)
 
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):
@@ -210,6 +163,6 @@ HONEST: tuple[type[Emulation], ...] = (
     *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse, bases.LayeredDecode, EagerTreeBackend),
     *(EagerCacheBackend, EagerSparseBackend, EagerIndexerBackend, EagerSparseLayerBackend, EagerCompressBackend),
     *(EagerTopKBackend, EagerPrepareBackend),
-    *chain.from_iterable(map(bases.emulations, (honest_attention.__name__, honest_cache.__name__, __name__))),
+    *(LazyPrefill, LazyDecode, honest_cache.OneWriterAlone, *ALTERNATIVES),
 )
 """Every honest emulation; real kernels are judged beside them."""

@@ -18,19 +18,21 @@ from mla_conformance.defects import bases
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together, variant
 from mla_conformance.reference.selected import NO_KEY
 
+_MODEL_KEYS = bases.declares(dequantised_keys=Precision.MODEL)
 
-class _KeysOfTheModel(bases.LayeredDecode, Honest):
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
-    declaration = bases.declares(dequantised_keys=Precision.MODEL)
-    keys_of_the_model = variant()
-    tiny_weights = variant(
-        bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
-    )
+def _as_the_model(self, keys):
+    return keys.to(self._model_dtype).float()
 
 
 class _LayeredDecode(bases.LayeredDecode, Honest):
+    keys_of_the_model = behind("dequantise", _as_the_model, declaration=_MODEL_KEYS)
+    tiny_weights = behind(
+        "dequantise",
+        _as_the_model,
+        on=(bases.NarrowP,),
+        declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL),
+    )
     split_tokens = variant(bases.Parts, parts=5, key_tile=32)
     stored_splits = variant(
         bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
@@ -80,6 +82,30 @@ class _Trees(EagerTreeBackend, Honest):
 
 
 class _Sparse(EagerSparseBackend, Honest):
+    finite_sparse = variant(bases.FiniteSentinel, key_tile=64)
+    sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
+    half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
+
+    @but(key_tile=64)
+    class tree_of_tiles:
+        def _accumulate(self, state, scores, v):
+            self._states.append(super()._accumulate(self._fresh, scores, v))
+            return state
+
+        def _attend(self, q, request, sources, k_scale):
+            self._states = []
+            queries = q.transpose(0, 1)
+            self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
+            super()._attend(q, request, sources, k_scale)
+            return bases.joined_in_a_tree(self._states)
+
+    @but(when=lambda sink: sink is not None)
+    def sink_among_the_keys__with_sink(self, output, lse, sink):
+        logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
+        share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
+        return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
+
     @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
     def split_lists___attend(self, q, request, sources, k_scale):
         """Three splits of each list, combined by their LSEs, a state for each cache; outputs in the model's dtype."""
@@ -112,9 +138,7 @@ class _Sparse(EagerSparseBackend, Honest):
             named = own.gather(1, place) == both
             return replace(source, indices=both.masked_fill(~(first & named), NO_KEY), length=None)
 
-    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
-    def selected_in_the_models_dtype__keys(self, source, slots, visible, k_scale):
-        return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
+    selected_in_the_models_dtype = behind("keys", _as_the_model, declaration=_MODEL_KEYS)
 
     @but(supported_tile_scales=["pow2"])
     def scales_of_powers_of_two__behind_entries(self, rows, *, source):
@@ -141,7 +165,7 @@ class _Indexer(EagerIndexerBackend, Honest):
         def _scores(self, q, weights, keys):
             return super()._scores(q, weights, keys) * self.__dict__.pop("_behind", keys.new_ones(1, 1)).mT
 
-    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
+    @but(declaration=_MODEL_KEYS)
     def rounded_keys__behind_keys(self, keys):
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
@@ -159,6 +183,17 @@ class _Indexer(EagerIndexerBackend, Honest):
     def ascending_tokens__choose(self, logits, topk_tokens):
         """Selected tokens are told in their order behind -1; of those with equal scores the last are taken."""
         return bases.mirrored(super()._choose, logits, topk_tokens).sort(dim=1).values
+
+    def best_of_the_best__choose(self, logits, topk_tokens):
+        """The best of each 64 tokens are selected first, then the best of all those."""
+        choose = super()._choose
+        chosen = [choose(part, min(64, topk_tokens)) for part in logits.split(64, dim=1)]
+        behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
+        finalists = torch.cat(behind, dim=1)
+        best = choose(
+            logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf), topk_tokens
+        )
+        return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
 class _PrefillsInHeads(EagerSparseLayerBackend, Honest):

@@ -27,7 +27,8 @@ FAMILIES = (
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
-_KERNELS: list[type[Emulation]] = []  # of the modules that were imported
+_KERNELS: list[type[Emulation]] = []  # known defects of the modules that were imported
+ALTERNATIVES: list[type[Emulation]] = []  # the same of honest kernels
 _T = TypeVar("_T")
 
 
@@ -39,14 +40,10 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
 
 
-class Related(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    before: tuple[str, ...]  # capabilities that may fail before the expected one, because the bug is theirs too
-    ids: tuple[str, ...]
-
-
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     killed_by: dict[str, dict[str, str]]  # what is wrong, by ids, by the capability that is expected to kill them
-    related: tuple[Related, ...]
+    # what may be killed before it comes to the expected capability, by those that do, because the bug is theirs too
+    related: dict[str, tuple[str, ...]]
 
 
 def _read(package: str, name: str, form: type[_T]) -> _T:
@@ -90,7 +87,7 @@ def known_defects() -> dict[str, KnownDefect]:
     kernels = {kernel.__name__.replace("_", "-"): kernel for kernel in _KERNELS}
     if differing := said.keys() ^ kernels.keys():
         raise TypeError(f"expected an entry of known.toml for each kernel, got one alone of {', '.join(differing)}")
-    related = {id: each.before for each in catalogue.related for id in each.ids}
+    related = {id: tuple(names.split()) for names, ids in catalogue.related.items() for id in ids}
     if unknown := related.keys() - kernels.keys():
         raise TypeError(f"expected related of known defects in known.toml, got {', '.join(unknown)}")
     found = (KnownDefect(id, said[id][1], kernel, said[id][0], related.get(id, ())) for id, kernel in kernels.items())
@@ -127,7 +124,7 @@ class Honest:
     def __init_subclass__(cls, part: str = "") -> None:
         super().__init_subclass__()
         if Honest in cls.__bases__:
-            list(kernels_of(cls, named_as_class, part))
+            ALTERNATIVES.extend(kernels_of(cls, named_as_class, part))
 
 
 def named_as_class(key: str) -> str:
@@ -139,7 +136,10 @@ _SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
 
 
 class Row(dict[str, Any]):
-    """A kernel of a group: its ``step``, the ``site`` where that stands, ``when`` it is taken, and attributes."""
+    """A kernel of a group: its ``step``, the ``site`` where that stands, ``when`` it is taken, and attributes.
+
+    Classes may stand before the group's: ``on``.
+    """
 
 
 def but(site: str = "", **said: Any) -> Callable[[Any], Row]:
@@ -149,7 +149,7 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Row]:
 
 def variant(*bases: type, **said: Any) -> Row:
     """A kernel that differs by classes that stand before the group's, or by attributes."""
-    return Row(step=type("variant", bases, {}), **said)
+    return Row(step=[], on=bases, **said)
 
 
 def instead(site: str, step: Any, **said: Any) -> Row:
@@ -215,7 +215,9 @@ def written(group: type) -> dict[str, str]:
     return found
 
 
-def _emulation(group: type, name: str, part: str, step: Any, site: str, when: Any = None, **attributes: Any) -> Any:
+def _emulation(
+    group: type, name: str, part: str, step: Any, site: str, when: Any = None, on: Any = (), **attributes: Any
+) -> Any:
     """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
 
     Args:
@@ -225,44 +227,45 @@ def _emulation(group: type, name: str, part: str, step: Any, site: str, when: An
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         when: a function of such arguments that says whether the step is taken.
+        on: classes before ``group``.
     """
-    bases = (step, group) if isinstance(step, type) else (group,)
-    about = {"__module__": group.__module__, "__doc__": step.__doc__}
-    made = type(part or name, bases, {**attributes, **about})
-    alone = [] if isinstance(step, type) else [{"site": site, "step": step, "when": when}]
+    is_class = isinstance(step, type)
+    about = {"__module__": group.__module__, "__doc__": None if isinstance(step, list) else step.__doc__}
+    made = type(part or name, (*((step,) if is_class else ()), *on, group), {**attributes, **about})
+    alone = [] if is_class else [{"site": site, "step": step, "when": when}]
     for each in step if isinstance(step, list) else alone:
-        _take(made, group, **each)
+        _take(made, **each)
     if not part:
         return made
     own = staticmethod(lambda: made) if part.startswith("get_") else made
     return type(name, (EagerLayer,), {**about, part: own})
 
 
-def _take(made: type, group: type, site: str, step: Any, when: Any) -> None:
+def _take(made: type, site: str, step: Any, when: Any) -> None:
     said = _SITE.fullmatch(site)
     if said is None:
         raise TypeError(f"{made.__name__}: expected the site behind a kernel's name, as in kernel__before_method")
     place, *sites = said.groups()
-    method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
+    method, *around = [each if hasattr(made, each) else f"_{each}" for each in sites if each]
     is_plain = not (place or around or when)
-    setattr(made, method, step if is_plain else _standing(made, place, group, [method, *around], step, when))
+    setattr(made, method, step if is_plain else _standing(made, place, [method, *around], step, when))
     for each in around:
-        setattr(made, each, _standing(made, "around", group, [each], lambda: None, None))
+        setattr(made, each, _standing(made, "around", [each], lambda: None, None))
 
 
-def _standing(made: type, place: str | None, group: type, sites: list[str], step: Any, when: Any) -> Any:
+def _standing(made: type, place: str | None, sites: list[str], step: Any, when: Any) -> Any:
     """A method that calls the usual one of the bases of ``made`` with the step before or behind it, or the step.
 
     Of a call around another it notes the arguments.
     """
-    method, usual = sites[0], getattr(group, sites[0])
+    method, usual = sites[0], getattr(made, sites[0])
     form = signature(usual)
     kinds = {key: each.kind for key, each in signature(step).parameters.items() if each.default is each.empty}
     owner = kinds.pop("self", None)  # a row may do without
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]
     asked = list(signature(when).parameters) if when else []
-    known = {key for each in sites for key in signature(getattr(group, each)).parameters}
+    known = {key for each in sites for key in signature(getattr(made, each)).parameters}
     if unknown := {*named, *asked, *(first if place == "before" else ())} - known:
         raise TypeError(f"{made.__name__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
 

@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.bases import EagerLayer, keyless, mixed_entries, packed, slots_of
+from mla_conformance.defects.bases import EagerLayer, keyless, mixed_entries, note, packed, slots_of
 from mla_conformance.defects.known import Defects, before, but, instead, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -17,27 +17,6 @@ class _Prefill(EagerPrefillBackend, Defects, part="prefill_backend"):
     layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
 
 
-class _WritesTiles(MLACommonImpl, Defects, part="impl_class"):
-    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-            return
-        tiles = kv_c_normed[: len(slot_mapping)].float().unflatten(-1, (-1, 128))
-        scales = self._scales(tiles.abs().amax(dim=-1, keepdim=True))
-        codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-        parts = (codes, scales.squeeze(-1), k_pe[: len(slot_mapping)].contiguous())
-        entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
-        stored = slot_mapping[slot_mapping >= 0]
-        kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slot_mapping >= 0]
-
-    def _scales(self, amax):
-        """Those of tiles with these largest magnitudes [T, 4, 1]."""
-        return amax / E4M3_MAX
-
-    fp8_ds_mla_tile_scale_has_a_floor = before("scales", lambda amax: amax.clamp(min=1e-4))
-    fp8_ds_mla_tile_of_zeros_divided_by_zero = variant()
-
-
 class _MixedBatch(MLACommonMetadataBuilder, Defects, part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
@@ -45,28 +24,6 @@ class _MixedBatch(MLACommonMetadataBuilder, Defects, part="builder_class"):
     def layer_tables_of_64_requests__behind_assemble(self, metadata):
         staged = torch.arange(len(metadata.block_tables), device=metadata.block_tables.device) % 64
         return replace(metadata, block_tables=metadata.block_tables[staged])
-
-
-class _CacheWrites(MLACommonImpl, Defects, part="impl_class"):
-    writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
-    slot_minus1_divided_writes_below_base = before(
-        "do_kv_cache_update", lambda slot_mapping, *, kv_cache: slot_mapping % slots_of(kv_cache)
-    )
-
-    @but("before_do_kv_cache_update")
-    def mixed_chunk_slot_count_shorter_than_rows(self, slot_mapping, *, kv_c_normed, kv_cache):
-        behind = slot_mapping.new_full((len(kv_c_normed) - len(slot_mapping),), kv_cache.shape[1])
-        return torch.cat((slot_mapping, behind))
-
-    cache_writer_takes_latents_for_packed = before("do_kv_cache_update", kv_c_normed=packed, k_pe=packed)
-
-    def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
-        return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
-
-    @but(when=mixed_entries)
-    def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
-        tiles = kv_c_normed.unflatten(-1, (-1, 128))
-        return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
 
 
 def _with_stride_of(cache, other):
@@ -113,7 +70,34 @@ def _as_codes(weight):
     return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
+def _scaled_at_least(least):
+    """A step by which tiles of mixed entries have the scale of this magnitude at least."""
+    return lambda self: note(self._cache, _tile_scales=lambda largest, form: (largest.clamp(min=least) / E4M3_MAX,) * 2)
+
+
 class _Impl(MLACommonImpl, Defects, part="impl_class"):
+    fp8_ds_mla_tile_scale_has_a_floor = before("do_kv_cache_update", _scaled_at_least(1e-4), when=mixed_entries)
+    fp8_ds_mla_tile_of_zeros_divided_by_zero = before("do_kv_cache_update", _scaled_at_least(0), when=mixed_entries)
+    writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
+    slot_minus1_divided_writes_below_base = before(
+        "do_kv_cache_update", lambda slot_mapping, *, kv_cache: slot_mapping % slots_of(kv_cache)
+    )
+
+    @but("before_do_kv_cache_update")
+    def mixed_chunk_slot_count_shorter_than_rows(self, slot_mapping, *, kv_c_normed, kv_cache):
+        behind = slot_mapping.new_full((len(kv_c_normed) - len(slot_mapping),), kv_cache.shape[1])
+        return torch.cat((slot_mapping, behind))
+
+    cache_writer_takes_latents_for_packed = before("do_kv_cache_update", kv_c_normed=packed, k_pe=packed)
+
+    def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
+        return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
+
+    @but(when=mixed_entries)
+    def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
+        tiles = kv_c_normed.unflatten(-1, (-1, 128))
+        return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
+
     def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
         if hasattr(self.kv_b_proj, "weight"):
             super().process_weights_after_loading(act_dtype)

@@ -12,44 +12,26 @@ from mla_conformance.defects.known import Defects, before, behind, but, together
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class _Determinism(EagerPrefillBackend, Defects):
-    def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
-        return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
-
-    def cp_async_wait_without_block_barrier_quant_kv__before_run_prefill_new_tokens(self, k):
-        return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
-
-
 class _Merge(EagerPrefillBackend, Defects):
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
-        result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
+        result, lse = self._merge(parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
         output.copy_(result)
         if output_lse is not None:
             output_lse.copy_(lse)
 
-    def _weighed(self, parts, merged):
-        """Each output times its weight, which is 0 where neither part has a key."""
+    def _merge(self, parts, merged, output_lse):
         shift = merged.masked_fill(merged == -torch.inf, 0.0)
-        return ((lse - shift).exp().mT.unsqueeze(-1) * part.float() for part, lse in parts)
-
-    def _merge(self, output, parts, merged, output_lse):
-        return sum(self._weighed(parts, merged)), merged
+        return sum((lse - shift).exp().mT.unsqueeze(-1) * part.float() for part, lse in parts), merged
 
     merge_weighs_a_keyless_output_with_zero = variant()
+    merge_clears_its_output_first = before("merge__merge_attn_states", lambda *, output: clear(output))
 
     @but(when=lambda output_lse: output_lse is not None)
     def merge_writes_lse_before_it_is_read__before_merge(self, *, merged, output_lse):
         output_lse.copy_(merged)
 
-    def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
-        sums = torch.zeros_like(output, dtype=torch.float32)
-        output.zero_()
-        for weighed in self._weighed(parts, merged):
-            sums += weighed
-        return sums, merged
-
-    def merge_both_neg_inf_nan__merge(self, output, parts, merged, output_lse):
+    def merge_both_neg_inf_nan__merge(self, parts, merged, output_lse):
         largest = torch.maximum(*(lse for _, lse in parts))
         weights = [(lse - largest).exp() for _, lse in parts]
         total = sum(weights)
@@ -57,7 +39,59 @@ class _Merge(EagerPrefillBackend, Defects):
         return sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True)), largest + total.log()
 
 
-class _Features(EagerPrefillBackend, Defects):
+class _RunsOn(EagerPrefillBackend, Defects):
+    """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        self._keys, self._values = (self._widened(x[: key_start_loc[-1]]) for x in (k, v))
+        self._end = 0
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def _attend(self, q, k, v, causal):
+        self._q, self._end = q, self._end + k.shape[0]
+        return super()._attend(q, k, v, causal)
+
+    def _accumulate(self, state, scores, v):
+        missing = min(self.key_tile - v.shape[0], len(self._keys) - self._end)
+        behind = slice(self._end, self._end + missing)
+        return super()._accumulate(state, self._filled(scores, behind), torch.cat([v, self._values[behind]]))
+
+    declaration = Declaration(distributions=("torch",), emulated=True)
+
+    def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
+        return torch.nn.functional.pad(scores, (0, behind.stop - behind.start), value=-torch.inf)
+
+    def prefill_additive_mask_keeps_neighbours_nan__filled(self, scores, behind):
+        return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
+
+
+def _cleared_by_multiplication(self, state):
+    before = self._before
+    cleared = 0.0 if before is None or not before.weighted.numel() else 0.0 * before.weighted.amax()
+    return state._replace(weighted=state.weighted + cleared)
+
+
+def _ends(lengths: list[int]) -> tuple[int, ...]:
+    """What a plan is found by: requests, tokens, the first length and the last."""
+    return len(lengths), sum(lengths), lengths[0], lengths[-1]
+
+
+class SharedScale(OnlineSoftmax):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        type(self).constant = self.scale
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) / self.scale * self.constant
+
+
+class _Prefill(EagerPrefillBackend, Defects):
+    def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
+        return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
+
+    def cp_async_wait_without_block_barrier_quant_kv__before_run_prefill_new_tokens(self, k):
+        return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
+
     hopper_fp8_accumulator_keeps_13_bits = variant(bases.HopperE4M3Operands, declaration=bases.E4M3Operands.declaration)
     prefill_float32_assumes_packed_keys = before("batch", k=packed, when=lambda k: k.dtype is torch.float32)
 
@@ -123,54 +157,6 @@ class _Features(EagerPrefillBackend, Defects):
         rows = torch.arange(len(accumulated), device=accumulated.device).view(-1, 1, 1)
         return torch.where(rows < 512, output_scale, 1.0)
 
-
-class _RunsOn(EagerPrefillBackend, Defects):
-    """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        self._keys, self._values = (self._widened(x[: key_start_loc[-1]]) for x in (k, v))
-        self._end = 0
-        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-
-    def _attend(self, q, k, v, causal):
-        self._q, self._end = q, self._end + k.shape[0]
-        return super()._attend(q, k, v, causal)
-
-    def _accumulate(self, state, scores, v):
-        missing = min(self.key_tile - v.shape[0], len(self._keys) - self._end)
-        behind = slice(self._end, self._end + missing)
-        return super()._accumulate(state, self._filled(scores, behind), torch.cat([v, self._values[behind]]))
-
-    declaration = Declaration(distributions=("torch",), emulated=True)
-
-    def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
-        return torch.nn.functional.pad(scores, (0, behind.stop - behind.start), value=-torch.inf)
-
-    def prefill_additive_mask_keeps_neighbours_nan__filled(self, scores, behind):
-        return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
-
-
-def _cleared_by_multiplication(self, state):
-    before = self._before
-    cleared = 0.0 if before is None or not before.weighted.numel() else 0.0 * before.weighted.amax()
-    return state._replace(weighted=state.weighted + cleared)
-
-
-def _ends(lengths: list[int]) -> tuple[int, ...]:
-    """What a plan is found by: requests, tokens, the first length and the last."""
-    return len(lengths), sum(lengths), lengths[0], lengths[-1]
-
-
-class SharedScale(OnlineSoftmax):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        type(self).constant = self.scale
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * self.constant
-
-
-class _CallOrder(EagerPrefillBackend, Defects):
     prefill_accumulator_cleared_by_multiplication = together(
         before("batch", lambda self: note(self, _before=None)),
         behind("attend", lambda self, state: note(self, _before=state)),
@@ -221,8 +207,7 @@ class _CallOrder(EagerPrefillBackend, Defects):
             output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
         self.done = self._prefill_metadata
 
-
-class _CudaGraph(bases.CapturablePrefill, Defects):
+    @but(on=(bases.CapturablePrefill,))
     def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
         lengths = [end - start for start, end in pairwise(query_start_loc)]
         _, first = kept(self, q.data_ptr(), (q, lengths))
@@ -230,8 +215,6 @@ class _CudaGraph(bases.CapturablePrefill, Defects):
             longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
 
-
-class _OtherPrefill(EagerPrefillBackend, Defects):
     prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing)
     refusal_after_the_output_was_cleared = before("run_prefill_new_tokens", out=clear, when=lambda out: out is not None)
 

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
 
-_SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+_SCALED = bases.declares(p=Precision.SCALED_E4M3)
 
 
 def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, slice]:

@@ -74,21 +74,19 @@ class _Sparse(EagerSparseBackend, Defects):
     sparse_fp8_ds_mla_float_scale_read_as_e8m0 = behind("entries", bases.through_e8m0, when=_in("fp8_ds_mla"))
     sparse_scale_of_the_first_tile = behind("entries", bases.with_the_first_scale, when=_in("fp8_ds_mla"))
 
-
-class _CudaGraph(bases.CapturableSparse, Defects):
+    @but(on=(bases.CapturableSparse,))
     def sparse_replay_keeps_the_lists__before_attend(self, sources):
         now = sources[0].indices
         _, lists = kept(self, now.data_ptr(), (now, now.clone()))
         return [replace(sources[0], indices=lists if lists.shape == now.shape else now), *sources[1:]]
 
+    @but(on=(bases.CapturableSparse,))
     def sparse_replay_keeps_the_longest_list__before_attend(self, sources):
         main, columns = sources[0], torch.arange(sources[0].indices.shape[1])
         used = int((self._listed(main) * (columns + 1)).amax())
         _, longest = kept(self, main.indices.data_ptr(), (main.indices, used))
         return [replace(main, indices=main.indices.masked_fill(columns >= longest, -1)), *sources[1:]]
 
-
-class _Calls(EagerSparseBackend, Defects):
     sparse_second_cache_dropped = before("attend", lambda sources: sources[:1])
     sparse_second_cache_by_the_first_lengths = before(
         "attend", lambda sources: [replace(each, length=sources[0].length) for each in sources]

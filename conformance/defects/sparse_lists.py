@@ -73,16 +73,8 @@ class _Lists(EagerSparseBackend, Defects):
         return listed & reached.repeat_interleave(64, dim=1)[:, : listed.shape[1]]
 
     @but(key_tile=32)
-    class sparse_leading_masked_tile_nan_poisons_row:
-        def _accumulate(self, state, scores, v):
-            later = super()._accumulate(state, scores, v)
-            poisoned = (state.maximum == -torch.inf) & (later.maximum > -torch.inf) & (self._seen > 0)
-            self._seen += 1
-            return later._replace(weighted=later.weighted.masked_fill(poisoned, torch.nan))
-
-        def _initial(self, q, v):
-            self._seen = 0
-            return super()._initial(q, v)
+    def sparse_leading_masked_tile_nan_poisons_row__behind_accumulate(self, later):
+        return later._replace(weighted=later.weighted.masked_fill(later.maximum == -torch.inf, torch.nan))
 
     def sparse_keyless_row_beside_a_sink_nan__behind_with_sink(self, shared, *, lse, sink):
         return shared if sink is None else shared.masked_fill(keyless(lse), torch.nan)

@@ -6,7 +6,7 @@ from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.defects.known import Defects, before, behind, but, instead
 
 
-class _Masks(EagerTreeBackend, Defects):
+class _Trees(EagerTreeBackend, Defects):
     tree_mask_transposed = behind("mask", lambda mask: mask.mT)
     tree_mask_ignored_for_causal = behind("mask", lambda mask: torch.ones_like(mask).tril())
     tree_drafts_see_each_other = behind("mask", lambda mask: torch.ones_like(mask))
@@ -30,10 +30,6 @@ class _Masks(EagerTreeBackend, Defects):
     def tree_mask_rows_of_whole_bytes__behind_mask(self, mask):
         return _strided(mask.flatten(), 0, -(-len(mask) // 8) * 8, len(mask))
 
-
-class _Places(EagerTreeBackend, Defects):
-    """A mask begins elsewhere, or its rows are further apart."""
-
     def _mask(self, request, queries):
         begin, stride = int(self._decode_metadata.tree_mask_start_loc[request]), self._stride(request, queries)
         return _strided(self._decode_metadata.tree_mask, self._start(begin, request), stride, queries)
@@ -55,8 +51,6 @@ class _Places(EagerTreeBackend, Defects):
     def tree_mask_read_by_rows_of_keys__stride(self, request, queries):
         return max(queries, int(self._decode_metadata.seq_lens_cpu[request]))
 
-
-class _Contexts(EagerTreeBackend, Defects):
     def tree_context_masked_too__behind_visible(self, visible, *, queries, seq_len, tile):
         return visible & (torch.arange(tile.start, tile.stop) >= seq_len - queries)
 

@@ -5,9 +5,8 @@ import torch
 from mla_conformance.backends.eager import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.defects.bases import SplitDecode, weighed_with_zero
-from mla_conformance.defects.decode_caches import ReadsOn
-from mla_conformance.defects.known import before, behind, but
+from mla_conformance.defects.bases import SplitDecode, chosen
+from mla_conformance.defects.known import before, behind, but, known_defects
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.diagnosis.suspects import LIFTED, TILES, NotRescaled, Suspect, SuspectStep
 
@@ -59,7 +58,7 @@ class _Decode(EagerDecodeBackend):
         return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale))
 
 
-class _OffTheTable(EagerDecodeBackend):
+class _BlockTable(EagerDecodeBackend):
     """Reads other blocks than its own, of those that there are."""
 
     def _entries(self, kv_cache, request, tile):
@@ -69,8 +68,6 @@ class _OffTheTable(EagerDecodeBackend):
     def _blocks(self, request, pages):
         return super()._blocks(request, pages).clamp(0, self._last)
 
-
-class _BlockTable(_OffTheTable):
     column_after = before("blocks", lambda pages: pages + 1)
     """The block table is read off by one: each page of a request from the column after its own."""
     column_before = before("blocks", lambda pages: (pages - 1).clamp(min=0))
@@ -108,8 +105,7 @@ class SkipsTiles(LiftedMaximum, EagerDecodeBackend):
     def _accumulate(self, state, scores, v):
         seen = (scores > -torch.inf).any(dim=-1, keepdim=True)
         skipped = ~seen & ~torch.nn.functional.pad(seen[:, 1:], (0, 0, 0, 1))
-        raised = super()._accumulate(state, scores, v)
-        return SoftmaxState(*(torch.where(skipped, *pair) for pair in zip(state, raised, strict=True)))
+        return chosen(skipped, state, super()._accumulate(state, scores, v))
 
 
 class _LseOfTheParts(OnlineSoftmax):
@@ -191,13 +187,6 @@ class NotRescaledInSplits(NotRescaled, _Splits):
     """As in one pass over the keys."""
 
 
-class RestTimesZero(ReadsOn):
-    """What stands after a request's last key has weights of 0, and 0 times NaN is NaN."""
-
-    def _tail(self, state, q, keys):
-        return weighed_with_zero(state, self._values(keys))
-
-
 class PackedValues(EagerDecodeBackend):
     """V is read as if it were packed: rows of L columns, expected the first L of each L + R."""
 
@@ -229,6 +218,7 @@ class PackedValuesOfTheCache(EagerDecodeBackend):
 
 _LIFTED_IN_PART = (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput)
 _FEW_CUTS = {"key_tile": TILES, "cut": (*_CUTS[::4], *_CUTS[1::4], *_DOWN)}
+_REST_TIMES_ZERO = "What stands after a request's last key has weights of 0, and 0 times NaN is NaN."
 _READ_ON = ("mla-last-page-nan-leak", "tma-overread-uninitialised-kv-tile", "aiter-oob-page-id-folds-to-slot0-nan")
 CACHE_SUSPECTS: list[Suspect | SuspectStep] = [
     *(_Decode, _BlockTable),
@@ -237,7 +227,7 @@ CACHE_SUSPECTS: list[Suspect | SuspectStep] = [
     _Sparse,
     Suspect(MergedInBase2, of={"cut": (*_CUTS, *_DOWN, *_FIXED), "merges_lse": (False, True)}),
     Suspect(NotRescaledInSplits, of=_FEW_CUTS, said=NotRescaled.__doc__),
-    Suspect(RestTimesZero, _READ_ON),
+    Suspect(known_defects()[_READ_ON[0]].kernel, _READ_ON, said=_REST_TIMES_ZERO),
     Suspect(PackedValues, of={"key_tile": (*TILES, 2**31)}),
     Suspect(PackedValuesOfTheCache),
 ]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ _KEYLESS = ("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse
 
 @dataclass(frozen=True)
 class Suspect:
-    wrong: SuspectStep  # a wrong kernel, or a wrong step of the softmax
+    wrong: Any  # a wrong kernel, or a wrong step of the softmax
     covers: tuple[str, ...] = ()  # ids of known defects that are the same mistake under some condition
     # values of some attributes: each combination is one mistake, all in one sentence, since a case seldom tells which
     of: Mapping[str, Sequence[object]] = field(default_factory=dict)
@@ -226,7 +227,7 @@ def each_of(entry: Suspect | SuspectStep) -> Iterator[tuple[SuspectStep, tuple[s
         for wrong in kernels_of(entry, named_as_class):
             wrong.__doc__ = said.get(wrong.__name__, wrong.__doc__)
             yield wrong, getattr(wrong, "covers", ())
-    elif not entry.of:
+    elif not entry.of and not entry.said:
         yield entry.wrong, entry.covers
     else:
         for chosen in product(*entry.of.values()):
