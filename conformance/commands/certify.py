@@ -73,7 +73,7 @@ def certify(options: argparse.Namespace) -> int:
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
-    run = Run(request, folder, limits, expectations, explains=not options.no_explain, explains_foreseen=bool(issuing))
+    run = Run(request, folder, limits, expectations, explains=not options.no_explain)
     detail = Detail.QUIET if options.quiet else Detail.FULL if options.verbose else Detail.USUAL
     if not issuing:
         return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, filterfalse, takewhile
+from itertools import chain, takewhile
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,16 +32,7 @@ from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import (
-    COMPILING,
-    EXPLORED,
-    FORESEEN,
-    NOTHING_TRACED,
-    UNASKED,
-    BackendFacts,
-    Record,
-    RecordKey,
-)
+from mla_conformance.judging.record import COMPILING, EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
@@ -75,7 +66,6 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
     facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
     explains: bool = True  # whether failures are compared with known mistakes
-    explains_foreseen: bool = True  # and those that are expected, too, of which a record says what they look like
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
     on_record: Callable[[Record], None] = lambda record: None  # is given each record once it is journalled
@@ -269,7 +259,7 @@ class Run:
             for record in self._confirmed([attempts for _, attempts in pending]):
                 self._write(journal.Judgement(record))
         failures = [record for record in self.found.verdicts.values() if record.failed]
-        groups = grouped(filterfalse(self._is_foreseen, failures), lambda record: record.backend).values()
+        groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
             self.on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.outcomes(Tasks(tasks)):
@@ -400,7 +390,7 @@ class Run:
             outcome = failures.get(record.record_key)
             before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
-            is_first = record.is_wrong_number and kind not in kinds and not self._is_foreseen(record)
+            is_first = record.is_wrong_number and kind not in kinds
             if explain := self.explains and is_first and len(set(kinds)) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
@@ -440,9 +430,6 @@ class Run:
         versions = next((facts.versions for facts in self.facts if facts.name == record.backend), {})
         return self.expectations.apply(record, {**versions, **self.environment})
 
-    def _is_foreseen(self, record: Record) -> bool:
-        return not self.explains_foreseen and self._expected(record).status is Status.EXPECTED_FAILURE
-
     @property
     def resume_line(self) -> str:
         role = f" --role {shlex.quote(outside().partition('@')[0])}" if outside() else ""
@@ -454,8 +441,7 @@ class Run:
         for record in sorted(judged, key=lambda record: self._positions.get(record.case, inf)):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
-                why = FORESEEN if self._is_foreseen(record) else UNASKED
-                record = record.with_fields(explanation=why if self.explains else UNWANTED)
+                record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
             groups[record.backend].append(self._expected(record))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:

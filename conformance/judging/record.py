@@ -26,13 +26,12 @@ Used = Annotated[dict[str, Share], Meta(description="Share of the error budget b
 Confirmed = Literal["", "alone", "after", "unrepeated"]
 
 # Explanations of failures: that nothing explains; for which time ran out; of which nothing is told, since it would be a
-# guess; that were not chosen for it, and look like none that was; that somebody has explained already.
+# guess; that were not chosen for it, and look like none that was.
 UNLIKE: Final = "unlike every known defect"
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 INDISTINCT: Final = "compared with every known defect: several fit about as well, so that none is named"
 UNASKED: Final = "not compared with every known defect: other failures of this kernel were"
-FORESEEN: Final = "not compared with known defects: the failure is expected"
-_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT, UNASKED, FORESEEN)
+_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT, UNASKED)
 ENDED: Final = "explanation ended by "  # behind it stands how the process ended that looked for one
 # Of a case that says nothing of the kernel, which it did not come to.
 COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import ENDED, EXPLORED, FORESEEN, UNASKED, UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wrapped
 
@@ -102,7 +102,7 @@ def _compared(group: Sequence[Record]) -> str:
         return ""
     if unlike := sum(record.explanation == UNLIKE for record in group):
         return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
-    quiet = ("", UNASKED, UNWANTED, FORESEEN)
+    quiet = ("", UNASKED, UNWANTED)
     return next((f"; {record.explanation}" for record in group if record.explanation not in quiet), "")
 
 

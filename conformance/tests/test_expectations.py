@@ -14,7 +14,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
 from mla_conformance.expectations.grammar import CaseQuery, Condition
-from mla_conformance.judging.record import FORESEEN, UNASKED, BackendFacts, Record
+from mla_conformance.judging.record import UNASKED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -203,7 +203,4 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
         run.begin(run.plan)
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE.with_fields(explanation=UNASKED)
-        run.explains_foreseen = False  # as of a run that issues no record
-        (record,) = run.summary().records
-        assert record.explanation == FORESEEN and not record.is_explained
         assert Judgement(FAILURE) in list(run.folder.journal.events())
