@@ -207,9 +207,11 @@ def _verdict(trial: Trial, record: Record, function: str) -> FunctionVerdict:
     if heat := reach.heat_of(trial, record):
         shown = heat.curves(width - 2 * _MARGIN - len(heat.part))
         lines += [f"{_INDENT}{heat.part} {name:<9}{curve}" for name, curve in shown.items()]
-    expression = f"mla.judge({FunctionCase(trial.case)!r}, {function}, device={str(trial.subject.device)!r})"
-    if test or function:
-        lines.append(f"{_INDENT}replay: {f'pytest {shlex.quote(test)}' if test else expression}")
+    if test:
+        lines.append(f"{_INDENT}replay: pytest {shlex.quote(test)}")
+    elif function:
+        case, device = FunctionCase(trial.case), str(trial.subject.device)
+        lines.append(f"{_INDENT}replay: mla.judge({case!r}, {function}, device={device!r})")
     return FunctionVerdict(
         status=record.status,
         case=record.case,

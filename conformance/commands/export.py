@@ -120,7 +120,7 @@ def _write_issue(options: argparse.Namespace) -> int:
         issues = [_of_failure(failure, entry.record) for entry in entries for failure in entry.failures]
     issue = chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title)
     if issue.example.status is Status.HARNESS_ERROR:
-        said = "expected a kernel's failure, for whose maintainers an issue is"
+        said = "expected a kernel's failure, which its maintainers can mend"
         raise InputError(f"{options.issue}: failure {options.failure}: {said}, got: {issue.example.message}")
     write_or_print(options.out, issue_text(issue))
     return 0

@@ -156,7 +156,7 @@ class BackendSummary:
         # What failed in the suite itself is no fault of the kernel's.
         blamed = any(record.failed and record.status is not Status.HARNESS_ERROR for record in self.records)
         if self.group is Group.WRONG and not blamed:
-            self.group, self.sign = Group.INCOMPLETE, SIGN[BackendOutcome.NOT_RUN]
+            self.group, self.sign = Group.INCOMPLETE, SIGN[BackendOutcome.UNAVAILABLE]
         if self.reasons or not self.capabilities:
             self.group = Group.UNTESTED if self.reasons else Group.INCOMPLETE
 

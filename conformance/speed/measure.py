@@ -153,7 +153,8 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> list[float
     )
     found = busy_in(calls, kernels)
     if len(found) < _ROUNDS or not all(found):
-        raise RuntimeError(f"the profiler saw kernels of {sum(map(bool, found))} calls, expected those of all")
+        seen_of = f"the profiler saw kernels of {sum(map(bool, found))} calls, expected those of all"
+        raise RuntimeError(f"{seen_of}: CUPTI serves one profiler at a time")
     return found
 
 

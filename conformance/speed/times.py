@@ -20,7 +20,7 @@ _Text = Annotated[str, Meta(max_length=10_000)]
 _Figure = Annotated[float, Meta(ge=0, le=1e15)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _UNITS = ("µs", "ms", "s")
-_WITH_LAUNCHES = "an earlier version timed plain calls with the waits for their launches"
+_WITH_LAUNCHES = "an earlier version timed plain calls with the waits for their launches: time them anew"
 
 
 class Interval(Struct, frozen=True, forbid_unknown_fields=True):

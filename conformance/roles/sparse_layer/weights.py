@@ -78,7 +78,7 @@ class DrawnLayer:
         )
 
 
-@lru_cache(maxsize=2)  # of batches of one layer, and of another one; nobody writes them
+@lru_cache(maxsize=1)  # for the batches of one layer: hundreds of MB, which nobody writes
 def _drawn(
     dims: ModelDimensions, index_heads: int, queries: int, seed: int
 ) -> tuple[projections.MLAWeights, layer.IndexerWeights, list[int]]:
