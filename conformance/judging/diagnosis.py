@@ -111,9 +111,11 @@ def common_factor(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor) ->
     counted = wrong & got.isfinite() & want.isfinite()
     counted &= want.abs() > _TELLING * want.where(counted, 0.0).abs().max()
     ratios = (got / want)[counted]
-    if ratios.numel() < _MANY or float(ratios.max() - ratios.min()) > _ALIKE * float(ratios.mean().abs()):
+    if ratios.numel() < _MANY:
         return ""
-    return f"; got / expected = {float(ratios.mean()):.4g} there"
+    mean, spread = float(ratios.mean()), float(ratios.max() - ratios.min())
+    # None of numbers that are too large here and too small there.
+    return f"; got / expected = {mean:.4g} there" if spread <= min(_ALIKE * abs(mean), abs(mean - 1)) else ""
 
 
 def _is_rather(got: torch.Tensor, other: torch.Tensor, golden: torch.Tensor) -> bool:

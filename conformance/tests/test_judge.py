@@ -13,6 +13,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Data
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
+from mla_conformance.judging.diagnosis import common_factor
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import REGIMES, Regime
@@ -231,3 +232,10 @@ def test_an_answer_that_is_no_list_of_reasons_fails(monkeypatch: Any, answer: ob
     said = f"asked what it supports, validate_configuration returned {described}, expected a list of reasons (strings)"
     record = failure_of("EAGER", PLAIN)
     assert record.check == Check.CALL and record.message.startswith(said)
+
+
+def test_a_common_factor_is_told_where_all_are_too_large_and_not_where_some_are_too_small() -> None:
+    want = torch.linspace(8.0, 10.0, 16, dtype=torch.float64)
+    wrong = torch.ones(16, dtype=torch.bool)
+    assert common_factor(want * 1.01, want, wrong) == "; got / expected = 1.01 there"
+    assert not common_factor(want * (1 + 0.003 * torch.arange(16).cos()), want, wrong)
