@@ -50,6 +50,9 @@ def split(cases: Sequence[str], count: int, seconds: Mapping[str, float]) -> lis
     return [tuple(case for case in cases if part_of[case] == part) for part in range(count)]
 
 
+ROUND = 200  # cases that are drawn with one seed
+
+
 class Extent(NamedTuple):
     """How much is explored of each backend; nothing by default, so that ``any`` of it is false."""
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.cases.sharding import Extent
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
+from mla_conformance.judging.explored import Explored
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Repeated, Traits
 from mla_conformance.speed.times import Speed
@@ -51,10 +53,14 @@ class Judge(_AboutBackend, frozen=True, tag="judge"):
 
 
 class Explore(_AboutBackend, frozen=True, tag="explore"):
-    draws: int
-    seconds: int
-    capabilities: tuple[str, ...]
-    case: str = EXPLORED  # what its record is kept as
+    """Draw cases of one role, and tell what came of them: one record stands for what all of a backend's tasks find."""
+
+    capability: str  # whose cases the array is
+    extent: Extent
+    turn: tuple[int, int]  # the number of the first round of draws, and how many rounds further the next one is
+    part: int  # its number among those of its backend
+    parts: int  # how many there are
+    case: str = EXPLORED  # what the record is kept as
 
 
 class Trace(_AboutBackend, frozen=True, tag="trace"):
@@ -108,6 +114,8 @@ class Step(StrEnum):
 class Told(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     step: Step
     record: Record
+    explored: Explored | None = None  # what is known so far of a part of an exploration, and the number of that
+    part: int = 0
 
 
 class Found(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -129,6 +137,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     fitted: tuple[str, ...] = ()  # ids of the cases that were asked for
     missing: dict[str, str] = {}  # why no case of a role can be called on what was described
     found: Found = Found()
+    explored: Explored | None = None
     repeated: Repeated | None = None
     loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
     declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for

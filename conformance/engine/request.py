@@ -12,7 +12,7 @@ from pathlib import Path
 from mla_conformance.backends import references
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cases.sharding import Extent, Shard
+from mla_conformance.cases.sharding import ROUND, Extent, Shard
 from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.whole import InputError
@@ -22,6 +22,7 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
+_PARTS = 4  # of an exploration of each role for each worker at most, some of which take longer than others
 DEVICES = ("cpu", "cuda")
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
 
@@ -133,6 +134,7 @@ class RunRequest:
         before: Sequence[str] = (),  # cases that each process runs before each of its own
         told: Container[RecordKey] = (),  # what has a record already
         first: Sequence[str] = (),  # cases that come before the others
+        workers: int = 1,
     ) -> list[list[Judge | Explore]]:
         sides: dict[str, list[str]] = {case: [] for case in (*first, *self.judged_ids)}
         for facts in backends:
@@ -143,10 +145,19 @@ class RunRequest:
             for case, references in sides.items()
         ]
         if any(self.explore):
-            drawn = self.explore.draws, self.explore.seconds, self.drawn
-            groups += [[Explore(facts.reference, *drawn)] for facts in backends]
+            share = max(1, workers // max(1, len(backends)))
+            groups += [[task] for facts in backends for task in self.explorations(facts.reference, share)]
         left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)
         return list(filter(None, left))
+
+    def explorations(self, reference: str, workers: int) -> list[Explore]:
+        """Parts of an exploration for so many workers: the same cases for any number, where no time ends it."""
+        extent, names = self.explore, sorted(self.drawn, key=lambda name: -len(SPACES[name].dimensions))
+        turns = min(-(-extent.draws // ROUND), _PARTS * workers) or -(-workers // len(names))
+        if extent.seconds:
+            extent = Extent(seconds=max(1, extent.seconds * workers // (turns * len(names))))
+        asked = [(name, extent, (number, turns)) for number in range(turns) for name in names]
+        return [Explore(reference, *task, part, len(asked)) for part, task in enumerate(asked)]
 
 
 def _require_calls(cases: Sequence[Case]) -> None:

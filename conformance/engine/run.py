@@ -32,6 +32,7 @@ from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.files.whole import InputError
+from mla_conformance.judging.explored import Explorations
 from mla_conformance.judging.record import COMPILING, EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
@@ -74,7 +75,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[journal.JournalEvent] | None = field(default_factory=list)  # while there is no journal
-    _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
+    _explored: Explorations = field(default_factory=Explorations)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
 
@@ -204,6 +205,7 @@ class Run:
         failed = [record.case for record in self.found.verdicts.values() if record.failed]
         left = set(self._first) - {record.case for record in self.found.verdicts.values()}
         self._first, self.found, self._tried, self._explained = (*failed, *sorted(left)), Findings(), set(), set()
+        self._explored = Explorations()
         for place in self.supervisor.places:
             place.renew()
         self.describe()
@@ -276,10 +278,9 @@ class Run:
         if told.step is Step.STARTED:
             self._write(journal.CaseStarted(record.case, record.reference))
         elif told.step is Step.EXPLORED:
-            what = f"{record.message}; not all were drawn before the run ended"
-            seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
-            self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
-            self.on_phase(f"exploring {record.backend}: {record.message}")
+            assert told.explored is not None
+            self._explored.keep(record.reference, told.part, told.explored)
+            self.on_phase(f"exploring {record.backend}: {self._explored.record(record.reference).message}")
 
     def _trace(self) -> None:
         untold = [record for record in self.found.verdicts.values() if not self.found.of(record.reference).traced]
@@ -329,9 +330,19 @@ class Run:
         tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
+        ended = defaultdict[str, list[TaskOutcome]](list)  # parts of an exploration, by backend
         for outcome in self.outcomes(tasks):
             record, task = outcome.answer.record, outcome.task
-            assert record is not None and isinstance(task, Judge | Explore)
+            assert isinstance(task, Judge | Explore)
+            if isinstance(task, Explore):
+                self._explored.keep(task.reference, task.part, outcome.answer.explored, died_of=record)
+                ended[task.reference].append(outcome)
+                if len(ended[task.reference]) < task.parts:
+                    continue
+                record = self._explored.record(task.reference)
+                judged = task.reference, record.case
+                outcome = next((each for each in ended[task.reference] if judged in each.history), outcome)
+            assert record is not None
             key = task.reference, task.case
             others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
             if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
@@ -357,7 +368,7 @@ class Run:
 
     def _left(self) -> Tasks:
         ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
-        known = self.before, self.found.verdicts, self._first
+        known = self.before, self.found.verdicts, self._first, self._pool.workers
         several = [facts for facts in self.available if facts not in ahead]
         compiling = [piece for facts in several for piece in alike(self.request.tasks([facts], *known))]
         rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
@@ -437,7 +448,7 @@ class Run:
 
     def summary(self) -> RunSummary:
         groups: dict[str, list[Record]] = defaultdict(list)
-        judged = {**self._explored_so_far, **self.found.verdicts}.values()
+        judged = {**{each.record_key: each for each in self._explored.cut_short()}, **self.found.verdicts}.values()
         for record in sorted(judged, key=lambda record: self._positions.get(record.case, inf)):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:

@@ -219,7 +219,7 @@ class Supervisor:
             self._unbegun[id(given)] += 1  # again and again processes ended before they began it
             if self._unbegun[id(given)] >= _MOST_STARTS:
                 if isinstance(given, messages.Explore):
-                    case, fields = array_of(given.capabilities[0])[0], {"capability": EXPLORED}
+                    case, fields = array_of(given.capability)[0], {"capability": EXPLORED}
                 else:
                     case, fields = Case.parse(given.case), {}
                 record = Record.begun(parse_reference(given.reference), case).with_fields(**fields)

@@ -25,6 +25,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.fitting import Region
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.reach import heat_of, with_reach
 from mla_conformance.driving import driver, remote
@@ -33,6 +34,7 @@ from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
+from mla_conformance.judging.explored import Explored
 from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
@@ -156,6 +158,7 @@ class Worker:
     _held_to: int | None = None
     _last: str = ""
     _subjects: dict[str, Subject] = field(default_factory=dict)
+    _regions: dict[tuple[str, str], Region] = field(default_factory=dict)  # what backends declare of roles, as needed
 
     def _subject(self, reference: str) -> Subject:
         if reference not in self._subjects:
@@ -230,16 +233,23 @@ class Worker:
             region = explore.region_of(subject, SPACES[task.capability], task.triples, self.context.salt)
             return messages.TaskReply(fitted=tuple(case.id for case in region.cases))
         if isinstance(task, messages.Explore):
+            key, backend = (task.reference, task.capability), subject.backend
+            if key not in self._regions:
+                self._regions[key] = explore.region_of(subject, SPACES[task.capability])
+
+            def tell(found: Explored) -> None:
+                self.send(Told(Step.EXPLORED, found.record(backend), found, task.part))
+
             starts = partial(self._starts, subject, capability=EXPLORED)
-            asked = task.draws, task.seconds, task.capabilities, self.context, starts
-            record = explore.explore(subject, *asked, lambda so_far: self.send(Told(Step.EXPLORED, so_far)))
-            return messages.TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
+            found = explore.explore(subject, self._regions[key], task.extent, task.turn, self.context, starts, tell)
+            record = found.record(backend)
+            return messages.TaskReply(explored=found, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
             answers = examine.bitwise(subject, self.context) if task.bitwise else ()
             spreads = examine.accuracy(subject, self.context) if task.accuracy else ()
             return messages.TaskReply(found=Found(traits=Traits(answers, spreads)), leaves=True)
-        found = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
-        return messages.TaskReply(repeated=found, leaves=True)
+        again = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
+        return messages.TaskReply(repeated=again, leaves=True)
 
     def _judged(self, task: messages.Judge) -> messages.TaskReply:
         subject = self._subject(task.reference)

@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
@@ -25,6 +25,7 @@ from mla_conformance.engine.messages import Step, Told
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.files.whole import InputError
+from mla_conformance.judging.explored import Explorations, Explored
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
@@ -51,36 +52,34 @@ def subject_of(kernel: type) -> tuple[Subject, Region]:
     return subject, region_of(subject, SPACES["combinations"])
 
 
-def explored(
-    monkeypatch: pytest.MonkeyPatch,
-    fails: Fails,
-    draws: int = 30,
-    seconds: float = 0.0,
-    kernel: type = NARROW,
-    so_far: Callable[[Record], None] = lambda record: None,
-) -> tuple[list[Case], Record]:
-    """The cases that were judged, each of which fails a check that ``fails`` names, and the record."""
+def drawn_in(
+    monkeypatch: pytest.MonkeyPatch, fails: Fails, extent: Extent, *, kernel: type = NARROW, **more: Any
+) -> tuple[list[Case], Explored]:
+    """The cases that were judged, each of which fails a check that ``fails`` names, and what came of them."""
     judged: list[Case] = []
 
-    def judge(subject: Subject, case: Case, *more: Any) -> Record:
+    def judge(subject: Subject, case: Case, *_: Any) -> Record:
         judged.append(case)
         check = fails(case)
         status = Status.FAIL if check else Status.PASS
         return Record("K", "K", case.capability, case.id, status, check=check, message=f"{check} of {len(judged)}")
 
     monkeypatch.setattr("mla_conformance.trials.explore.judge_one", judge)
-    subject, region = subject_of(kernel)
-    monkeypatch.setattr("mla_conformance.trials.explore.region_of", lambda *_: region)
-    return judged, explore(subject, draws, seconds, ("combinations",), Context(), so_far=so_far)
+    return judged, explore(*subject_of(kernel), extent, context=Context(), **{"turn": (0, 1), **more})
+
+
+def explored(monkeypatch: pytest.MonkeyPatch, fails: Fails, draws: int = 30, **more: Any) -> tuple[list[Case], Record]:
+    judged, found = drawn_in(monkeypatch, fails, Extent(draws), **more)
+    return judged, found.record(BackendReference("K", "K"))
 
 
 def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged, record = explored(monkeypatch, lambda case: "", draws=16)
+    judged, record = explored(monkeypatch, lambda case: "", 16)
     assert record.status is Status.PASS and record.capability == "explored"
     assert 8 < len(judged) == len(set(judged)) == record.cases <= 16
     assert record.message == f"{len(judged)} of {len(judged)} drawn cases hold, none fails"
     assert {case.dtype for case in judged} == {"bf16"} and len({case.call for case in judged}) > 1
-    assert judged == explored(monkeypatch, lambda case: "", draws=16)[0], "the same number draws the same cases"
+    assert judged == explored(monkeypatch, lambda case: "", 16)[0], "the same number draws the same cases"
 
 
 def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
@@ -109,7 +108,7 @@ def test_two_causes_are_found_in_one_call_and_both_are_told(monkeypatch: pytest.
     def fails(case: Case) -> str:
         return Check.LSE if case.pad else Check.OUTPUT if case.poison == "inf" else ""
 
-    judged, record = explored(monkeypatch, fails, draws=40)
+    judged, record = explored(monkeypatch, fails, 40)
     assert record.status is Status.FAIL and " drawn cases, made small: " in record.message
     told = {Check.LSE, Check.OUTPUT}
     assert record.check in told and all(check in record.message for check in told)
@@ -132,24 +131,54 @@ def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.Monkey
 def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET", 0.0)
     monkeypatch.setattr("mla_conformance.trials.explore._QUIET_SHARE", 0.0)
-    known = list[Record]()
+    known = list[Explored]()
     judged, whole = explored(monkeypatch, lambda case: "", so_far=known.append)
-    assert [each.cases for each in known] == list(range(1, len(judged) + 1)) and known[-1].cases == whole.cases
+    assert [each.passed for each in known] == list(range(1, len(judged) + 1)) and known[-1].passed == whole.cases
     request = RunRequest.of(["EAGER"], ["combinations"], cases=["combinations:q=[1]"], explore=Extent(draws=30))
     with Run(request, RunFolder.claim(tmp_path / "run")) as run:
         run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {"suite": "1"}
-        failing = Record("EAGER", "EAGER", "explored", "combinations:q=[1]", Status.FAIL, message="1 cause")
-        for record, status, outcome in ((known[0], Status.UNAVAILABLE, 3), (failing, Status.FAIL, 1)):
-            run._hear(Told(Step.EXPLORED, record.with_fields(backend="EAGER", reference="EAGER")))
+        failing = Record("EAGER", "EAGER", "combinations", "combinations:q=[1]", Status.FAIL, message="LSE is 2")
+        passing = known[0].record(BackendReference("EAGER", "EAGER")).with_fields(backend="EAGER", reference="EAGER")
+        held = "1 of 1 drawn cases hold, none fails"
+        wrong = "1 cause in 2 drawn cases, made small: LSE is 2"
+        for part, record, message, status, outcome in (
+            (1, passing, held, Status.UNAVAILABLE, 3),
+            (0, failing, wrong, Status.FAIL, 1),
+        ):
+            run._hear(Told(Step.EXPLORED, record, Explored.of([record], []), part))
             (kept,) = run.summary().records
             assert (kept.status, run.summary().exit_status) == (status, outcome)
-            assert kept.message == f"{record.message}; not all were drawn before the run ended"
+            assert kept.message == f"{message}; not all were drawn before the run ended"
 
 
 def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.trials.explore._ROUND", 5)
-    judged, record = explored(monkeypatch, lambda case: "", draws=0, seconds=0.1)
-    assert record.status is Status.PASS and judged
+    monkeypatch.setattr("mla_conformance.trials.explore.ROUND", 5)
+    judged, found = drawn_in(monkeypatch, lambda case: "", Extent(seconds=1))
+    assert judged and found.passed == found.judged == len(judged)
+
+
+def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("trials.explore", "engine.request"):
+        monkeypatch.setattr(f"mla_conformance.{module}.ROUND", 5)
+
+    def fails(case: Case) -> str:
+        return Check.LSE if case.pad else ""
+
+    request = RunRequest.of(["EAGER"], ["combinations"], cases=["combinations:q=[1]"], explore=Extent(20))
+    parts, found, judged = request.explorations("EAGER", 3), Explorations(), set[Case]()
+    assert [part.turn for part in parts] == [(0, 4), (1, 4), (2, 4), (3, 4)] and {part.parts for part in parts} == {4}
+    for part in reversed(parts):
+        cases, seen = drawn_in(monkeypatch, fails, part.extent, turn=part.turn)
+        judged |= set(cases)
+        found.keep("EAGER", part.part, seen)
+    assert judged >= set(drawn_in(monkeypatch, lambda case: "", Extent(20))[0])
+    record = found.record("EAGER")
+    assert record.status is Status.FAIL and Case.parse(record.case).pad and record.check == Check.LSE
+    died = Record("K", "K", "explored", "combinations:q=[1]", Status.CRASH, message="the process died")
+    found.keep("EAGER", 9, None, died_of=died)
+    assert "; the process died" not in record.message and "the process died" in found.record("EAGER").message
+    timed = RunRequest.of(["EAGER"], ["combinations"], explore=Extent(seconds=60)).explorations("EAGER", 3)
+    assert [part.extent.seconds for part in timed] == [60] * 3
 
 
 def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:

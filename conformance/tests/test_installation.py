@@ -87,6 +87,7 @@ def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
     """The judge imports nothing once a backend is there, whatever it has to judge and explain."""
     code = f"""
 import socket, sys, time, torch
+from mla_conformance.cases.sharding import Extent
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
 from mla_conformance.engine.worker import Worker, load_all, start_kernel_process
 from mla_conformance.files.places import refuse_written_since
@@ -100,12 +101,12 @@ reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
 worker.answer(Describe(reference))
 for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):
     print(worker.answer(Judge(reference, case, explain="lse" in case)).record.status)
-print(worker.answer(Explore(reference, 2, 0, ("combinations",))).record.status)
+print(bool(worker.answer(Explore(reference, "combinations", Extent(2), (0, 1), 0, 1)).explored.causes))
 print(sorted(set(sys.modules) - before))
 """
     (tmp_path / "kernel.py").write_text(WRONG + "\n    def attack(self, calls): ...\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "fail", "[]"], done.stdout + done.stderr
+    assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "True", "[]"], done.stdout + done.stderr
 
 
 def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,17 @@ from itertools import compress
 
 from mla_conformance.cases import covering, fitting, work
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.sharding import ROUND, Extent
 from mla_conformance.cases.space import Space
-from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
+from mla_conformance.judging.explored import Explored, cause_of
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, OnStarted, judge_one
-from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
-_ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
 _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
-_Cause = tuple[str, str]  # the call and the check that fails
 
 
 def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
@@ -52,57 +51,30 @@ def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
 
 def explore(
     subject: Subject,
-    draws: int,
-    seconds: float,
-    capabilities: tuple[str, ...],
+    region: fitting.Region,
+    extent: Extent,
+    turn: tuple[int, int],
     context: Context,
     started: OnStarted = lambda case: None,
-    so_far: Callable[[Record], None] = lambda record: None,
-) -> Record:
-    """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
+    so_far: Callable[[Explored], None] = lambda found: None,
+) -> Explored:
+    """What came of the cases that are drawn in a turn, (2, 5) for every fifth round from the third on.
 
-    ``draws`` cases of each role are drawn, or for so many ``seconds`` over all roles, where the other is 0, of the
-    spaces of these ``capabilities``. ``started`` is told of every case before anything of it is launched, ``so_far``
-    now and then, ever more rarely, what the record would be if the last case had been the last.
+    ``started`` is told of every case before anything of it is launched, ``so_far`` now and then, ever more rarely, what
+    the answer would be if the last case had been the last.
     """
-    regions = [region_of(subject, SPACES[name]) for name in capabilities]
-    declared = [region for region in regions if region.rows]
     began = told = time.monotonic()
 
     def judged() -> None:
         nonlocal told
         if (now := time.monotonic()) - told >= max(_QUIET, _QUIET_SHARE * (now - began)):
             told = now
-            so_far(_record_of(subject, capabilities, found))
+            so_far(exploration.found)
 
-    found = [_Exploration(subject, region, context, started, judged) for region in declared]
-    for each in found:
-        each.search(draws, time.monotonic() + seconds / len(found) if seconds else 0.0)
-    return _record_of(subject, capabilities, found)
-
-
-def _record_of(subject: Subject, capabilities: tuple[str, ...], found: "list[_Exploration]") -> Record:
-    every = [record for each in found for record in each.records.values()]
-    judged = [record for record in every if record.status is not Status.UNSUPPORTED]
-    causes = [record for each in found for record in each.causes.values()]
-    causes = causes or [record for record in judged if record.failed][:1]  # that is being made small
-    passed = [record for record in judged if record.status is Status.PASS]
-    if causes:
-        number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
-        said = [f"{number} in {len(judged)} drawn cases, made small: {causes[0].message}"]
-        said += [f"{record.check} at {record.case}: {record.message}" for record in causes[1:]]
-        told = causes[0].with_fields(message="; ".join(said))
-    elif passed:
-        shares = [record.shares for record in passed]
-        used = BudgetUse(**{rule: max(each[rule] for each in shares) for rule in shares[0]})
-        held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
-        spent = round(sum(record.seconds for record in judged), 4)
-        told = passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), spent).with_fields(cases=len(passed))
-    else:
-        nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
-        empty = Record(subject.backend.name, subject.backend.reference, capabilities[0], "", Status.UNSUPPORTED)
-        told = judged[0] if judged else empty.with_verdict(nothing, 0.0)
-    return told.with_fields(capability=EXPLORED)
+    exploration = _Exploration(subject, region, context, started, judged)
+    if region.rows:
+        exploration.search(extent, turn)
+    return exploration.found
 
 
 class _CaseFails(Exception):
@@ -117,10 +89,14 @@ class _Exploration:
     started: OnStarted
     judged: Callable[[], None]
     records: dict[str, Record] = field(default_factory=dict)
-    causes: dict[_Cause, Record] = field(default_factory=dict)
+    causes: dict[tuple[str, str], Record] = field(default_factory=dict)
     _device_lost: bool = False
 
-    def search(self, draws: int, until: float) -> None:
+    @property
+    def found(self) -> Explored:
+        return Explored.of([*self.records.values()], [*self.causes.values()])
+
+    def search(self, extent: Extent, turn: tuple[int, int]) -> None:
         """Draw the cases of one seed after another, again behind each cause; what was judged is not judged again."""
         from hypothesis import given, reject, seed
 
@@ -132,12 +108,12 @@ class _Exploration:
             if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
                 reject()
 
-        number = 0
-        while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
+        draws, (number, turns), until = extent.draws, turn, time.monotonic() + extent.seconds
+        while (time.monotonic() < until if extent.seconds else number * ROUND < draws) and not self._device_lost:
             drawn = given(case=cases(self.region.space, self.region.classes))(holds)
-            drawn = seed(number)(profile(min(_ROUND, draws - number * _ROUND) if draws else _ROUND)(drawn))
+            drawn = seed(number)(profile(min(ROUND, draws - number * ROUND) if draws else ROUND)(drawn))
             while len(self.causes) < _MOST_CAUSES and not self._device_lost:
-                self._sought: _Cause | None = None
+                self._sought: tuple[str, str] | None = None
                 try:
                     drawn()
                 except _CaseFails as found:
@@ -146,10 +122,10 @@ class _Exploration:
                     # Its smallest case is run once more, where that is possible.
                     again = first if self._device_lost else self._judge(case)
                     passed = first.with_fields(message=f"{first.message}; when run again the case passed")
-                    self.causes[_cause(first)] = again if again.failed else passed
+                    self.causes[cause_of(first)] = again if again.failed else passed
                 else:
                     break
-            number += 1
+            number += turns
 
     def _judge(self, case: Case) -> Record:
         return judge_one(self.subject, case, self.context, self.started)
@@ -161,11 +137,7 @@ class _Exploration:
             self._device_lost = self.records[case.id].failed and self.subject.executor.lost(self.subject.device)
             self.judged()
         record = self.records.get(case.id)
-        if record is None or not record.failed or _cause(record) in self.causes:
+        if record is None or not record.failed or cause_of(record) in self.causes:
             return False
-        self._sought = self._sought or _cause(record)
-        return self._sought == _cause(record)
-
-
-def _cause(record: Record) -> _Cause:
-    return Case.parse(record.case).call, record.check
+        self._sought = self._sought or cause_of(record)
+        return self._sought == cause_of(record)

@@ -1,0 +1,96 @@
+"""What came of drawn cases, which several workers share; one record of a backend stands for all of them."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import reduce
+
+import msgspec
+
+from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.record import EXPLORED, Record, Used, written
+from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
+
+
+class Explored(msgspec.Struct, frozen=True):
+    judged: int = 0  # cases, without those that were unsupported
+    passed: int = 0
+    seconds: float = 0.0  # that judging took
+    used: Used = {}  # the most of a case that passed
+    causes: tuple[Record, ...] = ()  # of failures, one for each call and check, made small
+    last: Record | None = None  # one of the cases, the last that passed if any did
+
+    @staticmethod
+    def of(records: list[Record], causes: list[Record]) -> "Explored":
+        judged = [record for record in records if record.status is not Status.UNSUPPORTED]
+        passed = [record for record in judged if record.status is Status.PASS]
+        causes = causes or [record for record in judged if record.failed][:1]  # that is being made small
+        used = reduce(_larger, (record.used for record in passed), Used())
+        spent = round(sum(record.seconds for record in judged), 4)
+        return Explored(len(judged), len(passed), spent, used, tuple(causes), next(iter((*passed[-1:], *judged)), None))
+
+    def joined(self, other: "Explored") -> "Explored":
+        causes = dict[tuple[str, str], Record]()
+        for each in (*self.causes, *other.causes):
+            causes.setdefault(cause_of(each), each)
+        return Explored(
+            self.judged + other.judged,
+            self.passed + other.passed,
+            self.seconds + other.seconds,
+            _larger(self.used, other.used),
+            tuple(causes.values()),
+            other.last if other.passed else self.last or other.last,
+        )
+
+    def record(self, backend: BackendReference) -> Record:
+        if self.causes:
+            number = f"{len(self.causes)} cause{'s' if len(self.causes) > 1 else ''}"
+            first, *others = self.causes
+            said = [f"{number} in {self.judged} drawn cases, made small: {first.message}"]
+            said += [f"{record.check} at {record.case}: {record.message}" for record in others]
+            told = first.with_fields(message="; ".join(said))
+        elif self.passed and self.last:
+            used = BudgetUse(**{rule: float(share) for rule, share in self.used.items()})
+            held = f"{self.passed} of {self.judged} drawn cases hold, none fails"
+            told = self.last.with_verdict(Verdict(Status.PASS, held, used=used), self.seconds)
+            told = told.with_fields(cases=self.passed)
+        else:
+            nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
+            empty = Record(backend.name, backend.reference, EXPLORED, "", Status.UNSUPPORTED)
+            told = self.last or empty.with_verdict(nothing, 0.0)
+        return told.with_fields(capability=EXPLORED)
+
+
+class Explorations:
+    """What is known of each backend's exploration, whose parts come in any order and may not come to their end."""
+
+    def __init__(self) -> None:
+        self._parts = defaultdict[str, dict[int, Explored]](dict)
+
+    def keep(self, reference: str, part: int, found: Explored | None, died_of: Record | None = None) -> None:
+        """What is known of a part now; of one whose process died what was known before, and of which case it died."""
+        parts = self._parts[reference]
+        died = Explored.of([died_of], [died_of]) if died_of else Explored()
+        parts[part] = found or parts.get(part, Explored()).joined(died)
+
+    def record(self, reference: str) -> Record:
+        parts = sorted(self._parts[reference].items())
+        return reduce(Explored.joined, (part for _, part in parts), Explored()).record(parse_reference(reference))
+
+    def cut_short(self) -> Iterator[Record]:
+        """The records of a run that ended before them."""
+        for known in map(self.record, self._parts):
+            what = f"{known.message}; not all were drawn before the run ended"
+            if not known.failed:
+                known = known.with_verdict(Verdict(Status.UNAVAILABLE, what), known.seconds)
+            yield known.with_fields(message=what, cases=1)
+
+
+def cause_of(record: Record) -> tuple[str, str]:
+    """What tells causes of failures apart: the call and the check that fails."""
+    return Case.parse(record.case).call, record.check
+
+
+def _larger(one: Used, other: Used) -> Used:
+    found = {**one, **other}
+    return {rule: written(max(float(each.get(rule, 0.0)) for each in (one, other))) for rule in found}
