@@ -1,7 +1,6 @@
 """What came of drawn cases, which several workers share; one record of a backend stands for all of them."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import reduce
 
 import msgspec
@@ -19,6 +18,7 @@ class Explored(msgspec.Struct, frozen=True):
     used: Used = {}  # the most of a case that passed
     causes: tuple[Record, ...] = ()  # of failures, one for each call and check, made small
     last: Record | None = None  # one of the cases, the last that passed if any did
+    unfinished: str = ""  # why not all were drawn; empty if all were
 
     @staticmethod
     def of(records: list[Record], causes: list[Record]) -> "Explored":
@@ -40,13 +40,15 @@ class Explored(msgspec.Struct, frozen=True):
             _larger(self.used, other.used),
             tuple(causes.values()),
             other.last if other.passed else self.last or other.last,
+            self.unfinished or other.unfinished,
         )
 
     def record(self, backend: BackendReference) -> Record:
         if self.causes:
             number = f"{len(self.causes)} cause{'s' if len(self.causes) > 1 else ''}"
             first, *others = self.causes
-            said = [f"{number} in {self.judged} drawn cases, made small: {first.message}"]
+            small = ", made small" if first.status is Status.FAIL else ""  # not of what a process dies of
+            said = [f"{number} in {self.judged} drawn cases{small}: {first.message}"]
             said += [f"{record.check} at {record.case}: {record.message}" for record in others]
             told = first.with_fields(message="; ".join(said))
         elif self.passed and self.last:
@@ -58,6 +60,11 @@ class Explored(msgspec.Struct, frozen=True):
             nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
             empty = Record(backend.name, backend.reference, EXPLORED, "", Status.UNSUPPORTED)
             told = self.last or empty.with_verdict(nothing, 0.0)
+        if self.unfinished:
+            what = f"{told.message}; not all were drawn: {self.unfinished}"
+            if not told.failed:
+                told = told.with_verdict(Verdict(Status.UNAVAILABLE, what), told.seconds)
+            told = told.with_fields(message=what, cases=1)
         return told.with_fields(capability=EXPLORED)
 
 
@@ -69,21 +76,20 @@ class Explorations:
 
     def keep(self, reference: str, part: int, found: Explored | None, died_of: Record | None = None) -> None:
         """What is known of a part now; of one whose process died what was known before, and of which case it died."""
-        parts = self._parts[reference]
-        died = Explored.of([died_of], [died_of]) if died_of else Explored()
-        parts[part] = found or parts.get(part, Explored()).joined(died)
+        known = self._parts[reference].get(part, Explored())
+        if died_of:
+            died = Explored.of([died_of], [died_of]) if died_of.failed else Explored(unfinished=died_of.message)
+            found = known.joined(died)
+        self._parts[reference][part] = found or known
 
-    def record(self, reference: str) -> Record:
-        parts = sorted(self._parts[reference].items())
-        return reduce(Explored.joined, (part for _, part in parts), Explored()).record(parse_reference(reference))
+    def record(self, reference: str, unfinished: str = "") -> Record:
+        parts = (part for _, part in sorted(self._parts[reference].items()))
+        found = reduce(Explored.joined, parts, Explored(unfinished=unfinished))
+        return found.record(parse_reference(reference))
 
-    def cut_short(self) -> Iterator[Record]:
+    def cut_short(self) -> list[Record]:
         """The records of a run that ended before them."""
-        for known in map(self.record, self._parts):
-            what = f"{known.message}; not all were drawn before the run ended"
-            if not known.failed:
-                known = known.with_verdict(Verdict(Status.UNAVAILABLE, what), known.seconds)
-            yield known.with_fields(message=what, cases=1)
+        return [self.record(reference, "the run ended before") for reference in self._parts]
 
 
 def cause_of(record: Record) -> tuple[str, str]:

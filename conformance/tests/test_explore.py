@@ -148,7 +148,7 @@ def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeyp
             run._hear(Told(Step.EXPLORED, record, Explored.of([record], []), part))
             (kept,) = run.summary().records
             assert (kept.status, run.summary().exit_status) == (status, outcome)
-            assert kept.message == f"{message}; not all were drawn before the run ended"
+            assert kept.message == f"{message}; not all were drawn: the run ended before"
 
 
 def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,12 @@ def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeyp
     assert record.status is Status.FAIL and Case.parse(record.case).pad and record.check == Check.LSE
     died = Record("K", "K", "explored", "combinations:q=[1]", Status.CRASH, message="the process died")
     found.keep("EAGER", 9, None, died_of=died)
-    assert "; the process died" not in record.message and "the process died" in found.record("EAGER").message
+    assert "the process died" not in record.message and "the process died" in found.record("EAGER").message
+    found = Explorations()
+    found.keep("EAGER", 0, drawn_in(monkeypatch, lambda case: "", Extent(5))[1])
+    found.keep("EAGER", 1, None, died_of=died.with_fields(status=Status.UNAVAILABLE, message="out of memory"))
+    left = found.record("EAGER")
+    assert left.status is Status.UNAVAILABLE and left.message.endswith("; not all were drawn: out of memory")
     timed = RunRequest.of(["EAGER"], ["combinations"], explore=Extent(seconds=60)).explorations("EAGER", 3)
     assert [part.extent.seconds for part in timed] == [60] * 3
 
