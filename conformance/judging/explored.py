@@ -49,7 +49,7 @@ class Explored(msgspec.Struct, frozen=True):
             first, *others = self.causes
             small = ", made small" if first.status is Status.FAIL else ""  # not of what a process dies of
             said = [f"{number} in {self.judged} drawn cases{small}: {first.message}"]
-            said += [f"{record.check} at {record.case}: {record.message}" for record in others]
+            said += [f"{record.check or record.status} at {record.case}: {record.message}" for record in others]
             told = first.with_fields(message="; ".join(said))
         elif self.passed and self.last:
             used = BudgetUse(**{rule: float(share) for rule, share in self.used.items()})

@@ -160,28 +160,27 @@ def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("trials.explore", "engine.request"):
         monkeypatch.setattr(f"mla_conformance.{module}.ROUND", 5)
-
-    def fails(case: Case) -> str:
-        return Check.LSE if case.pad else ""
-
     request = RunRequest.of(["EAGER"], ["combinations"], cases=["combinations:q=[1]"], explore=Extent(20))
-    parts, found, judged = request.explorations("EAGER", 3), Explorations(), set[Case]()
+    parts, found, judged = request.explorations("EAGER", 3), Explorations(), list[Case]()
     assert [part.turn for part in parts] == [(0, 4), (1, 4), (2, 4), (3, 4)] and {part.parts for part in parts} == {4}
     for part in reversed(parts):
-        cases, seen = drawn_in(monkeypatch, fails, part.extent, turn=part.turn)
-        judged |= set(cases)
+        cases, seen = drawn_in(monkeypatch, lambda case: "", part.extent, turn=part.turn)
+        judged += cases
         found.keep("EAGER", part.part, seen)
-    assert judged >= set(drawn_in(monkeypatch, lambda case: "", Extent(20))[0])
-    record = found.record("EAGER")
-    assert record.status is Status.FAIL and Case.parse(record.case).pad and record.check == Check.LSE
-    died = Record("K", "K", "explored", "combinations:q=[1]", Status.CRASH, message="the process died")
-    found.keep("EAGER", 9, None, died_of=died)
-    assert "the process died" not in record.message and "the process died" in found.record("EAGER").message
-    found = Explorations()
-    found.keep("EAGER", 0, drawn_in(monkeypatch, lambda case: "", Extent(5))[1])
-    found.keep("EAGER", 1, None, died_of=died.with_fields(status=Status.UNAVAILABLE, message="out of memory"))
+    assert set(judged) == set(drawn_in(monkeypatch, lambda case: "", Extent(20))[0])
+    assert found.record("EAGER").message == f"{len(judged)} of {len(judged)} drawn cases hold, none fails"
+    died = Record("K", "K", "explored", "combinations:q=[1]", Status.UNAVAILABLE, message="out of memory")
+    found.keep("EAGER", 3, None, died_of=died)
     left = found.record("EAGER")
     assert left.status is Status.UNAVAILABLE and left.message.endswith("; not all were drawn: out of memory")
+    failed = died.with_fields(status=Status.FAIL, check=Check.LSE, message="LSE is 2")
+    crashed = died.with_fields(status=Status.CRASH, check="", message="the process died")
+    found.keep("EAGER", 8, Explored.of([failed], [failed]))
+    found.keep("EAGER", 9, None, died_of=crashed)
+    record = found.record("EAGER")
+    assert record.status is Status.FAIL and record.check == Check.LSE
+    what = f"2 causes in {len(judged) + 2} drawn cases, made small: LSE is 2; crash at combinations:q=[1]"
+    assert record.message == f"{what}: the process died; not all were drawn: out of memory"
     timed = RunRequest.of(["EAGER"], ["combinations"], explore=Extent(seconds=60)).explorations("EAGER", 3)
     assert [part.extent.seconds for part in timed] == [60] * 3
 
