@@ -75,7 +75,7 @@ class BoundedLog:
     @property
     def tail(self) -> str:
         with self._lock:
-            text = self._early if self._path is None else self._path.read_bytes()
+            text = self._path.read_bytes() if self._path and self._path.exists() else self._early
         return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
 
 

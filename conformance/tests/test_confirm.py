@@ -218,6 +218,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 
 class Wrong(EagerPrefillBackend):
     def run_prefill_new_tokens(self, q, k, v, **options):
+        print("\\x1b[2Jseen:", q.shape)
         raise RuntimeError(f"it begins with {float(q.flatten()[0])}")
 """
 
@@ -225,7 +226,9 @@ class Wrong(EagerPrefillBackend):
 def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(tmp_path: Path, ours: Any) -> None:
     (tmp_path / "wrong.py").write_text(TELLS_ITS_QUERIES)
     named = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--salt", "s1"]
-    status, said, _ = ours("replay", "lse:q=[4]", *named, "--device", "cpu")
+    status, said, beside = ours("replay", "lse:q=[4]", *named, "--device", "cpu")
+    printed = beside.partition("printed by the processes of the kernel, last:\n")[2]
+    assert "  \\x1b[2Jseen: torch.Size([4, 4, 192])" in printed and "seen" not in said
     first = float(build_problem(Case.parse("lse:q=[4]"), CPU, "s1").calls[0].q.flatten()[0])
     assert status == 1 and f"it begins with {first}" in said
     assert "· salt s1" in said and f"replay: mla-conformance replay 'lse:q=[4]' {' '.join(named)}" in said
