@@ -87,7 +87,9 @@ class CachedCase(Case):
             form = TILED_FORMATS.get(layout)
             if form and (self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16"))):
                 held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
-                yield f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
+                got, ((latent, rope), *_) = self.latent_dims, form.dims
+                fit = "" if got in form.dims else f"; dims={self.dimensions.qk_nope_head_dim}-{rope}-128-{latent} fit"
+                yield f"{layout} holds {held} values of a 16-bit model, got {got} of {self.dtype}{fit}"
 
 
 @dataclass(frozen=True, kw_only=True)
