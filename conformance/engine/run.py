@@ -280,7 +280,8 @@ class Run:
         elif told.step is Step.EXPLORED:
             assert told.explored is not None
             self._explored.keep(record.reference, told.part, told.explored)
-            self.on_phase(f"exploring {record.backend}: {self._explored.record(record.reference).message}")
+            if self._explored.pace.is_due():
+                self.on_phase(f"exploring {record.backend}: {self._explored.record(record.reference).message}")
 
     def _trace(self) -> None:
         untold = [record for record in self.found.verdicts.values() if not self.found.of(record.reference).traced]

@@ -1,5 +1,6 @@
 """What came of drawn cases, which several workers share; one record of a backend stands for all of them."""
 
+import time
 from collections import defaultdict
 from functools import reduce
 
@@ -9,6 +10,20 @@ from mla_conformance.backends.references import BackendReference, parse_referenc
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import EXPLORED, Record, Used, written
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
+
+_QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether it is time to tell again how far it is, ever more rarely."""
+        if (now := time.monotonic()) - self._told < max(_QUIET, _QUIET_SHARE * (now - self._began)):
+            return False
+        self._told = now
+        return True
 
 
 class Explored(msgspec.Struct, frozen=True):
@@ -73,6 +88,7 @@ class Explorations:
 
     def __init__(self) -> None:
         self._parts = defaultdict[str, dict[int, Explored]](dict)
+        self.pace = Pace()  # of what is told of all parts, each of which has its own
 
     def keep(self, reference: str, part: int, found: Explored | None, died_of: Record | None = None) -> None:
         """What is known of a part now; of one whose process died what was known before, and of which case it died."""

@@ -129,8 +129,8 @@ def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.Monkey
 
 
 def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr("mla_conformance.trials.explore._QUIET", 0.0)
-    monkeypatch.setattr("mla_conformance.trials.explore._QUIET_SHARE", 0.0)
+    monkeypatch.setattr("mla_conformance.judging.explored._QUIET", 0.0)
+    monkeypatch.setattr("mla_conformance.judging.explored._QUIET_SHARE", 0.0)
     known = list[Explored]()
     judged, whole = explored(monkeypatch, lambda case: "", so_far=known.append)
     assert [each.passed for each in known] == list(range(1, len(judged) + 1)) and known[-1].passed == whole.cases

@@ -10,7 +10,7 @@ from mla_conformance.cases import covering, fitting, work
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import ROUND, Extent
 from mla_conformance.cases.space import Space
-from mla_conformance.judging.explored import Explored, cause_of
+from mla_conformance.judging.explored import Explored, Pace, cause_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.subject import Subject
@@ -18,7 +18,6 @@ from mla_conformance.trials.trial import Context, OnStarted, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
 _MOST_CAUSES = 8
-_QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
 
 
 def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
@@ -63,12 +62,10 @@ def explore(
     ``started`` is told of every case before anything of it is launched, ``so_far`` now and then, ever more rarely, what
     the answer would be if the last case had been the last.
     """
-    began = told = time.monotonic()
+    pace = Pace()
 
     def judged() -> None:
-        nonlocal told
-        if (now := time.monotonic()) - told >= max(_QUIET, _QUIET_SHARE * (now - began)):
-            told = now
+        if pace.is_due():
             so_far(exploration.found)
 
     exploration = _Exploration(subject, region, context, started, judged)
