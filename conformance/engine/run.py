@@ -341,6 +341,7 @@ class Run:
                 if len(ended[task.reference]) < task.parts:
                     continue
                 record = self._explored.record(task.reference)
+                self.on_phase(f"explored {record.backend}: {record.message}")
                 judged = task.reference, record.case
                 outcome = next((each for each in ended[task.reference] if judged in each.history), outcome)
             assert record is not None
