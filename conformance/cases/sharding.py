@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mla_conformance.files.whole import InputError
 
+ROUND = 200  # cases that are drawn with one seed
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _MOST_DRAWS, _MOST_SECONDS = 10**6, 7 * 24 * 3600
 
@@ -48,9 +49,6 @@ def split(cases: Sequence[str], count: int, seconds: Mapping[str, float]) -> lis
         load[part] += cost[case]
         part_of[case] = part
     return [tuple(case for case in cases if part_of[case] == part) for part in range(count)]
-
-
-ROUND = 200  # cases that are drawn with one seed
 
 
 class Extent(NamedTuple):

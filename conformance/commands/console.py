@@ -76,8 +76,8 @@ def run_and_report(
                 say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
-    if not keep_report and (printed := run.supervisor.log.tail):  # which else is in the run's folder
-        say("printed by the processes of the kernel, last:", *(f"  {line}" for line in printed.split("\n")), error=True)
+    if not keep_report and (printed := run.supervisor.log.tail):  # whose file goes with the run's folder
+        say("what the kernel printed last:", *(f"  {line}" for line in printed.split("\n")), error=True)
     say(*(f"mla-conformance: {message}" for message in (broken, unwritten) if message), error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 

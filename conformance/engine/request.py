@@ -153,9 +153,10 @@ class RunRequest:
     def explorations(self, reference: str, workers: int) -> list[Explore]:
         """Parts of an exploration for so many workers: the same cases for any number, where no time ends it."""
         extent, names = self.explore, sorted(self.drawn, key=lambda name: -len(SPACES[name].dimensions))
-        turns = min(-(-extent.draws // ROUND), _PARTS * workers) or -(-workers // len(names))
-        if extent.seconds:
-            extent = Extent(seconds=max(1, extent.seconds * workers // (turns * len(names))))
+        turns = min(-(-extent.draws // ROUND), _PARTS * workers)
+        if extent.seconds:  # which are over when no worker has a part left
+            turns = max(1, workers // len(names))
+            extent = Extent(seconds=max(1, extent.seconds // -(-turns * len(names) // workers)))
         asked = [(name, extent, (number, turns)) for number in range(turns) for name in names]
         return [Explore(reference, *task, part, len(asked)) for part, task in enumerate(asked)]
 

@@ -227,7 +227,7 @@ def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(tmp_path: Path,
     (tmp_path / "wrong.py").write_text(TELLS_ITS_QUERIES)
     named = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--salt", "s1"]
     status, said, beside = ours("replay", "lse:q=[4]", *named, "--device", "cpu")
-    printed = beside.partition("printed by the processes of the kernel, last:\n")[2]
+    printed = beside.partition("what the kernel printed last:\n")[2]
     assert "  \\x1b[2Jseen: torch.Size([4, 4, 192])" in printed and "seen" not in said
     first = float(build_problem(Case.parse("lse:q=[4]"), CPU, "s1").calls[0].q.flatten()[0])
     assert status == 1 and f"it begins with {first}" in said

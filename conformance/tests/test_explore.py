@@ -183,6 +183,9 @@ def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeyp
     assert record.message == f"{what}: the process died; not all were drawn: out of memory"
     timed = RunRequest.of(["EAGER"], ["combinations"], explore=Extent(seconds=60)).explorations("EAGER", 3)
     assert [part.extent.seconds for part in timed] == [60] * 3
+    roles = RunRequest.of(["EAGER"], [*SPACES], explore=Extent(seconds=60))
+    lasting = [{part.extent.seconds for part in roles.explorations("EAGER", workers)} for workers in (1, 4, 15)]
+    assert lasting == [{60 // len(SPACES)}, {20}, {60}] and len(roles.explorations("EAGER", 15)) == len(SPACES)
 
 
 def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
