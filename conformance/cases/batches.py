@@ -19,7 +19,9 @@ HEADS = Numbers(
     {
         **exactly(16, 128, 1),
         "odd": ((5,), range(3, 128, 2)),
-        **exactly(8, 64, 32, 24, 40, 48, 56, 80, 96, 112),
+        **exactly(8, 64, 32),
+        "whole tiles of 16": ((48, 96), range(16, 128, 16)),
+        "half a tile of 16": ((24, 40), range(24, 128, 16)),
         "even": ((20, 2, 4, 12), range(2, 128, 2)),
     }
 )
@@ -50,7 +52,7 @@ LONGEST = Numbers(
         "1 to 16": (range(1, 17),),
         "17 to 64": (range(17, 65),),
         "257 to 1,024": (range(257, 1025),),
-        **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 16)},
+        **{f"> 2^{least}": (range(2**least + 1, 2**most + 1),) for least, most in ((10, 12), (12, 15), (15, 16))},
         "> 2^16": (range(2**16 + 1, 2**20 + 1),),
     }
 )
@@ -239,7 +241,7 @@ def _ends(longest: str, tile: str, page: str, last: str) -> bool:
 
 
 FEW_REQUESTS = ("2 to 7", "1", "8 to 63")
-FEW_HEADS = ("16", "1", "odd", "8", "24", "even")
+FEW_HEADS = ("16", "1", "odd", "8", "half a tile of 16", "even")
 SMALL_BATCHES = {  # classes of batches that are little work
     "heads": FEW_HEADS,
     "queries": ("1", "2", MIXED, "3", "4"),

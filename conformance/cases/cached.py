@@ -54,6 +54,10 @@ class CachedCase(Case):
         return self.kv_lora_rank, self.dimensions.qk_rope_head_dim
 
     @property
+    def block_elements(self) -> int:
+        return self.page * sum(self.latent_dims)
+
+    @property
     def decode_queries(self) -> tuple[int, ...]:
         return self.q + (1,) * self.pad
 

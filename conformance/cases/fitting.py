@@ -24,7 +24,7 @@ _DENSE_DRAWS = 5  # dense batches that are drawn for each one that is taken
 _BASES = 3  # supported rows that are tried as what else a row is like, of each class of a pair
 _TRIES = 3  # triples that are tried for each case
 SESSIONS = "call_order"  # the capability whose cases are sessions of tens of calls
-_MOST_SESSIONS, _SESSION_WORK = 12, 4e7  # of a role, and of one of their calls
+_MOST_SESSIONS, _SESSION_WORK = 3, 4e7  # of a role, and of one of their calls
 _MORE = 4  # how many times the first batch's requests another one of a session has at most
 # Dimensions that make mistakes visible and that no kernel chooses by: beside them a triple is another pair.
 _SURROUNDINGS = ("scale", "tails", "poison", "maxima")

@@ -89,7 +89,7 @@ def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     sessions = [case for case in fitted if case.capability == "call_order"]
     known = Pairs(space, space.rows(case for case in CAPABILITIES["call_order"].cases if case.role is space.role))
     left = Pairs(space, space.rows(sessions)) - known
-    assert 3 < len(sessions) <= 12 and left and all(could_be_fitted(case.id) for case in fitted)
+    assert 0 < len(sessions) <= 3 and left and all(could_be_fitted(case.id) for case in fitted)
     others = [*listed(space), *(case for case in fitted if case not in sessions)]
     assert not Pairs(space, region.rows) - Pairs(space, space.rows(others)), "a pair is claimed that is not judged"
     first = Record("K", "K", space.capability, fitted[0].id, Status.PASS)

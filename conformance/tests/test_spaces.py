@@ -1,7 +1,9 @@
 """The lists reach every pair of classes that a row can hold; covering arrays are complete, small and allowed."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
 from mla_conformance.cases.strategies import cases, profile
@@ -213,15 +215,20 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
     assert set(map(frozenset, Pairs.every(given))) - possible == set(map(frozenset, impossible))
 
 
+def plain_cases(space: Space) -> Iterator[Case]:
+    for row in map(space.row_of, array_of(space.capability)):
+        with suppress(CaseError):  # the first members of its classes need not go together
+            case = space.case_of(row)
+            if is_light(case) and len(case.q) > 3 and "equal" not in row.values():
+                yield case
+
+
 @every_space
 def test_other_requests_of_a_row_hold_more_pairs_and_leave_its_classes(space: Space) -> None:
-    rows = (space.row_of(case) for case in array_of(space.capability) if is_light(case))
-    plain = next(
-        case for case in map(space.case_of, rows) if len(case.q) > 3 and "equal" not in space.row_of(case).values()
-    )
-    missing = Pairs.every(space)
-    other = filled(space, plain, missing, is_light)
-    assert space.row_of(other) == space.row_of(plain) and is_light(other)
-    more = missing.new_in(space.rows((other,))) - missing.new_in(space.rows((plain,)))
+    missing, more = Pairs.every(space), 0
+    for plain in islice(plain_cases(space), 8):
+        other = filled(space, plain, missing, is_light)
+        assert space.row_of(other) == space.row_of(plain) and is_light(other)
+        more += missing.new_in(space.rows((other,))) - missing.new_in(space.rows((plain,)))
+        assert filled(space, plain, missing, lambda case: False) is plain
     assert more > 0 or space.role is Role.SPARSE_LAYER  # of whose requests none has classes of its own
-    assert filled(space, plain, missing, lambda case: False) is plain

@@ -26,6 +26,7 @@ KEPT: dict[str, list[str]] = {  # the ids of each array; of that of a role from 
     for capability, array in json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text()).items()
 }
 _LIGHT = 2e7  # work of a case of an array that is taken where there is one
+_FOUND_AGAIN = (2, 3, 5, 2, 3)  # cases that hold so few pairs alone are found again, each time together
 _COMPARED = 6  # draws of members of a row that fit a device, of which the best is taken
 
 
@@ -64,7 +65,7 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
     if stored:
         kept = needed(space, given, stored)
         return kept, Pairs.every(space) - Pairs(space, space.rows((*given, *kept)))
-    missing, fine = Pairs.every(space) - Pairs(space, space.rows(given)), FinePairs(space, given)
+    fine = FinePairs(space, given)
 
     def rows_of(case: Case) -> Iterable[Row]:
         return space.rows((case,))
@@ -81,18 +82,58 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
         fine.drop(row, best)
         return filled(space, best, left, lambda case: work_of(case) <= most)
 
-    found = list[Case]()
-    for most in (_LIGHT, CPU_WORK, GPU_WORK, inf):
-        cases, missing = cover(space, missing, partial(member, most=most), rows_of, small=most == inf)
-        found += cases
-    return needed(space, given, found), missing
+    def covered(missing: Pairs, *sizes: float) -> tuple[list[Case], Pairs]:
+        found = list[Case]()
+        for most in sizes:
+            cases, missing = cover(space, missing, partial(member, most=most), rows_of, small=most == inf)
+            found += cases
+        return found, missing
+
+    def held_by(cases: Iterable[Case]) -> Pairs:
+        return Pairs(space, space.rows(cases))
+
+    found, missing = covered(Pairs.every(space) - held_by(given), _LIGHT, CPU_WORK, GPU_WORK, inf)
+    kept = needed(space, given, found)
+    light, every = held_by(filter(is_light, (*given, *kept))), held_by((*given, *kept))
+    for few in _FOUND_AGAIN:
+        alone = held_alone(space, given, kept)
+        rest = [case for case in kept if alone[case] > few]
+        again, lost = covered(light - held_by(filter(is_light, (*given, *rest))), _LIGHT, CPU_WORK)
+        more, lost_to_all = covered(every - held_by((*given, *rest, *again)), GPU_WORK, inf)
+        again += [*more, *(x for x in kept if (lost if is_light(x) else lost_to_all).new_in(rows_of(x)))]
+        kept = min(kept, needed(space, given, list(dict.fromkeys((*rest, *again)))), key=len)
+    return kept, missing
+
+
+def held_alone(space: Space, given: Iterable[Case], cases: Iterable[Case]) -> dict[Case, int]:
+    """Of each of some cases how many pairs no other one holds, or no other that a CPU is asked for."""
+    found, holders = _held(space, given, cases)
+    return {
+        case: sum(holders[light][pair] == 1 for light, pairs in own.items() for pair in pairs)
+        for case, own in found.items()
+    }
 
 
 def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:
     """Those of some cases without which a pair would be lost, or lost to a CPU; the heaviest are left out first."""
+    found, holders = _held(space, given, cases)
+    for case in sorted(cases, key=work_of, reverse=True):
+        if all(holders[light][pair] > 1 for light, pairs in found[case].items() for pair in pairs):
+            for light, each in found.pop(case).items():
+                holders[light].subtract(each)
+    return list(found)
+
+
+_Held = dict[bool, list[Pair]]  # pairs, and under True once more those of a case that a CPU is asked for
+
+
+def _held(
+    space: Space, given: Iterable[Case], cases: Iterable[Case]
+) -> tuple[dict[Case, _Held], dict[bool, Counter[Pair]]]:
+    """What each of some cases holds, and how many of these and the given ones hold each pair."""
     holders = {False: Counter[Pair](), True: Counter[Pair]()}
 
-    def pairs_of(case: Case) -> dict[bool, list[Pair]]:
+    def pairs_of(case: Case) -> _Held:
         pairs = list({pair for row in space.rows((case,)) for pair in combinations(held(row), 2)})
         return {False: pairs, **({True: pairs} if is_light(case) else {})}
 
@@ -100,8 +141,4 @@ def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[C
     for pairs in (*map(pairs_of, given), *found.values()):
         for light, each in pairs.items():
             holders[light].update(each)
-    for case in sorted(cases, key=work_of, reverse=True):
-        if all(holders[light][pair] > 1 for light, pairs in found[case].items() for pair in pairs):
-            for light, each in found.pop(case).items():
-                holders[light].subtract(each)
-    return list(found)
+    return found, holders

@@ -43,7 +43,7 @@ class CacheCase(cached.CacheOperation):
     @property
     def sizes(self) -> Sizes:
         width = sum(self.latent_dims)
-        row = self.topk if self.call == Call.GLOBAL_SLOTS else width
+        row = {Call.GLOBAL_SLOTS: self.topk, Call.SLOT_MAPPING: 1}.get(Call(self.call), width)
         return super().sizes._replace(row=row, output=row, key=1 if self.call in COMPUTES else width)
 
     @property
@@ -98,7 +98,7 @@ _RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
 _LENGTHS = Numbers(
     {
         label: batches.LONGEST.parts[label]
-        for label in ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+        for label in ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^10", "> 2^15", "> 2^16")
     }
 )
 _RUNS = ("1", "page", "part of a page")
@@ -176,7 +176,7 @@ CACHE = Space(
         counted("columns", dimensions.COLUMNS, lambda case: case.topk, _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
         replace(dimensions.ROW_LAYOUT, only=Only("call", WRITES, "operands that are written have a layout")),
-        *dimensions.storage(most=15),
+        *dimensions.storage(),
         *dimensions.AROUND,
     ),
     rules=(

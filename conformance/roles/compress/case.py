@@ -14,7 +14,7 @@ from mla_conformance.cases.space import Dimension, Row, Space, exactly, measured
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
-_STEPS = 8  # each column of a token's states is drawn, stored, read and judged in float64
+_STEPS = 2  # each column of a token's states is drawn and stored, and read and judged in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,10 @@ class CompressCase(cached.CacheOperation):
     @property
     def columns(self) -> int:
         return self.head_dim * (2 if self.overlap else 1)
+
+    @property
+    def block_elements(self) -> int:  # with its states'
+        return super().block_elements + 2 * self.state_page * self.columns
 
     def steps(self) -> Iterator[dict[int, range]]:  # the tokens of each request that has some, call by call
         before = {request: range(kv) for request, kv in enumerate(self.kv) if kv}
@@ -77,6 +81,14 @@ _CHUNKS = ("at once", "one by one", "part of a group", "more")
 _GROUPS = (2, 1, 3, 0)
 _FEW = 4
 _MOST_STATES = 2**22
+_POSITIONS = Numbers(
+    {
+        "up to 4,096": (range(1, 4097),),
+        "> 2^12": (range(4097, 2**15 + 1),),
+        "> 2^15": (range(2**15 + 1, 2**17 + 1),),
+    }
+)
+_FAR = ("> 2^12", "> 2^15")
 _MOST_BEFORE, _MOST_OTHER = 2**12, 300
 """Tokens before the new ones of the first request, and of another, where they are drawn."""
 
@@ -94,7 +106,7 @@ def _new(q: int, ratio: int) -> str:
     return {0: "none", 1: "one token"}.get(q) or ("a group at most" if q <= ratio else "several groups")
 
 
-def _of_first(name: str, labels: tuple[str, ...], of: Callable[..., str]) -> Dimension:
+def _of_first(name: str, labels: tuple[str, ...], of: Callable[..., str | None]) -> Dimension:
     return measured(name, labels, lambda case: of(case, 0), of_request=of)
 
 
@@ -104,23 +116,28 @@ def _chunks(case: CompressCase) -> str:
     return "one by one" if case.chunk == 1 else "part of a group" if case.chunk < case.ratio else "more"
 
 
-def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
+def _tokens(
+    ratio: str, before: str, end: str, new: str, positions: str, draw: Draw = PLAIN
+) -> Iterator[tuple[int, int]]:
     size = draw.of(_RATIOS, ratio, "ratio")
-    groups = (*(draw.near(1, _MOST_BEFORE // size, n) for n in range(2)),) if draw else _GROUPS
-    starts = [0] if before == "nothing" else [n * size + rest for n in groups for rest in range(size)]
+    far = _POSITIONS.least(positions) // size  # groups behind which these positions begin, about
+    groups = (*(draw.near(1, max(far, _MOST_BEFORE // size), n) for n in range(2)),) if draw else _GROUPS
+    starts = [0] if before == "nothing" else [(far + n) * size + rest for n in groups for rest in range(size)]
     for kv in starts:
         if before != "nothing" and (not kv or _residue(kv, size) != before):
             continue
         more = size * draw.near(1, _MOST_BEFORE // size, "new") if draw and new == "several groups" else 0
+        more += 0 if kv else far * size
         for q in range(more, more + 3 * size + 1):
-            if _new(q, size) == new and _residue(q + kv, size) == end and q + kv:
+            asked = (new, end, positions)
+            if q + kv and (_new(q, size), _residue(q + kv, size), _POSITIONS.class_of(q + kv)) == asked:
                 yield q, kv
                 break
 
 
 def _fields(row: Row, draw: Draw) -> grammar.Fields:
     ratio, page = draw.of(_RATIOS, row["ratio"], "ratio"), draw.of(batches.PAGES, row["page"])
-    q, kv = first(_tokens(row["ratio"], row["before"], row["end"], row["new"], draw))
+    q, kv = first(_tokens(row["ratio"], row["before"], row["end"], row["new"], row["positions"], draw))
     number = draw.of(batches.REQUESTS, row["requests"])
     others = ((1, ratio - 1), (_FEW + 1, 0), (2, 2 * ratio), (0, ratio + 1), (_FEW, ratio - 2))
     further = ((draw.below(3 * ratio, "new", n), draw.near(1, _MOST_OTHER, n)) for n in range(2 if draw else 0))
@@ -147,18 +164,20 @@ COMPRESS = Space(
         _of_first("before", ("nothing", *_RESIDUES), _before),
         _of_first("end", _RESIDUES, lambda case, n: _residue(case.q[n] + case.kv[n], case.ratio)),
         _of_first("new", _NEW, lambda case, n: _new(case.q[n], case.ratio)),
+        _of_first("positions", (*_POSITIONS.parts,), lambda case, n: _POSITIONS.class_of(case.totals[n])),
         measured("chunks", _CHUNKS, _chunks),
         batches.pages()[0],
         numbers("state page", "state_page", _STATE_PAGES),
         ROW_LAYOUT,
-        *storage(most=15),
+        *storage(),
         *AROUND,
     ),
     rules=(
         rule(
             "no such tokens leave so much of a group",
-            lambda ratio, before, end, new: any(_tokens(ratio, before, end, new)),
+            lambda ratio, before, end, new, positions: any(_tokens(ratio, before, end, new, positions)),
         ),
+        never("prompts as long are in no chunks", {"before": ("nothing",), "positions": _FAR, "chunks": _CHUNKS[1:]}),
         never("groups of two have no such part", {"ratio": ("2",), "chunks": ("part of a group",)}),
         never("nothing new is in no chunks", {"new": ("none",), "chunks": _CHUNKS[1:], "requests": ("1",)}),
         never(
@@ -176,5 +195,6 @@ COMPRESS = Space(
         "requests": batches.FEW_REQUESTS,
         "ratio": ("4", "2", "3", "other"),
         "unused": ("few",),
+        "positions": ("up to 4,096",),
     },
 )

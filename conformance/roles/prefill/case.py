@@ -72,7 +72,7 @@ def slices_of(contexts: Sequence[int], workspace: int) -> int:
 TOKENS = Numbers(
     {
         **{**space.spans("65 to 256"), **space.exactly(1), **space.spans("2 to 16", "17 to 64", "257 to 1,024")},
-        **{"> 2^10": (range(1025, 2049),), "> 2^11": (range(2049, 4097),)},
+        "> 2^10": (range(1025, 4097),),
     }
 )
 CHUNKS = Numbers({**space.exactly(2, 1), **space.spans("3 to 8", "9 to 64"), "more than 64": (range(65, 2**16),)})

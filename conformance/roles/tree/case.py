@@ -52,15 +52,14 @@ class TreeCase(DecodeCase):
 
 _LEFT_OUT = {"tile scales", "ranks", "interleave"}  # dimensions of decodes
 _SOME = {  # classes of other ones
-    "cache": ("auto", "fp8"),
-    "heads": ("16", "128", "1", "odd", "8"),
+    "cache": ("auto", "fp8", "fp8_ds_mla"),
+    "heads": ("16", "128", "1", "odd", "8", "even"),
     "queries": ("5 to 8", "9 to 16", batches.MIXED, "1", "2"),
-    "requests": ("2 to 7", "1", "8 to 63"),
-    "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
+    "requests": ("2 to 7", "1", "8 to 63", "64 to 299"),
+    "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^10", "> 2^12", "> 2^15"),
     "tile": ("between", "0 of 64", "1 of 64", "-1 of 64"),
-    "page": ("64", "16", "1"),
+    "page": ("64", "16", "1", "128"),
     "data": ("needle", "normal", "negative", "ones", "large_logits", "rising"),
-    "unused": ("few", "2^15 slots"),
 }
 _DIMENSIONS = tuple(
     replace(each, classes={label: each.classes[label] for label in _SOME.get(each.name, each.classes)})
