@@ -1,8 +1,7 @@
-"""Write the covering arrays of the spaces, ``fixtures/arrays.json``: ``python ci/arrays.py [--anew] [CAPABILITY ...]``.
+"""Write the covering arrays of the spaces, ``fixtures/arrays.json``: ``python ci/arrays.py [CAPABILITY ...]``.
 
-Rows of the arrays that stand there are kept as far as they are needed. With ``--anew`` all are found again, as must be
-done where a space has other classes or rules. Before them stand cases that kill known defects, dense batches and long
-requests.
+All are found again, in four minutes of a core, as must be done where a space has other classes or rules. Before them
+stand cases that kill known defects, dense batches and long requests.
 """
 
 import json
@@ -20,16 +19,15 @@ ARRAYS = Path(__file__).parents[1] / "fixtures" / "arrays.json"
 
 def main(arguments: list[str]) -> None:
     found = json.loads(ARRAYS.read_text(encoding="utf-8"))
-    anew = "--anew" in arguments
     for capability in [name for name in arguments if name in SPACES] or SPACES:
-        space, stored = SPACES[capability], () if anew else array_of(capability)
+        space = SPACES[capability]
         kill = [case for case in array_of(capability) if case.id in killing()]
         dense, left = [], Pairs.every(space) - Pairs(space, space.rows((*counted(space, Tier.FULL), *kill)))
         for case in dense_cases(space):
             dense.append(filled(space, case, left, is_light))
             for row in space.rows(dense[-1:]):
                 left.drop(row)
-        cases, without = found_array(space, (*counted(space, Tier.FULL), *kill, *dense), stored)
+        cases, without = found_array(space, (*counted(space, Tier.FULL), *kill, *dense))
         found[capability] = list(dict.fromkeys(case.id.partition(":")[2] for case in (*kill, *dense, *cases)))
         counts = f"{len(kill)} that kill, {len(dense)} dense, {len(cases)} others, {len(without)} pairs in no case"
         sys.stdout.write(f"{capability}: {counts}\n")

@@ -1,4 +1,4 @@
-"""Which cases hold every pair of classes of a space, as ``ci/arrays.py`` found them, which takes long. No torch."""
+"""Which cases hold every pair of classes of a space, as ``ci/arrays.py`` found them, which takes minutes. No torch."""
 
 import hashlib
 import json
@@ -56,15 +56,12 @@ def could_be_fitted(id: str) -> bool:
     return space is not None and case.capability in (space.capability, SESSIONS) and not space.outside(case)
 
 
-def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()) -> tuple[list[Case], Pairs]:
+def found_array(space: Space, given: Sequence[Case]) -> tuple[list[Case], Pairs]:
     """Cases that, with given ones, hold every pair that a row can hold; and the pairs that none can.
 
     As many as can be are held by cases that a CPU is asked for. Members are drawn for every row: those are taken that
-    add most pairs with residues. Where an array is ``stored``, its rows are taken as far as they are needed.
+    add most pairs with residues. Cases that hold little alone are found again together, which makes them fewer.
     """
-    if stored:
-        kept = needed(space, given, stored)
-        return kept, Pairs.every(space) - Pairs(space, space.rows((*given, *kept)))
     fine = FinePairs(space, given)
 
     def rows_of(case: Case) -> Iterable[Row]:
