@@ -123,7 +123,7 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
         return ["needs a CUDA device"]
     if device.type == "cpu" and is_due_on_gpu(case):
         most = LARGE_CPU_WORK if capability.large else CPU_WORK
-        what = f"{work_of(case):.0e} operations, a CPU is asked for {most:.0e}"
+        what = f"{work_of(case):.2g} operations, a CPU is asked for {most:.2g}"
         return [f"{DUE_ON_GPU}: {'so many rows are computed there' if case.far.startswith('rows') else what}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)

@@ -67,7 +67,7 @@ class Tier(StrEnum):
         raise CapabilityError(f"unknown tier '{value}'; expected one of {', '.join(cls)}")
 
 
-FITTED = {Tier.FULL: 50, Tier.NIGHTLY: 500}
+FITTED = {Tier.FULL: 100, Tier.NIGHTLY: 500}
 """The most cases of a role that are fitted to a kernel behind its pairs: its grid, dense batches, triples."""
 
 
