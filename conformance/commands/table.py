@@ -1,6 +1,5 @@
 """Every command, declared once: what it is called, what it takes, and what carries it out when it is asked for."""
 
-from argparse import SUPPRESS
 from functools import partial
 
 from mla_conformance.commands.parser import Command, Number, Option, several
@@ -106,7 +105,6 @@ COMMANDS = (
         ),
         Option("--sign KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
         Option("--sanitize TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
-        Option("--apart", SUPPRESS),  # for older command lines: every kernel runs in a process of its own
         examples=(
             "--backend TORCH_SDPA",
             "--backend my_backend.py:MyBackend --capability lse --tier smoke",
