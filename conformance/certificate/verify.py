@@ -14,6 +14,7 @@ import msgspec
 
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.case import Case, digest_of_id
+from mla_conformance.cases.fitting import SESSIONS
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest
@@ -92,8 +93,10 @@ def own_list(certificate: Certificate) -> Set[str] | None:
     if certificate.is_current or NUMBER not in stored:
         return None
     began, others = ids[: stored[NUMBER]], ids[stored[NUMBER] :]
-    # Beside the list a record holds cases that were fitted to its kernel, all of them of an array's capability.
-    added = sorted(id for id in others if id.partition(":")[0] not in arrays.SPACES)
+    # Behind what was added stand cases that were fitted to the kernel, all of them sessions or of an array.
+    asked, fitted = [id.partition(":")[0] for id in others], {*arrays.SPACES, SESSIONS}
+    last = max((number for number, name in enumerate(asked) if name not in fitted), default=-1)
+    added = sorted(others[number] for number in range(last + 1) if asked[number] not in arrays.SPACES)
     return dict.fromkeys((*began, *added)).keys() if _cases_digest(began) == stored["cases"] else None
 
 

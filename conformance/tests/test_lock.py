@@ -103,7 +103,7 @@ FILES = sorted((ROOT / "fixtures" / "records").glob("*.jsonl"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_records_that_were_handed_in_verify_and_stay(path: Path, tmp_path: Path, capsys: Any) -> None:
-    """Those of an earlier suite, too, for what they judged: every fourth, which nobody writes any more."""
+    """Those of an earlier suite, too, for what they judged: every fourth, among them one of a patch."""
     lines, again = read_records(path), tmp_path / path.name
     records = [line.kept for line in lines if line.kept]
     assert len(records) == len(lines) and all(each.certificate.seal == seal(each.certificate) for each in records)
@@ -112,5 +112,5 @@ def test_the_records_that_were_handed_in_verify_and_stay(path: Path, tmp_path: P
     assert again.read_bytes() == path.read_bytes()
     if path != RECORDS_FILE:
         head, *lines_of_file = path.read_text("utf-8").splitlines(keepends=True)
-        again.write_text(head + "".join(lines_of_file[::4]), "utf-8")
+        again.write_text(head + "".join(lines_of_file[3::4]), "utf-8")
     assert main(["verify", str(again)]) == 0, capsys.readouterr().err
