@@ -21,6 +21,7 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import DeviationForm
+from mla_conformance.report.outcome import refusing
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier
@@ -86,6 +87,8 @@ def record(
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
         if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
             raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
+    if backend.only_refuses:
+        raise Refused(f"{backend.name} is {refusing(backend)}")
     passed = [record for record in backend.records if record.status is Status.PASS]
     worst: dict[str, Worst] = {}
     for rule in sorted({rule for record in passed for rule in record.used}):  # of the error budget

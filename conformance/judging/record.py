@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import COMPARED, FAILED, Status, Verdict
+from mla_conformance.judging.verdict import COMPARED, FAILED, REFUSED, Status, Verdict
 
 if TYPE_CHECKING:
     from mla_conformance.backends.references import BackendReference
@@ -115,6 +115,11 @@ class Record(Said, frozen=True):
     def is_unjudged(self) -> bool:
         """Whether it has no verdict, though by the suite's own estimate this machine has enough memory for it."""
         return self.status is Status.UNAVAILABLE and not self.too_large
+
+    @property
+    def computed(self) -> bool:
+        """Whether a call did what was asked: it passed, and not by refusing what it had to refuse."""
+        return self.status is Status.PASS and not self.message.startswith(REFUSED)
 
     @property
     def lacked_memory(self) -> bool:

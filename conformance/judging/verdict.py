@@ -19,6 +19,7 @@ class Status(StrEnum):
 
 # The statuses that fail a capability.
 FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+REFUSED = "refused: "  # how what is said of a pass begins where a call had to be refused, so that nothing was computed
 
 
 class Check(StrEnum):

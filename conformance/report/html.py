@@ -18,7 +18,7 @@ from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report import causes, summary
-from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed
+from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed, refusing
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -177,6 +177,8 @@ def _verdict(backend: summary.BackendSummary) -> str:
         return f"{counted(counts.failed, 'case')} wrong{part}: {first.sentence}{more}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
+    if said := refusing(backend):
+        return said
     if backend.outcome is not summary.BackendOutcome.PASS:
         return "nothing was judged"
     if not counts.waived:

@@ -259,6 +259,8 @@ def backend_lines(
 def _verdict(backend: BackendSummary, applicable: int) -> str:
     if not applicable:
         return "unsupported"
+    if said := refusing(backend):
+        return said
     counts, held = backend.counts, sum(each.sign == SIGN[BackendOutcome.PASS] for each in backend.capabilities)
     capabilities = f"{held}/{applicable} capabilities"
     if backend.outcome is not BackendOutcome.PASS:
@@ -266,6 +268,16 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
     return f"right: {summary.right_on(backend.records)}"
+
+
+def refusing(backend: BackendSummary) -> str:
+    """What is said of a backend that computed nothing, and refused what it had to; empty of any other."""
+    if not backend.only_refuses or backend.outcome not in (BackendOutcome.PASS, BackendOutcome.UNSUPPORTED):
+        return ""
+    refused = f"refuses {counted(backend.counts.passed, 'case')} as it must"
+    if backend.outcome is BackendOutcome.PASS:
+        return f"{refused}, nothing else was asked"
+    return f"not judged: {refused}, and none of {counted(backend.counts.unsupported, 'other case')} is supported"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:

@@ -147,6 +147,10 @@ class BackendSummary:
         if any(pairs.not_judged for pairs in self.pairs.values()):
             outcomes.add(BackendOutcome.NOT_RUN)
         found = next((outcome for outcome in _DECISIVE if outcome in outcomes), BackendOutcome.UNSUPPORTED)
+        # To refuse what it must is no computation: of a backend that declares all else unsupported nothing was judged.
+        self.only_refuses = bool(counts.passed) and not (counts.waived or any(each.computed for each in self.records))
+        if found is BackendOutcome.PASS and self.only_refuses and counts.unsupported:
+            found = BackendOutcome.UNSUPPORTED
         self.outcome = BackendOutcome.UNAVAILABLE if self.reasons else found
         is_waived = self.outcome is BackendOutcome.PASS and counts.waived
         self.sign = FORESEEN if is_waived else SIGN[self.outcome]

@@ -228,12 +228,19 @@ NO_LARGE = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else e
 CLEAN, CHANGED = (
     msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=clean)}) for clean in (True, False)
 )
+ONLY_REFUSES = [
+    record(case.id).with_fields(message="refused: x")
+    if case.capability == "refusals"
+    else record(case.id, Status.UNSUPPORTED)
+    for case in CASES
+]
 NEVER: list[tuple[Callable[[], object], str]] = [
     (lambda: issue(run(RECORDS[1:]), TODAY, PINS), "incomplete: 1 cases of new_tokens were not run"),
     (lambda: issue(run(changed(CASES[5].id, Status.HARNESS_ERROR)), TODAY, PINS), "1 failures of new_tokens, first"),
     (lambda: issue(run(changed(CASES[5].id, Status.UNAVAILABLE)), TODAY, PINS), "did not pass: core: unavailable"),
     (lambda: issue(run(NO_LARGE), TODAY, PINS), "no case of large_offsets could be judged here"),
     (lambda: record_of(run(changed(CASES[5].id, Status.FAIL)), TODAY, PINS), "1 failures of new_tokens"),
+    (lambda: record_of(run(ONLY_REFUSES), TODAY, PINS), "TORCH_SDPA is not judged: refuses "),
     (lambda: require_whole(1, LISTED[1:]), "1 cases are left out, for example"),
     (lambda: require_whole(1, [*LISTED, "lse:q=[77]"]), "1 cases are not of the full tier, for example lse:q=[77]"),
     (lambda: require_whole(1, LISTED, True), "drawn cases are in no list; certify without --explore"),

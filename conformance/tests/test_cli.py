@@ -16,12 +16,14 @@ import pytest
 from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.cases.case import Case
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import capability_lines
+from mla_conformance.report.outcome import backend_lines, capability_lines
 from mla_conformance.tests.drawn import judged
+from mla_conformance.tests.reports import run_of
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -225,6 +227,17 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
     assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
+
+
+def test_what_only_refuses_is_not_called_right() -> None:
+    """SGLANG_TRITON_SPARSE[union4] passed 19 cases, all of them refusals, and got a record."""
+    refused = judged(NotDeclared, Case.parse("refusals:dims=small;heads=2;q=[9];dtype=fp64;out=1;lse=0"))
+    (case,) = find_capability("determinism").select(Tier.SMOKE)[:1]
+    asked = run_of([refused]), run_of([refused, judged(NotDeclared, case)])
+    assert [run.exit_status for run in asked] == [0, 3]
+    first, more = (next(iter(backend_lines(run.backends[0], 200))) for run in asked)
+    assert first == "NotDeclared ✔ refuses 1 case as it must, nothing else was asked"
+    assert more == "NotDeclared – not judged: refuses 1 case as it must, and none of 1 other case is supported"
 
 
 def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, parts_of, states_of, why_not_plain
-from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.judging.verdict import REFUSED, Check, Status, Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
@@ -182,7 +182,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
     made = trial.subject.executor.query(partial(trial.subject.create, trial.case))
     require_undisturbed(made.disturbed)
     if made.error:
-        trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))
+        trial.settle(Verdict(Status.PASS, f"{REFUSED}{made.error}"))
         return
     observation = trial.run(made.value, problem)
     refused = observation.error
@@ -195,7 +195,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
         fail(Check.UNSAFE_REFUSAL, f"wrote {written} bytes of or around out= before it raised")
     require_undisturbed(observation.disturbed)
     if refused and not refused.out_of_memory:
-        trial.settle(Verdict(Status.PASS, f"refused: {refused.error}"))
+        trial.settle(Verdict(Status.PASS, f"{REFUSED}{refused.error}"))
         return
     verdict = judge(problem, expectation, observation, trial.declaration)
     if verdict.status is Status.UNAVAILABLE:
