@@ -3,19 +3,16 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from mla_conformance.backends import roles
+from mla_conformance.backends import roles, sparse
 from mla_conformance.backends.kernel import int32 as int32
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, segments, start_loc
 from mla_conformance.reference import cache_layout, entry_formats, kv_cache
-
-if TYPE_CHECKING:
-    from mla_conformance.backends import sparse
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -120,9 +117,8 @@ def batch_metadata(
 
 def list_metadata(
     told: dict[str, Any], table: torch.Tensor | None, space: str, *, paged: bool = True
-) -> "sparse.MLASparseMetadata":
+) -> sparse.MLASparseMetadata:
     """The same with lists; of keys that lie in no cache the table [B] tells where those of each request begin."""
-    from mla_conformance.backends import sparse  # which cases without lists do without
 
     lengths = told["query_lens_cpu"]
     return sparse.MLASparseMetadata(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -34,11 +34,6 @@ class Zone:
     def protect(self, allowed: int = 0) -> None:
         if _libc.mprotect(ctypes.c_void_p(self.first), ctypes.c_size_t(ZONE), allowed):
             raise OSError(ctypes.get_errno(), "mprotect")
-
-    def note(self, address: int) -> None:
-        """Open the zone, first to be read and then to be written; the instruction that faulted runs again."""
-        self.access, self.at = ("writes", self.at) if self.access else ("reads", address)
-        self.protect(mmap.PROT_READ | mmap.PROT_WRITE if self.access == "writes" else mmap.PROT_READ)
 
 
 class CpuRoom(mmap.mmap):
@@ -88,8 +83,10 @@ def _fault(number: int, info: Any, _: int) -> None:
     zone = next((z for room in list(_rooms) for z in room.zones if z.first <= address < z.first + ZONE), None)
     if zone is None:
         _libc.signal(number, None)
-    else:
-        zone.note(address)
+        return
+    # The zone is opened, first to be read and then to be written; the instruction that faulted runs again.
+    zone.access, zone.at = ("writes", zone.at) if zone.access else ("reads", address)
+    zone.protect(mmap.PROT_READ | mmap.PROT_WRITE if zone.access == "writes" else mmap.PROT_READ)
 
 
 _noting = _Action(_Handler(_fault), flags=_WITH_INFO)
@@ -182,9 +179,6 @@ class Fence:  # operands with one side at a page that faults
     side: Side
     only: str = ""  # the name of the operand that is moved; every one if it is empty
 
-    def holds(self, name: str) -> bool:
-        return self.only in ("", name)
-
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
         size = source.numel()
         room = _room(name, source, size)
@@ -200,8 +194,7 @@ class Buffers:
 
     _rooms: dict[str, CpuRoom | CudaRoom] = field(default_factory=dict)
 
-    def holds(self, name: str) -> bool:
-        return True
+    only: ClassVar[str] = ""
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
         """A copy of the bytes of a storage, in a storage of as many, which lives as long as a tensor refers to it."""
@@ -231,14 +224,14 @@ class MovedCall:
         moved: dict[int, torch.UntypedStorage] = {}
         for name, tensor in operands(call).items():
             storage, source = tensor.untyped_storage(), memory.storage_bytes(tensor)
-            if place.holds(name) and source.numel() and storage._cdata not in moved:
+            if place.only in ("", name) and source.numel() and storage._cdata not in moved:
                 self._placed[name] = place.place(name, source)
                 moved[storage._cdata] = self._placed[name].data.untyped_storage()
         # What operands mean is no backend's to see, and stays where it is.
         original = memory.Original(call, [getattr(call, name) for name in call.means])
         self.call = original.over(moved)
         self.out = out
-        if out is not None and place.holds(OUT) and out.view.numel():
+        if out is not None and place.only in ("", OUT) and out.view.numel():
             placed = self._placed[OUT] = place.place(OUT, out.view.view(-1).view(torch.uint8))
             view = placed.data.view(out.view.dtype).view(out.view.shape)
             self.out = memory.Guarded(view, memory.storage_bytes(view), 0)

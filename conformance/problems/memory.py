@@ -197,8 +197,16 @@ class Original(Generic[Value]):
 
     def __init__(self, value: Value, shared: Iterable[Any] = ()) -> None:
         self.value, self._shared, self.tensors = value, tuple(shared), list[torch.Tensor]()
-        packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
-        packer.numbers, packer.tensors = {id(x): -1 - n for n, x in enumerate(self._shared)}, self.tensors
+        numbers = {id(x): -1 - n for n, x in enumerate(self._shared)}
+
+        def number_of(part: Any) -> int | None:
+            if type(part) is torch.Tensor and id(part) not in numbers:
+                numbers[id(part)] = len(self.tensors)
+                self.tensors.append(part)
+            return numbers.get(id(part))
+
+        packer = pickle.Pickler(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        packer.persistent_id = number_of  # type: ignore[method-assign]
         packer.dump(value)
         self._form = file.getvalue()
 
@@ -208,28 +216,10 @@ class Original(Generic[Value]):
 
     def over(self, storages: Mapping[int, torch.UntypedStorage]) -> Value:
         """A copy whose tensors lie in these storages, by the place of their own; others stay where they are."""
-        places = [x.untyped_storage()._cdata for x in self.tensors]
-        pairs = zip(places, self.tensors, strict=True)
-        reader = _Reader(io.BytesIO(self._form))
-        made = [over(storages[place], x) if place in storages else x for place, x in pairs]
-        reader.objects = [*made, *reversed(self._shared)]  # those are counted from the end
+        placed = ((x.untyped_storage()._cdata, x) for x in self.tensors)
+        made = [over(storages[place], x) if place in storages else x for place, x in placed]
+        reader = pickle.Unpickler(io.BytesIO(self._form))
+        # Shared ones are counted from the end.
+        reader.persistent_load = [*made, *reversed(self._shared)].__getitem__  # type: ignore[method-assign]
         value: Value = reader.load()
         return value
-
-
-class _Packer(pickle.Pickler):
-    numbers: dict[int, int]
-    tensors: list[torch.Tensor]
-
-    def persistent_id(self, value: Any) -> int | None:
-        if type(value) is torch.Tensor and id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return self.numbers.get(id(value))
-
-
-class _Reader(pickle.Unpickler):
-    objects: list[Any]
-
-    def persistent_load(self, number: int) -> Any:
-        return self.objects[number]

@@ -9,14 +9,14 @@ import torch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
-from mla_conformance.problems.memory import Guarded, Written, differing, over, poison, storage_bytes
+from mla_conformance.problems.memory import Written, differing, over, poison, storage_bytes
 from mla_conformance.reference import cache_layout, kv_cache, selected
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
 
 
-Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [n, L] and k_pe [n, R]
+Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [n, L] and k_pe [n, R], of all tokens of a batch or of some
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class CacheImage(Written):
     expected: ClassVar = ("after", "latents")
 
     @staticmethod
-    def of(
-        case: CachedCase, pages: Pages, new: torch.Tensor, latents: tuple[torch.Tensor, torch.Tensor]
-    ) -> "CacheImage":
+    def of(case: CachedCase, pages: Pages, new: torch.Tensor, latents: Latents) -> "CacheImage":
         """A cache that holds all tokens of a batch on one rank, those among them that are ``new`` [S] not yet."""
         cache, after = pages.cache, storage_bytes(pages.cache).clone()
         rows = new.nonzero().flatten()
@@ -62,24 +60,17 @@ class CacheImage(Written):
         written = torch.isin(slots, self.slots)
         if not bool(written.all()):
             return f"slot {int(slots[~written][0])} of the cache was written, no new token belongs there"
-        return self._wrong_entries(slots)
-
-    def _wrong_entries(self, slots: torch.Tensor) -> str:
-        """Of entries that differ in their bytes, whether they differ in what they mean."""
+        # Of entries that differ in their bytes, whether they differ in what they mean.
         if not self.case.holds_codes:
             return f"the entry of slot {int(slots[0])} of the cache is not the new token's"
         codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.latents[0].dtype)
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
         views = map(self._view, (self.after, storage_bytes(self.cache)))
-        expected, found = (kv_cache.read_entries(x, chosen, self.case.cache).view(self.cache.dtype) for x in views)
-        for name, x, right, got in zip(
-            ("latent" if self.case.latent_dims[1] else "key", "rope key"),
-            given,
-            cache_layout.decode_rows(expected, *codes),
-            cache_layout.decode_rows(found, *codes),
-            strict=True,
-        ):
+        read = (kv_cache.read_entries(x, chosen, self.case.cache).view(self.cache.dtype) for x in views)
+        expected, stored = (cache_layout.decode_rows(entries, *codes) for entries in read)
+        names = ("latent" if self.case.latent_dims[1] else "key", "rope key")
+        for name, x, right, got in zip(names, given, expected, stored, strict=True):
             allowed = (right.cpu() - x).abs() + TIE_SLACK * x.abs()
             off = ~((got.cpu() - x).abs() <= allowed)
             if bool(off.any()):
@@ -92,9 +83,6 @@ class CacheImage(Written):
         return over(storage.untyped_storage(), self.cache).view(torch.uint8)
 
 
-_FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, which is right in some places
-
-
 @dataclass(frozen=True)
 class WrittenRows(Written):
     name: str  # how messages call it
@@ -103,18 +91,6 @@ class WrittenRows(Written):
     starts: tuple[int, ...]  # first row of each request, and n
 
     expected: ClassVar = ("low", "high")
-
-    @staticmethod
-    def allocate(
-        name: str, low: torch.Tensor, high: torch.Tensor, *, behind: int, starts: Sequence[int], kind: str = "nan"
-    ) -> "WrittenRows":
-        shape = (len(low) + behind, *low.shape[1:])
-        guarded = Guarded.allocate(shape, low.dtype, low.device)
-        if low.dtype.is_floating_point:
-            guarded.view.copy_(poison(shape, low.dtype, low.device, kind))
-        else:
-            guarded.view.view(torch.uint8).fill_(_FILLING)
-        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, tuple(starts))
 
     def difference(self) -> str:
         row = self.cache[:1].numel() * self.cache.element_size()

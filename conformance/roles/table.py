@@ -8,9 +8,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
-from mla_conformance.judging import golden, verdict
-from mla_conformance.judging.steps import Measured
-from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging import golden, steps, tolerance, verdict
 from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.definition import RoleDefinition
 
@@ -42,15 +40,15 @@ def golden_of(problem: Problem) -> golden.Golden:
 def judge(
     problem: Problem, expectation: golden.Golden, observation: Observation, declaration: Declaration
 ) -> verdict.Verdict:
-    steps = DEFINITIONS[problem.case.role].judge
-    return steps(problem, expectation, declaration, tolerance()).verdict(observation)
+    judging = DEFINITIONS[problem.case.role].judge
+    return judging(problem, expectation, declaration, tolerance.tolerance()).verdict(observation)
 
 
 def measure(
     problem: Problem, expectation: golden.Golden, observation: Observation, declaration: Declaration
-) -> list[Measured]:
+) -> list[steps.Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
-    examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance())
+    examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance.tolerance())
     if observation.merge_error or not examined.has_form(observation):
         return []
     return list(examined.measured(observation))

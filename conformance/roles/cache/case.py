@@ -48,14 +48,9 @@ class CacheCase(cached.CacheOperation):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        named = {
-            "page": "page_{}",
-            **({} if self.call in COMPUTES else {"cache": "{}"}),
-            "scales": "{}",
-            "ranks": "dcp",
-        }
-        named |= {"dequantise": "dequantise", "ratio": "compressed", "outside": "outside", "slots": "{}"}
-        return tuple(self.named(named))
+        entries = {} if self.call in COMPUTES else {"cache": "{}"}
+        named = {"page": "page_{}", **entries, "scales": "{}", "ranks": "dcp", "dequantise": "dequantise"}
+        return tuple(self.named({**named, "ratio": "compressed", "outside": "outside", "slots": "{}"}))
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

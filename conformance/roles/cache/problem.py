@@ -9,18 +9,19 @@ import torch
 from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.judging import golden, steps, verdict
-from mla_conformance.problems import cached_batch, calls, operands
-from mla_conformance.problems.written import TIE_SLACK, CacheImage, WrittenEntries, WrittenRows
+from mla_conformance.problems import cached_batch, calls, memory, operands
+from mla_conformance.problems.written import TIE_SLACK, CacheImage, Latents, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.problem import LatentBatch, Latents
+from mla_conformance.roles.layer.problem import LatentBatch
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
 """Blocks of poison beside a cache, rows behind those of a workspace, and entries or blocks that nobody asks for."""
 _ASIDE = 1 - 2.0**-6
+_FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, which is right in some places
 _HOLES = 8  # one of so many places in a list is -1, and another one outside where that is asked for
 
 Arguments = tuple[Mapping[str, Any], Mapping[str, CacheImage | WrittenRows]]
@@ -121,9 +122,14 @@ class CacheBatch(LatentBatch[CacheCase]):
         return given, {"workspace": self._rows("workspace", low, high)}
 
     def _rows(self, name: str, low: torch.Tensor, high: torch.Tensor, behind: int = _BEHIND) -> WrittenRows:
+        low, high, shape = low.to(self.device), high.to(self.device), (len(low) + behind, *low.shape[1:])
+        guarded = memory.Guarded.allocate(shape, low.dtype, low.device)
+        if low.dtype.is_floating_point:
+            guarded.view.copy_(memory.poison(shape, low.dtype, low.device, self.case.poison))
+        else:
+            guarded.view.view(torch.uint8).fill_(_FILLING)
         starts = operands.start_loc(self.case.q)
-        parts = (low.to(self.device), high.to(self.device))
-        return WrittenRows.allocate(name, *parts, behind=behind, starts=starts, kind=self.case.poison)
+        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, starts)
 
     def _table(self, held: list[torch.Tensor]) -> torch.Tensor:
         """Its blocks may have any number, since no cache is there."""

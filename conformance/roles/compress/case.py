@@ -75,10 +75,8 @@ class CompressCase(cached.CacheOperation):
 
 _RATIOS = Numbers({**exactly(4, 128, 2, 3), "other": ((8,), range(5, 128))})
 _RESIDUES = ("0", "1", "all but one", "between")
-_STATE_PAGES = Numbers({**exactly(4, 8, 1), "other": ((3, 16, 64), range(2, 257))})
 _NEW = ("several groups", "one token", "a group at most", "none")
 _CHUNKS = ("at once", "one by one", "part of a group", "more")
-_GROUPS = (2, 1, 3, 0)
 _FEW = 4
 _MOST_STATES = 2**22
 _POSITIONS = Numbers(
@@ -121,7 +119,7 @@ def _tokens(
 ) -> Iterator[tuple[int, int]]:
     size = draw.of(_RATIOS, ratio, "ratio")
     far = _POSITIONS.least(positions) // size  # groups behind which these positions begin, about
-    groups = (*(draw.near(1, max(far, _MOST_BEFORE // size), n) for n in range(2)),) if draw else _GROUPS
+    groups = (*(draw.near(1, max(far, _MOST_BEFORE // size), n) for n in range(2)),) if draw else (2, 1, 3, 0)
     starts = [0] if before == "nothing" else [(far + n) * size + rest for n in groups for rest in range(size)]
     for kv in starts:
         if before != "nothing" and (not kv or _residue(kv, size) != before):
@@ -167,7 +165,7 @@ COMPRESS = Space(
         _of_first("positions", (*_POSITIONS.parts,), lambda case, n: _POSITIONS.class_of(case.totals[n])),
         measured("chunks", _CHUNKS, _chunks),
         batches.pages()[0],
-        numbers("state page", "state_page", _STATE_PAGES),
+        numbers("state page", "state_page", Numbers({**exactly(4, 8, 1), "other": ((3, 16, 64), range(2, 257))})),
         ROW_LAYOUT,
         *storage(),
         *AROUND,

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
-from mla_conformance.backends import compress as interface
-from mla_conformance.backends import roles
+from mla_conformance.backends import compress, roles
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
-from mla_conformance.problems.cached_batch import Pages, int32, poisoned_pages, tails_of, write_pages
+from mla_conformance.problems.cached_batch import int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
@@ -55,30 +54,27 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
     return tables, count
 
 
-@dataclass(frozen=True)
-class CompressStep:
-    kv: torch.Tensor  # [T, C · D] key states
-    score: torch.Tensor  # [T, C · D] gate scores
-    metadata: interface.CompressMetadata  # of its batch
+Step = tuple[torch.Tensor, torch.Tensor, compress.CompressMetadata]
+"""Key states [T, C · D] and gate scores [T, C · D] of a call, and the metadata of its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressCall(CacheCall):  # ``run_compress`` for each step, in order; what all of them read is in ``named``
-    steps: tuple[CompressStep, ...]
+    steps: tuple[Step, ...]
 
     def owned(self) -> dict[str, torch.Tensor]:
         named = super().owned()
-        for number, step in enumerate(self.steps):
-            tensors = {"kv": step.kv, "score": step.score, **vars(step.metadata)}
+        for number, (kv, score, metadata) in enumerate(self.steps):
+            tensors = {"kv": kv, "score": score, **vars(metadata)}
             named |= {f"{name} of call {number}": x for name, x in tensors.items()}
         return named
 
-    def invoke(self, backend: interface.MLACompressBackend, out: Guarded | None) -> None:
+    def invoke(self, backend: compress.MLACompressBackend, out: Guarded | None) -> None:
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
-        for step in self.steps:
-            backend.prepare_metadata(step.metadata)
-            backend.run_compress(step.kv, step.score, **self.named, **caches)
+        for kv, score, metadata in self.steps:
+            backend.prepare_metadata(metadata)
+            backend.run_compress(kv, score, **self.named, **caches)
 
 
 def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
@@ -86,55 +82,40 @@ def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
 
 
 class CompressBatch(Draw[CompressCase]):
-    @cached_property
-    def projected(self) -> torch.Tensor:
-        """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""
-        drawn = torch.randn(sum(self.case.totals), 2, self.case.columns, generator=self.generator)
-        made = self.by_request(KINDS, drawn, start_loc(self.case.totals))
-        return made.flatten(1).to(input_dtype(self.case, self.dtype))
-
-    @cached_property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:  # ape [m, C · D] and the norm's [D], float32
-        drawing = self.drawing(self.case.seed)
-        ape = torch.randn(self.case.ratio, self.case.columns, generator=drawing)
-        return ape, 1 + 0.5 * torch.randn(self.case.head_dim, generator=drawing)
-
-    @cached_property
-    def table(self) -> torch.Tensor:
-        rotation = Rotation.plain(self.case.rope_dim, interleaved=True)
-        return rotation.table(torch.arange(max(self.case.totals))).float()
+    def __init__(self, case: CompressCase, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        self.starts = start_loc(case.totals)
+        # [S, 2 · C · D] key states and scores of all tokens of each request, one request after another.
+        drawn = torch.randn(self.starts[-1], 2, case.columns, generator=self.generator)
+        self.projected = self.by_request(KINDS, drawn, self.starts).flatten(1).to(input_dtype(case, self.dtype))
+        drawing = self.drawing(case.seed)
+        ape = torch.randn(case.ratio, case.columns, generator=drawing)
+        self.weights = ape, 1 + 0.5 * torch.randn(case.head_dim, generator=drawing)  # [m, C · D], and the norm's [D]
+        self.table = Rotation.plain(case.rope_dim, interleaved=True).table(torch.arange(max(case.totals))).float()
+        entries = tuple(total // case.ratio for total in case.totals)
+        empty = poison((sum(entries), case.head_dim), self.dtype, torch.device("cpu"), case.poison)
+        self.entry_starts, padding = start_loc(entries), (0,) * case.pad
+        self.pages = write_pages(self, empty, (*entries, *padding), "auto", case.page, _GUARDS)
+        # Of each call the pages of states, by request and column; and the blocks [n] that they are, spare ones behind.
+        self.tables, count = deal_pages(case)
+        self.blocks = torch.randperm(count + case.spare, generator=self.drawing(case.seed)) + 1
 
     def calls(self) -> tuple[CompressCall]:
         case = self.case
-        steps = tuple(map(self._step, case.steps(), self._tables[0]))
+        steps = tuple(map(self._step, case.steps(), self.tables))
         ape, norm_weight = self.weights
-        slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
+        slots = torch.cat([metadata.state_slot_mapping for *_, metadata in steps])
         like = torch.empty(0, 2 * case.columns, device=self.device)
-        states = poisoned_pages(case, 1 + len(self._tables[1]), like, "auto", case.state_page, _GUARDS)
-        golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
+        states = poisoned_pages(case, 1 + len(self.blocks), like, "auto", case.state_page, _GUARDS)
+        golden = [self._golden(rows) for rows in segments(self.starts)]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
         named = {"ape": ape, "norm_weight": norm_weight, "cos_sin_cache": self.table}
-        entries = self._pages.cache, self._pages.slots, start_loc(self._entries)
+        entries = self.pages.cache, self.pages.slots, self.entry_starts
         written = {
             "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
             "kv_cache": WrittenEntries.of("the cache", *entries, low, high),
         }
         return (CompressCall.of(self, {name: x.to(self.device) for name, x in named.items()}, written, steps=steps),)
-
-    @cached_property
-    def _entries(self) -> tuple[int, ...]:
-        return tuple(total // self.case.ratio for total in self.case.totals)
-
-    @cached_property
-    def _pages(self) -> Pages:
-        empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
-        return write_pages(self, empty, (*self._entries, *(0,) * self.case.pad), "auto", self.case.page, _GUARDS)
-
-    @cached_property
-    def _tables(self) -> tuple[list[dict[int, Columns]], torch.Tensor]:
-        """Pages of states, by request and column, of each call; and the blocks [n] that they are, spare ones behind."""
-        tables, count = deal_pages(self.case)
-        return tables, torch.randperm(count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
 
     def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         case, (ape, weight) = self.case, self.weights
@@ -151,34 +132,34 @@ class CompressBatch(Draw[CompressCase]):
         error = entry.error(tolerance().float32_accumulation, unit_roundoff(self.dtype)) + _FLUSHED
         return entry.values - error, entry.values + error
 
-    def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> CompressStep:
-        case, starts, requests = self.case, start_loc(self.case.totals), list(step)
-        rows = torch.cat([torch.arange(tokens.start, tokens.stop) + starts[each] for each, tokens in step.items()])
+    def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> Step:
+        case, requests = self.case, list(step)
         positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])
         own = torch.cat([torch.full((len(tokens),), row) for row, tokens in enumerate(step.values())])
-        behind = poison((case.pad, 2 * self.case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
+        rows = torch.tensor(self.starts)[requests][own] + positions
+        behind = poison((case.pad, 2 * case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
         x = torch.cat((self.projected[rows], behind)).unsqueeze(1).to(self.device)
         kv, score = lay_out("q", x, x, case)[:, 0].chunk(2, dim=1)
         # Where a group does not need a page, what the case puts past the last.
-        blocks, width = self._tables[1], 1 + max(map(max, columns.values())) + _UNUSED_COLUMNS
+        blocks, width = self.blocks, 1 + max(map(max, columns.values())) + _UNUSED_COLUMNS
         states = tails_of(case, blocks, len(columns), width)
         for row, held in enumerate(columns.values()):
             states[row, list(held)] = blocks[list(held.values())].int()
         state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
         # The slot of an entry stands beside the last of its tokens.
-        slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
-        entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
-        metadata = interface.CompressMetadata(
+        slots, ends = torch.cat((self.pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
+        entry = torch.tensor(self.entry_starts)[requests][own] + positions // case.ratio
+        metadata = compress.CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
             seq_lens=int32([tokens.stop for tokens in step.values()], self.device),
             slot_mapping=self._padded(slots[entry].where(ends, -1), -1),
-            block_table=self._pages.block_table[requests],
+            block_table=self.pages.block_table[requests],
             state_slot_mapping=self._padded(state, -1),
             state_block_table=states.to(self.device),
         )
-        return CompressStep(kv, score, metadata)
+        return kv, score, metadata
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
@@ -204,10 +185,10 @@ all others, exponentials beyond float32 and below it, no more variance than the 
 COMPRESS = RoleDefinition(
     role=roles.Role.COMPRESS,
     batch=CompressBatch,
-    config=interface.MLACompressSelectorConfig,
+    config=compress.MLACompressSelectorConfig,
     constructed=("compression",),
     facts=lambda case, dtype: {
-        "compression": filled(interface.Compression, case, {"eps": EPS}),
+        "compression": filled(compress.Compression, case, {"eps": EPS}),
         "input_dtype": input_dtype(case, dtype),
     },
     golden=golden_bytes,

@@ -8,34 +8,14 @@ import torch
 
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems import cached_batch, memory, operands
-from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 
 
-def on_rank(whole: AttentionOperands, metadata: decode.MLACommonDecodeMetadata, totals: list[int]) -> AttentionOperands:
-    """Attention of each query, which stands for itself, to the keys of this rank that it sees.
-
-    The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
-    aligned triangle. ``totals`` are tokens of each request on all ranks.
-    """
-    interleave = metadata.cp_kv_cache_interleave_size
-    share = partial(local_length, rank=metadata.dcp_rank, world_size=metadata.dcp_world_size, interleave=interleave)
-    batch = zip(operands.segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
-    seen = [
-        slice(first, first + share(max(0, total - rows.stop + row + 1)))
-        for rows, total, first in batch
-        for row in range(rows.start, rows.stop)
-    ]
-    rows = torch.cat([torch.arange(keys.start, keys.stop, device=whole.k.device) for keys in seen])
-    queries, keys = tuple(range(len(seen) + 1)), operands.start_loc([keys.stop - keys.start for keys in seen])
-    return AttentionOperands(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodeCall(AttentionCall):
+class DecodeCall(calls.AttentionCall):
     """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
     metadata: decode.MLACommonDecodeMetadata
@@ -60,9 +40,25 @@ class DecodeCall(AttentionCall):
         result = super().invoke(backend, out)
         return result if self.returns_lse else decode.output_of(result)
 
-    def operands(self) -> AttentionOperands:
-        whole, totals = self.attended(causal=True), self.metadata.dcp_tot_seq_lens
-        return whole if totals is None else on_rank(whole, self.metadata, totals.tolist())
+    def operands(self) -> calls.AttentionOperands:
+        whole, metadata = self.attended(causal=True), self.metadata
+        if metadata.dcp_tot_seq_lens is None:
+            return whole
+        # Each query stands for itself. The causal bound refers to the whole sequence, so what it sees are the first few
+        # of this rank's keys, but not those of an aligned triangle.
+        interleave = metadata.cp_kv_cache_interleave_size
+        share = partial(local_length, rank=metadata.dcp_rank, world_size=metadata.dcp_world_size, interleave=interleave)
+        totals = metadata.dcp_tot_seq_lens.tolist()
+        batch = zip(operands.segments(self.query_start_loc), totals, self.key_start_loc, strict=False)
+        seen = [
+            slice(first, first + share(max(0, total - rows.stop + row + 1)))
+            for rows, total, first in batch
+            for row in range(rows.start, rows.stop)
+        ]
+        rows = torch.cat([torch.arange(keys.start, keys.stop, device=self.k.device) for keys in seen])
+        queries, keys = tuple(range(len(seen) + 1)), operands.start_loc([keys.stop - keys.start for keys in seen])
+        of_rank = self.q, self.k[rows], self.v[rows], queries, keys
+        return calls.AttentionOperands(*of_rank, causal=False, dequantised=whole.dequantised)
 
 
 class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
@@ -82,7 +78,7 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
             wide = memory.poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-        calls, given = list[DecodeCall](), {"ql_nope": ql_nope, "q_pe": q_pe}
+        made, given = list[DecodeCall](), {"ql_nope": ql_nope, "q_pe": q_pe}
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
@@ -95,8 +91,8 @@ class DecodeBatch(cached_batch.CachedBatch[DecodeCase]):
                 metadata=decode.MLACommonDecodeMetadata(**told),
                 case=case,
             )
-            calls.append(call)
-        return tuple(calls)
+            made.append(call)
+        return tuple(made)
 
 
 DECODE = RoleDefinition(

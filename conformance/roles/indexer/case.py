@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.backends.roles import INDEX_LAYOUTS, IndexSpace, Role
 from mla_conformance.cases import batches, cached, classes, dimensions, grammar
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, plain, values
 
-CODES, PLAIN = "fp8_index", "auto"  # layouts of an indexer's keys; its queries are in codes, or not, as they are
+PLAIN, CODES = INDEX_LAYOUTS  # layouts of an indexer's keys; its queries are in codes, or not, as they are
 _USUAL_PAGE, _USUAL_HEADS, _TILE = 64, 64, 64
 
 

@@ -136,29 +136,24 @@ class IndexJudge(steps.SelectionSteps):
         if call.selects:
             positions = positions_of(call, self.rows, got.long())
             yield from self._selection(call.name, got.long(), positions, golden, budget)
-        else:
-            yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+            return
+        got = got[:, : golden.scores.shape[1]].double()
+        error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
+        share = steps.share_of(error, budget).masked_fill(error.isnan(), torch.inf)
+        self.used = replace(self.used, element=max(self.used.element, steps.worst_of(share)))
+        if self.used.element > 1:
+            row, token = divmod(int(share.argmax()), share.shape[1])
+            yield self._wrong(
+                f"{call.name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
+                f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
+                (share > 1).any(dim=1),
+            )
 
     def _golden(self) -> tuple[IndexScores, torch.Tensor]:
         declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
         allowed = tolerance.roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         scores = self.expectation.scores
         return scores, scores.budget(allowed) * self.numbers.element_limit
-
-    def _scores(
-        self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor
-    ) -> verdict.Verdict | None:
-        error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
-        share = steps.share_of(error, budget).masked_fill(error.isnan(), torch.inf)
-        self.used = replace(self.used, element=max(self.used.element, steps.worst_of(share)))
-        if self.used.element <= 1:
-            return None
-        row, token = divmod(int(share.argmax()), share.shape[1])
-        return self._wrong(
-            f"{name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
-            f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
-            (share > 1).any(dim=1),
-        )
 
 
 INDEXER = RoleDefinition(

@@ -52,7 +52,6 @@ class LayerCall(calls.CallOfARank):
     latents: torch.Tensor  # [S, L] float64, what k and v are projected from
     requests: tuple[mla_batch.LayerRequest, ...]  # the batch
     padding: int  # rows of padding behind it; -1 where no graph is used
-    padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
     written: Mapping[str, CacheImage]
     case: LayerCase
@@ -75,7 +74,6 @@ class LayerCall(calls.CallOfARank):
             **{name: getattr(self, name)[new] for name in self.takes},
             requests=chosen,
             padding=-1,
-            padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
             merges=len(self.case.planned(contexts)),
         )
@@ -209,7 +207,7 @@ class Layer:
             return
         common = mla_batch.common_metadata(
             call.requests,
-            padding=max(call.padding, 0) if call.padding_counts else 0,
+            padding=max(call.padding, 0) * call.case.padding_counts,
             block_size=case.page,
             device=self._device,
             sharding=context_parallel.Sharding(case.ranks, call.rank, case.interleave),

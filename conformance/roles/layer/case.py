@@ -118,13 +118,8 @@ _TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer 
 _SHORT = 17
 
 
-def _new(case: LayerCase) -> list[tuple[int, int]]:
-    return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
-
-
 def _chunks(case: LayerCase) -> int:
-    contexts = [kv for _, kv in _new(case)]
-    return len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page))
+    return len(plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace, page_size=case.page))
 
 
 class _Batch(NamedTuple):
@@ -190,6 +185,11 @@ def _fields(row: Row, draw: Draw) -> Fields:
     decoding = _decodes(batch, decodes, row, draw)
     with_context = sum(kv > 0 for _, kv in prefills)
     joined = decoding + prefills if row["order"] == Order.DECODES_FIRST else prefills + decoding
+    workspace = with_context * batch.share
+    # A few tokens more where a builder, which makes eight longest sequences of them or four pages a request, would have
+    # less than a page for each context.
+    built = max(8 * max(1, workspace // 8), 4 * max(1, workspace // 4 // batch.page) * batch.page)
+    workspace = workspace if built >= with_context * batch.page else -(-workspace // 8) * 8
     return {
         "call": Call.LAYER,
         "heads": first(_heads(row["heads"], row["ranks"], draw)),
@@ -197,16 +197,9 @@ def _fields(row: Row, draw: Draw) -> Fields:
         "kv": tuple(kv for _, kv in joined),
         "decodes": decodes,
         "page": batch.page,
-        **({"workspace": _roomy(with_context * batch.share, with_context, batch.page)} if with_context else {}),
+        **({"workspace": workspace} if with_context else {}),
         **dimensions.spare_blocks(row, batch.page, draw),
     }
-
-
-def _roomy(workspace: int, contexts: int, page: int) -> int:
-    """So many tokens, or a few more where a builder, which makes eight longest sequences of them or four pages a
-    request, would have less than a page for each context."""
-    held = max(8 * max(1, workspace // 8), 4 * max(1, workspace // 4 // page) * page)
-    return workspace if held >= contexts * page else -(-workspace // 8) * 8
 
 
 def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
@@ -251,7 +244,9 @@ LAYER = space.Space(
         measured(
             "queries", batches.DECODE_QUERIES, lambda case: batches.query_class(case.decode_queries), WITH_DECODES
         ),
-        counted("tokens", TOKENS, lambda case: max(new for new, _ in _new(case)), WITH_PREFILLS),
+        counted(
+            "tokens", TOKENS, lambda case: max(q for n, q in enumerate(case.q) if n not in case.decoding), WITH_PREFILLS
+        ),
         measured("others", batches.OTHERS, batches.others_class),
         *batches.TOTALS,
         *batches.pages(),

@@ -12,7 +12,7 @@ from mla_conformance.backends import foreign, roles
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
 from mla_conformance.problems import cached_batch, calls, memory, operands
-from mla_conformance.problems.written import TIE_SLACK, CacheImage
+from mla_conformance.problems.written import TIE_SLACK, CacheImage, Latents
 from mla_conformance.reference import cache_layout, projections
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
@@ -26,17 +26,6 @@ _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
 _GRID = 32  # steps of the grid in a standard deviation of dense weights; four deviations are within an int8
-
-Latents = tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R]
-
-
-def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-    """The latents of a request in the order of its tokens, of a kind in ``LATENTS``, from N(0,1) [S, L] and [S, R]."""
-    if kind in _TRANSFORMS:
-        return _TRANSFORMS[kind](kv_c), k_pe
-    keys = operands.REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
-    latent, rope = keys.tensor_split([kv_c.shape[1]], dim=-1)
-    return operands.REGIMES[kind].values(latent), rope
 
 
 def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -84,8 +73,13 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
         latent, rope = case.latent_dims
         kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
         k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
-        for rows in operands.segments(operands.start_loc(self.totals)):
-            kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
+        for rows in operands.segments(operands.start_loc(self.totals)):  # of each request in the order of its tokens
+            if case.latents in _TRANSFORMS:
+                kv_c[rows] = _TRANSFORMS[case.latents](kv_c[rows])
+                continue
+            regime = operands.REGIMES[case.latents]
+            keys = regime.keys(torch.cat([kv_c[rows], k_pe[rows]], dim=-1).unsqueeze(1))[:, 0]
+            kv_c[rows], k_pe[rows] = regime.values(keys[:, :latent]), keys[:, latent:]
         return self.settled(kv_c.to(self.dtype), k_pe.to(self.dtype))
 
     def settled(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
@@ -119,13 +113,19 @@ class LatentBatch(cached_batch.CachedBatch[cached_batch.AnyCached]):
 
 
 class LayerBatch(LatentBatch[LayerCase]):
-    @cached_property
-    def weight(self) -> torch.Tensor:  # [L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head
-        case, dims = self.case, self.case.dimensions
+    def __init__(self, case: LayerCase, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        self.prefills = [index not in case.decoding for index in range(len(case.q))]
+        # [L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head.
         draw = _dense if case.weights == "dense" else selection
         generator = self.drawing(case.model) if case.model else self.generator
-        widths = (dims.qk_nope_head_dim, dims.v_head_dim)
-        return projections.kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
+        widths = (case.dimensions.qk_nope_head_dim, case.dimensions.v_head_dim)
+        parts = (draw(case.kv_lora_rank, case.heads, width, generator) for width in widths)
+        self.weight = projections.kv_b_proj(*parts)
+        _ = self.latents  # drawn behind the weights and before the queries
+        # [T, N, P + R] in the model's dtype, on the device; rows of padding are poison.
+        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
+        self.queries = self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
 
     @cached_property
     def seen(self) -> Latents:
@@ -133,7 +133,7 @@ class LayerBatch(LatentBatch[LayerCase]):
         case, entries = self.case, self.entries.to(self.device)
         stored = cache_layout.decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
         # Tokens that a prefill attends to without reading them from the cache.
-        batch = zip(case.q, case.kv, self._prefills, strict=True)
+        batch = zip(case.q, case.kv, self.prefills, strict=True)
         flags = [prefill and token >= kv for q, kv, prefill in batch for token in range(q + kv)]
         as_new = torch.tensor(flags, dtype=torch.bool).unsqueeze(1).to(self.device)
         latents = (x.to(self.device) for x in self.latents)
@@ -150,17 +150,10 @@ class LayerBatch(LatentBatch[LayerCase]):
         k_nope, v = projections.up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
         return projections.expand_key(k_nope, k_pe), v
 
-    @cached_property
-    def queries(self) -> torch.Tensor:  # [T, N, P + R] in the model's dtype, on the device; rows of padding are poison
-        case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        return self.beside_poison(self.queries_of(q, self.keys_by_request).to(self.dtype), case.pad)
-
     def keys_by_request(self) -> Iterator[torch.Tensor]:
         return (self.keys_on_cpu[0][seen].float() for seen in operands.segments(operands.start_loc(self.totals)))
 
     def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
-        _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new = self.new_of(map(torch.arange, self.totals))
         kv_c, k_pe = operands.sliced([self.beside_poison(x[new], self.case.pad) for x in self.latents], self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
@@ -173,7 +166,8 @@ class LayerBatch(LatentBatch[LayerCase]):
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = cached_batch.write_pages(self, self.entries[rows], lengths, case.cache, case.page)
-        batch = zip(case.q, case.kv, pages.block_table.tolist(), self._prefills, strict=False)
+        own = self.latents[0][rows], self.latents[1][rows]
+        batch = zip(case.q, case.kv, pages.block_table.tolist(), self.prefills, strict=False)
         projected = self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
         k, v = (x[:, heads] for x in projected)
         queries = self.queries[:, heads]
@@ -190,31 +184,16 @@ class LayerBatch(LatentBatch[LayerCase]):
             latents=self.seen[0],
             requests=tuple(starmap(mla_batch.LayerRequest, batch)),
             padding=case.pad or -1,
-            padding_counts=case.padding_counts,
-            written={
-                "kv_cache": CacheImage.of(
-                    case, pages, self.new_of(held), (self.latents[0][rows], self.latents[1][rows])
-                )
-            },
+            written={"kv_cache": CacheImage.of(case, pages, self.new_of(held), own)},
             merges=len(case.planned(case.prefill_contexts)),
             rank=rank,
             case=case,
         )
 
-    @property
-    def _prefills(self) -> list[bool]:
-        return [index not in self.case.decoding for index in range(len(self.case.q))]
-
 
 _ASKED = {  # what a capability asks of a layer's class that later generations have no more
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
     "graph_replay": ("get_state_cls",),
-}
-
-
-_OF_MLA = {  # what the class of any layer here is asked
-    **{"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
-    "attn_type": attention_impl.AttentionType.DECODER,
 }
 
 
@@ -228,7 +207,9 @@ class _Layer(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         told = {"head_size": sum(case.latent_dims), "dtype": dtype, "kv_cache_dtype": case.cache}
         told |= {"block_size": case.page, "device_capability": capability}
-        reasons = foreign.reasons_of(kernel.validate_configuration(**told, **_OF_MLA))
+        told |= {"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False}
+        told |= {"attn_type": attention_impl.AttentionType.DECODER}
+        reasons = foreign.reasons_of(kernel.validate_configuration(**told))
         if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
             reasons.append("its builder takes no requests, prefills first")
         written = getattr(kernel, "tile_scales", "float32")

@@ -19,6 +19,7 @@ MOST_SLICES = 2**18  # slices of contexts that a plan may have; those of the sui
 class PrefillCase(Case):
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
+    profile = ""
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
     asked: ClassVar = {"quant": "quant_output", "merge": "own_merge"}
     # Ids are older than roles with fields of their own.
@@ -44,10 +45,6 @@ class PrefillCase(Case):
     @property
     def is_merged(self) -> bool:
         return self.call == Call.CHUNKED_CONTEXT
-
-    @property
-    def profile(self) -> str:
-        return ""
 
     def contradictions(self) -> Iterator[str]:
         if not self.is_merged:

@@ -1,8 +1,9 @@
 """From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
@@ -123,9 +124,10 @@ class PrefillBatch(Draw[PrefillCase]):
         keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
         first, *others = zip(keys, starts, strict=True)
         ordered = [*others, first]  # of each request the keys of its context, then the new ones
-        q = self._queries(
-            torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
-        )
+        # [T, N, P + R] in the operands' dtype; many of them on the device, as keys are.
+        normal = self._normal(sum(case.q), case.heads, case.head_dim).float()
+        seen = (torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q)))
+        q = stored(self.queries_of(normal, lambda: seen, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
         metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, pages)
         scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if case.quant == "fp8" else None
         calls = []
@@ -153,21 +155,13 @@ class PrefillBatch(Draw[PrefillCase]):
         drawn = operands.fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
         return drawn.to(output_dtype(self.dtype))  # e4m3 cannot be multiplied, as regimes do
 
-    def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
-        """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
-        case = self.case
-        q = self._normal(sum(case.q), case.heads, case.head_dim).float()
-        return stored(self.queries_of(q, lambda: keys, causal=case.call != Call.CONTEXT_CHUNK), self.dtype)
-
     def _latent_context(
         self, dtype: torch.dtype
     ) -> tuple[tuple[ContextChunk, ...], list[ContextKeys], tuple[torch.Tensor, torch.Tensor]]:
         """Of random latents the planned chunks, k and v of new tokens and of each, block table and workspace."""
-        case, device, generator = self.case, self.device, self.generator
+        case, device = self.case, self.device
         dims, rank = case.dimensions, case.kv_lora_rank
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+        normal = partial(torch.randn, generator=self.generator)
 
         def latents(tokens: int) -> ContextKeys:
             return normal(tokens, rank).to(dtype), normal(tokens, dims.qk_rope_head_dim).to(dtype)
@@ -190,15 +184,12 @@ class PrefillBatch(Draw[PrefillCase]):
             kv_c, k_pe = (x[rows].to(device) for x in cached)
             workspace[: chunk.num_tokens] = torch.cat((kv_c, k_pe), dim=-1)
             every.append(keys_of(kv_c, k_pe, chunk.key_start_loc))
-        return chunks, every, (self._block_table(), workspace)
-
-    def _block_table(self) -> torch.Tensor:
-        """[B, max blocks] int32; block 0 stands for the null block that engines keep and never hand out."""
-        counts = -(-torch.tensor(self.case.kv) // self.case.page)
-        blocks = torch.randperm(int(counts.sum()), generator=self.drawing(self.case.seed)) + 1
+        # [B, max blocks] int32; block 0 stands for the null block that engines keep and never hand out.
+        counts = -(-torch.tensor(case.kv) // case.page)
+        blocks = torch.randperm(int(counts.sum()), generator=self.drawing(case.seed)) + 1
         table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
         table[torch.arange(table.shape[1]) < counts[:, None]] = blocks.int()
-        return table.to(self.device)
+        return chunks, every, (table.to(device), workspace)
 
 
 class _Prefill(RoleDefinition):

@@ -6,11 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends import declaration, roles
-from mla_conformance.backends import prepare as interface
+from mla_conformance.backends import declaration, prepare, roles
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging import diagnosis, steps, tolerance, verdict
-from mla_conformance.judging.golden import Golden, choose_rows
+from mla_conformance.judging import diagnosis, golden, steps, tolerance, verdict
 from mla_conformance.problems import calls, operands
 from mla_conformance.reference import prepare_index as reference
 from mla_conformance.reference.prepare_index import Prepared
@@ -22,12 +20,12 @@ from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCall(calls.KernelCall):  # ``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over
-    metadata: interface.PrepareMetadata
+    metadata: prepare.PrepareMetadata
     case: PrepareCase
 
     name = "index preparation"
     token_dims: ClassVar = (0, 0, 0, 0)
-    interface: ClassVar = interface.MLAPrepareBackend
+    interface: ClassVar = prepare.MLAPrepareBackend
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
 
@@ -56,7 +54,7 @@ class PrepareBatch(operands.Draw[PrepareCase]):
             q=q,
             k=k,
             given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-            metadata=interface.PrepareMetadata(positions.to(self.device), table.to(self.device)),
+            metadata=prepare.PrepareMetadata(positions.to(self.device), table.to(self.device)),
             query_start_loc=starts,
             key_start_loc=starts,
             case=case,
@@ -78,7 +76,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class GoldenPrepared(Golden):
+class GoldenPrepared(golden.Golden):
     q: Prepared  # [n, H, D]
     k: Prepared  # [n, 1, D]
     # [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not
@@ -86,7 +84,7 @@ class GoldenPrepared(Golden):
 
 
 def golden_prepared(problem: calls.Problem) -> GoldenPrepared:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, golden.choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
@@ -211,13 +209,13 @@ class PrepareJudge(steps.Steps):
 
 def preparation(case: Any, scales: str, eps: float, **facts: Any) -> Any:
     facts |= {"rope_first": not case.rope_last, "is_neox_style": case.pairs == "halves"}
-    return filled(interface.IndexPreparation, case, {"scale_format": scales, "eps": eps, **facts})
+    return filled(prepare.IndexPreparation, case, {"scale_format": scales, "eps": eps, **facts})
 
 
 PREPARE = RoleDefinition(
     role=roles.Role.PREPARE,
     batch=PrepareBatch,
-    config=interface.MLAPrepareSelectorConfig,
+    config=prepare.MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
     facts=lambda case, dtype: {"preparation": preparation(case, case.scales, case.eps / 1e6, fold_scales=case.fold)},
     golden=golden_prepared,

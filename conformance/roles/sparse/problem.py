@@ -82,7 +82,12 @@ def draw_lists(
     counts = torch.where(row == 1, most, counts)
     counts = torch.where(row == 2, 0, torch.where(row == 4, most.clamp(max=1), counts))
     counts = (most if case.fill == "full" else counts).unsqueeze(1)
-    chosen = _chosen(bounds, columns, generator)
+    # Different numbers below each row's bound in drawn order, of equal parts: no draw is as wide.
+    parts, end = bounds.clamp(1, columns).unsqueeze(1), bounds.unsqueeze(1)
+    least, behind = column * end // parts, (column + 1) * end // parts
+    numbers = least + (torch.rand(len(bounds), columns, generator=generator) * (behind - least)).long()
+    turn = torch.rand(len(bounds), columns, generator=generator).masked_fill(column >= parts, 2.0).argsort(dim=1)
+    chosen = numbers.gather(1, turn)
     if case.repeats:  # the last quarter of each list's keys are its first ones
         first = counts - counts // 4
         chosen = chosen.gather(1, torch.where(column >= first, column - first, column).clamp(max=columns - 1))
@@ -100,16 +105,6 @@ def draw_lists(
     return Lists(keys, torch.where(held, column + 1, 0).amax(dim=1))
 
 
-def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, columns] different numbers below each row's bound in drawn order, of equal parts: no draw is as wide."""
-    column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
-    first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
-    drawn = torch.rand(len(bounds), columns, generator=generator)
-    numbers = first + (drawn * (behind - first)).long()
-    order = torch.rand(len(bounds), columns, generator=generator).masked_fill(column >= parts, 2.0).argsort(dim=1)
-    return numbers.gather(1, order)
-
-
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
 _GUARDS = 1  # blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison
@@ -125,30 +120,31 @@ class _Source:
 
 
 class SparseBatch(cached_batch.CachedBatch[SparseCase]):
-    @cached_property
-    def _drawing(self) -> torch.Generator:
-        """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
-        return self.drawing(_LISTS_SEED + self.case.seed)
+    extra: _Source | None
 
-    @cached_property
-    def main(self) -> _Source:  # the tokens of the batch: a row may name those up to its own
+    def __init__(self, case: SparseCase, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        # What lists and sinks are drawn with: other lists of the same keys leave the keys as they are.
+        self._drawing = self.drawing(_LISTS_SEED + case.seed)
+        # The tokens of the batch: a row may name those up to its own.
         rows = [
             (first, total - queries + row + 1 if total else 0)
             for first, total, queries in zip(start_loc(self.totals), self.totals, self.query_lens, strict=False)
             for row in range(queries)
         ]
         firsts, bounds = torch.tensor(rows, dtype=torch.int64).unbind(1)
-        lists = draw_lists(self.case, firsts, bounds, self.case.topk, self._drawing)
-        return self._source(self.totals, self.entries, lists, self.case.cache)
-
-    @cached_property
-    def extra(self) -> _Source | None:  # the second cache, all of which is before the rows
-        if not self.case.has_extra:
-            return None
-        lengths, per_row = (*self.case.extra_lens, *(0,) * self.case.pad), torch.tensor(self.query_lens)
-        firsts, bounds = (torch.tensor(x).repeat_interleave(per_row) for x in (start_loc(lengths)[:-1], lengths))
-        lists = draw_lists(self.case, firsts, bounds, self.case.extra_topk, self._drawing)
-        return self._source(lengths, self.draw_entries(lengths, self.case.extra), lists, self.case.extra)
+        lists = draw_lists(case, firsts, bounds, case.topk, self._drawing)
+        self.main = self._source(self.totals, self.entries, lists, case.cache)
+        # [S + S', 1, D] float64: the tokens, and behind them the entries of a second cache, all of which is before the
+        # rows; and of these keys [T, K + K'] int64 numbers, or -1.
+        self.keys, self.extra = self.main.keys, None
+        if case.has_extra:
+            lengths, per_row = (*case.extra_lens, *(0,) * case.pad), torch.tensor(self.query_lens)
+            firsts, bounds = (torch.tensor(x).repeat_interleave(per_row) for x in (start_loc(lengths)[:-1], lengths))
+            lists = draw_lists(case, firsts, bounds, case.extra_topk, self._drawing)
+            self.extra = self._source(lengths, self.draw_entries(lengths, case.extra), lists, case.extra)
+            self.keys = torch.cat((self.keys, self.extra.keys))
+        self.selected = self._joined(self.main.lists, len(self.main.keys))
 
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
@@ -174,15 +170,6 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
 
         return self.padded(self.queries_of(q, keys, causal=False, each=True).to(self.dtype).to(self.device))
 
-    @cached_property
-    def keys(self) -> torch.Tensor:
-        """[S + S', 1, D] float64: the tokens, and behind them the entries of a second cache."""
-        return self.main.keys if self.extra is None else torch.cat((self.main.keys, self.extra.keys))
-
-    @cached_property
-    def selected(self) -> torch.Tensor:  # [T, K + K'] int64 numbers of keys, or -1
-        return self._joined(self.main.lists, len(self.main.keys))
-
     def _joined(self, lists: Lists, keys: int) -> torch.Tensor:
         """Lists of so many keys, and those of the second cache, whose keys stand behind them."""
         if self.extra is None:
@@ -207,8 +194,7 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
         return whole and replace(whole, causal=False, selected=self.selected.to(self.device))
 
     def calls(self) -> tuple[SparseCall, ...]:
-        _ = self.main, self.extra, self.queries  # drawn in this order, whatever asks first
-        query = lay_out("q", self.queries, self.queries, self.case)
+        query = lay_out("q", self.queries, self.queries, self.case)  # drawn behind the entries of both caches
         return tuple(self._call(rank, query) for rank in range(self.case.ranks))
 
     def _call(self, rank: int, query: torch.Tensor) -> SparseCall:
@@ -224,7 +210,14 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
             pages = cached_batch.gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
         if extra is not None:
             keys = torch.cat((keys, extra.keys))
-        named = self._lists(lists, self._numbers(lists, lengths, pages))
+        # What stands for each key: a rank is handed the positions that all others are, and finds its own.
+        if case.space == roles.IndexSpace.SLOT:
+            named = self._lists(lists, lists.renumbered(pages.slots).keys)
+        else:
+            on_all = case.space == roles.IndexSpace.POSITION
+            listed, starts = (self.main.lists, self.totals) if on_all else (lists, lengths)
+            first = torch.tensor(start_loc(starts))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
+            named = self._lists(lists, torch.where(listed.keys == NO_KEY, NO_KEY, listed.keys - first))
         named |= {"return_softmax_lse": case.lse, "attn_sink": self.sink}
         if extra is not None:
             second = cached_batch.write_pages(self, extra.entries, extra.lengths, case.extra, case.extra_page, _GUARDS)
@@ -240,15 +233,6 @@ class SparseBatch(cached_batch.CachedBatch[SparseCase]):
             metadata=cached_batch.list_metadata(told, pages.block_table, case.space, paged=case.is_paged),
             case=case,
         )
-
-    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: cached_batch.Pages) -> torch.Tensor:
-        """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
-        if self.case.space == roles.IndexSpace.SLOT:
-            return lists.renumbered(pages.slots).keys
-        if self.case.space == roles.IndexSpace.POSITION:
-            lists, lengths = self.main.lists, self.totals  # a rank is handed what all others are, and finds its own
-        first = torch.tensor(start_loc(lengths))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
-        return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 
     def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, Any]:
         handed = lists.handed(numbers, self.case.behind, self._drawing).to(self.device)

@@ -118,7 +118,6 @@ _HEADS = classes.Numbers(
         "32": ((32,), (32, 48, 64, 96, 128)),
     }
 )
-_RANKS = classes.Numbers(exactly(1, 2, 4, 8, 16))
 _REQUESTS = classes.Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
 _PAGES = classes.Numbers(
     {
@@ -136,8 +135,6 @@ _SELECTED = {  # index heads and K, those that stand for a class first
     # The first is the least that engines' kernels take.
     "128 by 32 heads": ((32, 128), (64, 128), (32, 256), (24, 192), (64, 512), (64, 1024), (64, 2048)),
 }
-_KEYS = ("more", "one more", "as many", "fewer")
-_MORE = (70, 41, 130)
 _MOST_MORE = 1200
 _SHORT = (17, 5, 1, 33)
 _QUERIES = classes.Numbers(exactly(1, 2, 3))
@@ -163,7 +160,7 @@ def _longest(topk: int, keys: str, draw: classes.Draw = classes.PLAIN) -> tuple[
         return (draw.near(1, topk - 1, keys), topk - 1)
     if draw and keys == "more":
         return (draw.near(topk + 2, max(_MOST_MORE, 2 * topk), keys),)
-    return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
+    return (near[keys],) if keys in near else tuple(length for length in (70, 41, 130) if length > topk + 1)
 
 
 def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
@@ -203,12 +200,12 @@ SPARSE_LAYER = Space(
         values("layer pairs", "layer_pairs", *PAIRS[::-1]),
         values("dtype", "dtype", "bf16", "fp16"),
         dimensions.numbers("heads", "heads", _HEADS),
-        dimensions.numbers("ranks", "tp", _RANKS),
+        dimensions.numbers("ranks", "tp", classes.Numbers(exactly(1, 2, 4, 8, 16))),
         counted("requests", _REQUESTS, lambda case: len(case.q)),
         counted("queries", _QUERIES, lambda case: max(case.q[: case.decodes]), batches.WITH_DECODES),
         counted("tokens", _TOKENS, lambda case: max(case.q[case.decodes :]), batches.WITH_PREFILLS),
         measured("selected", _SELECTED, _selected),
-        measured("keys", _KEYS, _keys),
+        measured("keys", ("more", "one more", "as many", "fewer"), _keys),
         dimensions.numbers("page", "page", _PAGES),
         values("tails", "tails", *cached.TAILS),
         dimensions.numbers("layers", "layers", classes.Numbers({"1": ((1,),), "several": (range(2, 9),)})),

@@ -6,7 +6,6 @@ layer in float64, rounded where a layer stores, is the only right one.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +58,8 @@ class Topics:
 
     of: Tensor  # [total] the topic of each token, -1 of none
     size: int  # tokens of a topic; those of a pair have keys of their own, those of a larger one the same
+    first: Tensor  # [topics], the first token of each
+    last: Tensor  # [topics], the last token of each; behind all tokens of one that the request does not complete
 
     @staticmethod
     def drawn(total: int, topk: int, size: int, generator: torch.Generator) -> "Topics":
@@ -66,24 +67,16 @@ class Topics:
         at = torch.arange(total)
         if size > _PAIR:  # side by side, since pairs turn back after four tokens: so a topic has one key
             topic = at // (_ABREAST * size) * _ABREAST + at % _ABREAST
-            return Topics(topic.masked_fill(topic >= _MOST_KEYS, -1), size)
-        first = min(total, topk + _PAIR)
-        rest = torch.randperm(total - first, generator=generator)[: _MOST_KEYS - first] + first
-        tokens = torch.cat((at[:first], rest.sort().values))
-        return Topics(torch.full((total,), -1).index_put((tokens,), torch.arange(len(tokens)) // _PAIR), size)
-
-    @cached_property
-    def first(self) -> Tensor:  # [topics], the first token of each
-        named = self.of >= 0
-        start = torch.full((int(self.of.max()) + 1,), len(self.of))
-        return start.scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amin")
-
-    @cached_property
-    def last(self) -> Tensor:
-        """[topics], the last token of each; behind all tokens of one that the request does not complete."""
-        named = self.of >= 0
-        end = torch.zeros_like(self.first).scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amax")
-        return end.where(torch.bincount(self.of[named]) == self.size, len(self.of))
+            of = topic.masked_fill(topic >= _MOST_KEYS, -1)
+        else:
+            begun = min(total, topk + _PAIR)
+            rest = torch.randperm(total - begun, generator=generator)[: _MOST_KEYS - begun] + begun
+            tokens = torch.cat((at[:begun], rest.sort().values))
+            of = torch.full((total,), -1).index_put((tokens,), torch.arange(len(tokens)) // _PAIR)
+        own, number = of[of >= 0], at[of >= 0]
+        first = torch.full((int(of.max()) + 1,), total).scatter_reduce(0, own, number, "amin")
+        last = torch.zeros_like(first).scatter_reduce(0, own, number, "amax")
+        return Topics(of, size, first, last.where(torch.bincount(own) == size, total))
 
     def keys(self, columns: int, generator: torch.Generator) -> Tensor:
         """[total, columns] integers before a norm, each around its own mean; without a topic one of two."""
@@ -123,40 +116,34 @@ class Topics:
         return query[place], weights[place]
 
 
-Indexed = tuple[Tensor, Tensor, Tensor]
-
-
 class HiddenStates(CachedBatch[SparseLayerCase]):
-    @cached_property
-    def layer(self) -> DrawnLayer:
-        return DrawnLayer.draw(self.case, self.drawing(_WEIGHTS_SEED).initial_seed())
-
-    @cached_property
-    def counted(self) -> tuple[int, ...]:  # first new token of each request that is none of padding, and the end
-        return start_loc(self.case.q)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        return torch.cat([torch.arange(total) for total in self.case.totals])
-
-    @cached_property
-    def new(self) -> Tensor:
-        return self.new_of(map(torch.arange, self.case.totals))
-
-    @cached_property
-    def _settled(self) -> tuple[Tensor, Indexed]:
-        """Hidden states, drawn again where an index cache's rounding could matter, and what they are indexed by."""
+    def __init__(self, case: SparseLayerCase, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        self.layer = layer = DrawnLayer.draw(case, self.drawing(_WEIGHTS_SEED).initial_seed())
+        self.counted = start_loc(case.q)  # first new token of each request that is none of padding, and the end
+        self.positions = torch.cat([torch.arange(total) for total in case.totals])
+        self.new = new = self.new_of(map(torch.arange, case.totals))
+        # Hidden states [S, hidden] in the model's dtype, drawn again where an index cache's rounding could matter, and
+        # what they are indexed by, float64: queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all.
         for _ in range(_MOST_DRAWS):
-            hidden = self._drawn()
-            indexed = self._indexed(hidden)
-            if self.case.shared or (gap := self._gap(*indexed)) >= MARGIN:
-                return hidden, indexed
-        raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
-
-    @property
-    def hidden(self) -> Tensor:
-        """[S, hidden] in the model's dtype."""
-        return self._settled[0]
+            self.hidden = hidden = self._drawn()
+            q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
+            self.keys = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
+            weights = index_weights(hidden[new], layer.index)
+            if case.shared or (gap := self._gap(q, weights, self.keys)) >= MARGIN:
+                break
+        else:
+            raise ProblemError(f"{case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
+        # [T, K] int64, positions that each new token attends to, -1 behind them.
+        longest = max(case.totals)
+        seen = torch.arange(longest) < (self.positions[new] + 1).unsqueeze(1)
+        if case.shared:
+            scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
+        else:
+            scores = self._scored(q, weights, self.keys).scores
+        best = scores.masked_fill(~seen, -torch.inf).topk(min(case.topk, longest), dim=1)
+        named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
+        self.lists = torch.nn.functional.pad(named, (0, case.topk - named.shape[1]), value=NO_KEY)
 
     def _drawn(self) -> Tensor:
         case, layer, tokens = self.case, self.layer, len(self.positions)
@@ -172,17 +159,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         keys = [topics.keys(INDEX_DIM, self.generator) for topics in of_requests]
         drawn = put(drawn, layer.weights.W_DKV, known)
         drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
-        asked, weights = self._asked(drawn, of_requests)
-        assert layer.weights.W_DQ is not None
-        drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
-        return drawn.to(self.dtype)
-
-    def _asked(self, drawn: Tensor, of_requests: list[Topics]) -> tuple[Tensor, Tensor]:
-        """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""
-        case, form, found = self.case, self.layer.index_spec, []
-        keys = index_keys(drawn, self.positions, self.layer.index, form).values.to(self.dtype).double()
+        # What latent queries [T, Lq] before their norm and weights [T, H] are to be.
+        form, found = layer.index_spec, []
+        stored = index_keys(drawn, self.positions, layer.index, form).values.to(self.dtype).double()
         for topics, rows, kv in zip(of_requests, segments(start_loc(case.totals)), case.kv, strict=True):
-            directions = topics.directions(keys[rows])
+            directions = topics.directions(stored[rows])
             sizes = case.topk, case.queries
             bounds = range(kv + 1, rows.stop - rows.start + 1)
             found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
@@ -197,9 +178,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
         back = form.rotation.table(-self.positions[self.new])
         before = rotated(Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
-        normed = put(torch.zeros_like(before), self.layer.index.wq_b[:, : case.queries].flatten(1), before)
-        assert self.layer.weights.q_norm is not None
-        return _of_one_size(normed / self.layer.weights.q_norm), weights
+        normed = put(torch.zeros_like(before), layer.index.wq_b[:, : case.queries].flatten(1), before)
+        assert layer.weights.W_DQ is not None and layer.weights.q_norm is not None
+        latent = put(drawn[self.new], layer.weights.W_DQ, _of_one_size(normed / layer.weights.q_norm))
+        drawn[self.new] = put(latent, layer.index.weights_proj, weights)
+        return drawn.to(self.dtype)
 
     def _gap(self, q: Tensor, weights: Tensor, k: Tensor) -> float:
         """How far the last selected score exceeds the best one left out, in rows' best scores; also as stored."""
@@ -225,32 +208,9 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
         return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
 
-    def _indexed(self, hidden: Tensor) -> Indexed:
-        """Queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all, float64."""
-        layer, new = self.layer, self.new
-        q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
-        k = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
-        return q, index_weights(hidden[new], layer.index), k
-
     def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> IndexScores:
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
         return index_scores(q, weights, k, **starts)
-
-    @property
-    def keys(self) -> Tensor:
-        return self._settled[1][2]
-
-    @cached_property
-    def lists(self) -> Tensor:  # [T, K] int64, positions that each new token attends to, -1 behind them
-        columns, longest = self.case.topk, max(self.case.totals)
-        seen = torch.arange(longest) < (self.positions[self.new] + 1).unsqueeze(1)
-        if self.case.shared:
-            scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
-        else:
-            scores = self._scored(*self._settled[1]).scores
-        best = scores.masked_fill(~seen, -torch.inf).topk(min(columns, longest), dim=1)
-        named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
-        return torch.nn.functional.pad(named, (0, columns - named.shape[1]), value=NO_KEY)
 
 
 def _of_one_size(x: Tensor) -> Tensor:

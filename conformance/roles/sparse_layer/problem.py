@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +11,7 @@ from mla_conformance.backends import roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging import judge, verdict
 from mla_conformance.problems import cached_batch, calls, memory, operands
-from mla_conformance.problems.written import CacheImage, SelectedLists
+from mla_conformance.problems.written import CacheImage, Latents, SelectedLists
 from mla_conformance.reference import cache_layout, layer
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
@@ -90,14 +89,34 @@ class SparseLayerCall(calls.CallOfARank):
 
 class SparseLayerBatch(hidden_states.HiddenStates):
     def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
-        _ = self.hidden, self.lists  # drawn in this order, whatever asks first
-        return (calls.CallOnRanks.of(tuple(map(self._call, range(self.case.tp)))),)
+        w, form = self.layer.weights, self.layer.spec
+        # kv_c [S, L] and k_pe [S, R] of the model's dtype.
+        latent, rope = layer.latents(self.hidden, self.positions, w, form)
+        kv_c, k_pe = latent.to(self.dtype), rope.to(self.dtype)
+        # q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new.
+        asked = layer.queries(self.query_latent(self.hidden), self.positions[self.new], w, form)
+        k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
+        attended = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
+        on_device = [x.to(self.device) for x in attended]
+        parts = tuple(self._call(rank, (kv_c, k_pe), on_device) for rank in range(self.case.tp))
+        return (calls.CallOnRanks.of(parts),)
 
-    def _call(self, rank: int) -> SparseLayerCall:
+    def _call(self, rank: int, latents: Latents, attended: Sequence[Tensor]) -> SparseLayerCall:
         case = self.case
-        latent, attention, slots = self._cache(self, self._latents)
-        index, indexing, index_slots = self._index_cache()
-        q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
+        latent, attention, slots = self._cache(self, latents)
+        names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
+        of_index = IndexerCase(
+            capability=Call.INDEX_TOPK,
+            cache=case.index_cache,
+            scales=case.index_scales,
+            dims=f"{INDEX_DIM}-0-{INDEX_DIM}-{INDEX_DIM}",
+            seed=case.seed + _INDEX_SEED,
+            **{name: getattr(case, name) for name in names},
+        )
+        keys = self.keys.to(self.dtype)
+        cached = cached_batch.CachedBatch(of_index, self.device, self.salt)
+        index, indexing, index_slots = self._cache(cached, (keys, keys[:, :0]))
+        q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in attended)
         first = torch.tensor(operands.start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         x = self.padded(self.hidden[self.new]).unsqueeze(1)
         table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
@@ -124,36 +143,8 @@ class SparseLayerBatch(hidden_states.HiddenStates):
             rank=rank,
         )
 
-    @cached_property
-    def _latents(self) -> tuple[Tensor, Tensor]:  # kv_c [S, L] and k_pe [S, R] of the model's dtype
-        kv_c, k_pe = layer.latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
-        return kv_c.to(self.dtype), k_pe.to(self.dtype)
-
-    @cached_property
-    def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
-        w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = layer.queries(self.query_latent(self.hidden), self.positions[self.new], w, self.layer.spec)
-        k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
-        found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
-        q, k, v = (x.to(self.device) for x in found)
-        return q, k, v
-
-    def _index_cache(self) -> tuple[CacheImage, sparse.MLASparseMetadata, Tensor]:
-        keys = self.keys.to(self.dtype)
-        names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
-        case = IndexerCase(
-            capability=Call.INDEX_TOPK,
-            cache=self.case.index_cache,
-            scales=self.case.index_scales,
-            dims=f"{INDEX_DIM}-0-{INDEX_DIM}-{INDEX_DIM}",
-            seed=self.case.seed + _INDEX_SEED,
-            **{name: getattr(self.case, name) for name in names},
-        )
-        return self._cache(cached_batch.CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
-
     def _cache(
-        self, batch: cached_batch.CachedBatch[Any], parts: tuple[Tensor, Tensor]
+        self, batch: cached_batch.CachedBatch[Any], parts: Latents
     ) -> tuple[CacheImage, sparse.MLASparseMetadata, Tensor]:
         """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case

@@ -43,9 +43,8 @@ class DrawnLayer:
             selects=True,
         )
         rotation = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
-        return DrawnLayer(
-            weights, index, spec, layer.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
-        )
+        of_index = layer.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
+        return DrawnLayer(weights, index, spec, of_index)
 
     def handed(
         self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device, rank: int

@@ -51,16 +51,8 @@ class TopKCase(Case):
         return tuple(kv + row for q, kv in zip(self.q, self.kv, strict=True) for row in range(q))
 
     @property
-    def lengths(self) -> tuple[int, ...]:  # columns that each row sees: of a pool it sees all tokens or none
-        return tuple(tokens // self.pool for tokens in self.tokens)
-
-    @property
     def spans(self) -> tuple[int, ...]:
         return tuple((kv + max(0, q - 1)) // self.pool for q, kv in zip(self.q, self.kv, strict=True))
-
-    @property
-    def places(self) -> int:
-        return self.topk + (self.pool - 1 if self.tail else 0)
 
     @property
     def width(self) -> int:
@@ -81,10 +73,6 @@ _POOLS = Numbers({**space.exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _LONGEST_OTHER = 64
 _MOST_LOGITS = 2**24
 _LOOSE = 100  # factor of the columns where maxima are loose, so that a small case has them
-
-
-def _last_token(case: TopKCase, total: int) -> int:
-    return total - 1
 
 
 def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
@@ -140,8 +128,8 @@ TOPK = space.Space(
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
         measured("others", batches.OTHERS, lambda case: batches.others_class(case, case.spans)),
-        by_length("longest", batches.LONGEST, batches.totals, of=_last_token),
-        by_length("tile", batches.TILE, batches.totals, of=_last_token),
+        by_length("longest", batches.LONGEST, batches.totals, of=lambda case, total: total - 1),
+        by_length("tile", batches.TILE, batches.totals, of=lambda case, total: total - 1),
         counted("columns", COLUMNS, lambda case: case.topk),
         by_length("keys", KEYS, batches.totals, of=lambda case, total: (total - 1, case.topk)),
         LAYOUT,

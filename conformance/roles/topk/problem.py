@@ -9,8 +9,7 @@ import torch
 from mla_conformance.backends import declaration, roles, topk
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import steps, verdict
-from mla_conformance.judging.golden import Golden, choose_rows
+from mla_conformance.judging import golden, steps, verdict
 from mla_conformance.problems import calls, memory, operands
 from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
@@ -35,7 +34,7 @@ class TopKCall(calls.KernelCall):  # ``run_top_k_per_row``, or that of pools; q 
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        return self.q.shape[0], self.case.places
+        return self.q.shape[0], self.case.topk + (self.case.pool - 1) * self.case.tail
 
 
 class TopKBatch(operands.Draw[TopKCase]):
@@ -44,7 +43,8 @@ class TopKBatch(operands.Draw[TopKCase]):
         requests = [request for request, rows in enumerate(case.q) for _ in range(rows)]
         # Start and length of each row's window, those of padding behind.
         first = operands.start_loc(case.spans) if case.packed else (0,) * len(case.q)
-        windows = [(first[request], length) for request, length in zip(requests, case.lengths, strict=True)]
+        # Of a pool a row sees all tokens or none.
+        windows = [(first[request], seen // case.pool) for request, seen in zip(requests, case.tokens, strict=True)]
         windows += [(0, 0)] * case.pad
         made = memory.poison((len(windows), case.width), self.dtype, torch.device("cpu"), case.poison)
         for row, (start, length) in enumerate(windows):
@@ -97,14 +97,14 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class GoldenWindows(Golden):
+class GoldenWindows(golden.Golden):
     scores: WindowScores  # their logits
     starts: torch.Tensor  # [n] int64, the first column of each
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
 
 def golden_windows(problem: calls.Problem) -> GoldenWindows:
-    (call,), rows = problem.calls, choose_rows(problem)
+    (call,), rows = problem.calls, golden.choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
@@ -121,41 +121,32 @@ class PoolTokens:
 
     def positions(self, places: int) -> torch.Tensor:
         """[n, places] numbers of the whole pools that are named, the last first, -1 behind them."""
-        named = self._counts == self.pool
+        named = self._told()[2] == self.pool
         numbered = torch.arange(named.shape[1], device=named.device).where(named, NO_KEY)
         found = torch.nn.functional.pad(numbered, (0, places), value=NO_KEY).sort(dim=1, descending=True)
         return found.values[:, :places]
 
     def wrong(self) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
         """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
-        strange = (self.numbers != NO_KEY) & ~self._seen
+        seen, last, counts = self._told()
+        strange = (self.numbers != NO_KEY) & ~seen
         yield lambda row: f"{int(self.numbers[row][strange[row]][0])} is no token that it sees", strange.any(dim=1)
         ordered = self.numbers.sort(dim=1).values
         twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)
         yield lambda row: f"token {int(ordered[row, 1:][twice[row]][0])} is named twice", twice.any(dim=1)
-        last = (self._seen & (self.numbers >= self._whole)).sum(dim=1)
-        wanted = (self.tokens % self.pool) * self.tail
-        yield (
-            lambda row: f"{int(last[row])} tokens of the last pool are named, expected {int(wanted[row])}",
-            last != wanted,
-        )
-        parts = (self._counts > 0) & (self._counts < self.pool)
+        wanted, of_last = (self.tokens % self.pool) * self.tail, "tokens of the last pool are named"
+        yield lambda row: f"{int(last[row])} {of_last}, expected {int(wanted[row])}", last != wanted
+        parts = (counts > 0) & (counts < self.pool)
         yield lambda row: f"not all tokens of pool {int(parts[row].int().argmax())} are named", parts.any(dim=1)
 
-    @property
-    def _seen(self) -> torch.Tensor:
-        return (self.numbers >= 0) & (self.numbers < self.tokens.unsqueeze(1))
-
-    @property
-    def _whole(self) -> torch.Tensor:
-        return (self.tokens // self.pool * self.pool).unsqueeze(1)
-
-    @property
-    def _counts(self) -> torch.Tensor:  # [n, W] how many tokens of each whole pool are named
+    def _told(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n, K] which are tokens that the row sees, [n] how many of its last pool, [n, W] of each whole one."""
+        seen = (self.numbers >= 0) & (self.numbers < self.tokens.unsqueeze(1))
+        last = seen & (self.numbers >= (self.tokens // self.pool * self.pool).unsqueeze(1))
         width = int(self.tokens.max()) // self.pool if len(self.tokens) else 0
-        at = (self.numbers // self.pool).where(self._seen & (self.numbers < self._whole), width)
+        at = (self.numbers // self.pool).where(seen & ~last, width)
         found = torch.zeros(len(at), width + 1, dtype=torch.int64, device=at.device)
-        return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
+        return seen, last.sum(dim=1), found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
 
 
 class TopKJudge(steps.SelectionSteps):
@@ -197,41 +188,33 @@ class TopKJudge(steps.SelectionSteps):
 
     def _declared(self, name: str, positions: torch.Tensor) -> Iterator[verdict.Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
-        named, ordered, declared = positions >= 0, ~self.expectation.scores.unordered, self.declaration.selection
+        golden, named, declared = self.expectation.scores, positions >= 0, self.declaration.selection
+        scores, empty = golden.scores, not golden.scores.numel()
         if declared.padding_behind:
             wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
             yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
         if declared.order is not declaration.SelectionOrder.ANY:
-            wrong = self._disordered(positions) & ordered
+            values = positions
+            if declared.order is not declaration.SelectionOrder.ASCENDING:
+                at = positions.clamp(min=0, max=scores.shape[1] - 1)
+                values = torch.zeros_like(positions) if empty else -scores.gather(1, at)
+            # Where one of two is no column, nothing is compared.
+            wrong = ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1) & ~golden.unordered
             order = declared.order.value
             yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
-        if declared.ties is not declaration.Ties.FREE and not set(TIED).intersection(self.case.regimes):
-            first = declared.ties.value
-            wrong = self._other_ties(positions) & ordered
-            yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
-
-    def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
-        """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
-        values, named, scores = positions, positions >= 0, self.expectation.scores.scores
-        if self.declaration.selection.order is not declaration.SelectionOrder.ASCENDING:
-            at = positions.clamp(min=0, max=scores.shape[1] - 1)
-            values = -scores.gather(1, at) if scores.numel() else torch.zeros_like(positions)
-        return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
-
-    def _other_ties(self, positions: torch.Tensor) -> torch.Tensor:
-        """[n] bool, rows where a column is left out for an equal one that the declaration puts behind it."""
-        scores = self.expectation.scores.scores
-        if not scores.numel():
-            return torch.zeros(len(positions), dtype=torch.bool, device=positions.device)
+        if declared.ties is declaration.Ties.FREE or set(TIED).intersection(self.case.regimes) or empty:
+            return
+        # Whether a column is left out for an equal one that the declaration puts behind it.
         chosen = torch.zeros_like(scores, dtype=torch.bool)
-        rows, columns = (positions >= 0).nonzero().unbind(1)
+        rows, columns = named.nonzero().unbind(1)
         chosen[rows, positions[rows, columns]] = True
         last = scores.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         tied, place = scores == last, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-        place = place if self.declaration.selection.ties is declaration.Ties.FIRST else -place
+        place = place if declared.ties is declaration.Ties.FIRST else -place
         taken = place.masked_fill(~(tied & chosen), -scores.shape[1]).amax(dim=1)
         left = place.masked_fill(~tied | chosen, scores.shape[1]).amin(dim=1)
-        return left < taken
+        wrong, first = (left < taken) & ~golden.unordered, declared.ties.value
+        yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
 
 
 class _TopK(RoleDefinition):

@@ -61,24 +61,22 @@ _SOME = {  # classes of other ones
     "page": ("64", "16", "1", "128"),
     "data": ("needle", "normal", "negative", "ones", "large_logits", "rising"),
 }
-_DIMENSIONS = tuple(
-    replace(each, classes={label: each.classes[label] for label in _SOME.get(each.name, each.classes)})
-    for each in DECODE.dimensions
-    if each.name not in _LEFT_OUT
-)
-
-
-_TREE = space.Dimension(
-    "tree",
-    {tree: {"tree": tree} for tree in TREES},
-    lambda case: None if case.parents else case.tree_of(case.leading[0]),
-    of_request=lambda case, request: None if case.parents else case.tree_of(request),
-)
-
 TREE = space.Space(
     role=Role.TREE,
     capability="tree_combinations",
-    dimensions=(_TREE, *_DIMENSIONS),
+    dimensions=(
+        space.Dimension(
+            "tree",
+            {tree: {"tree": tree} for tree in TREES},
+            lambda case: None if case.parents else case.tree_of(case.leading[0]),
+            of_request=lambda case, request: None if case.parents else case.tree_of(request),
+        ),
+        *(
+            replace(each, classes={label: each.classes[label] for label in _SOME.get(each.name, each.classes)})
+            for each in DECODE.dimensions
+            if each.name not in _LEFT_OUT
+        ),
+    ),
     rules=tuple(rule for rule in DECODE.rules if not _LEFT_OUT.intersection(rule.over)),
     shape=partial(dimensions.paged_batch, Call.TREE_DECODE),
     small={**batches.SMALL_BATCHES, "dims": ("small",)},
