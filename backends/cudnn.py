@@ -33,11 +33,6 @@ class Key(NamedTuple):
     scale: float
     causal: bool
 
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float) -> "Key":
-        sizes = (len(batch.query_lens), q.shape[1], *batch.lengths[2:], (q.shape[-1], v.shape[-1]))
-        return Key(q.device, q.dtype, *sizes, tuple(x.stride() for x in (q, k, v)), scale, batch.causal)
-
 
 _ALIGNED = ("operands must start at multiples of 16 bytes", "others are copied")
 _OFFSETS = ("lengths and element offsets instead of token offsets", "computed on the device, int64")
@@ -65,7 +60,9 @@ class CudnnPrefillBackend(library_roles.RaggedPrefillBackend):
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         """Write ``output`` [T, N, V], packed; return the LSE [N, T]. By a graph, of e4m3 operands with scales."""
         lse = q.new_empty(len(q), self.num_heads, dtype=torch.float32)
-        key, tensors = Key.of(q, k, v, batch, self.scale), {"q": q, "k": k, "v": v, "o": output, "stats": lse}
+        sizes = (len(batch.query_lens), q.shape[1], *batch.lengths[2:], (q.shape[-1], v.shape[-1]))
+        key = Key(q.device, q.dtype, *sizes, tuple(x.stride() for x in (q, k, v)), self.scale, batch.causal)
+        tensors = {"q": q, "k": k, "v": v, "o": output, "stats": lse}
         if self.writes_e4m3 and self._output_scale is not None:
             tensors |= dict.fromkeys(SCALES, lse.new_ones(1))
             tensors |= {"scale_s": lse.new_full((1,), _P_SCALE), "descale_s": lse.new_full((1,), 1 / _P_SCALE)}
@@ -98,13 +95,11 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
         workspace = torch.empty(flashinfer.WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         queries, keys, longest_query, longest_key = batch.lengths
         starts = {"q": (queries, q), "o": (queries, output), "k": (keys, k), "v": (keys, v)}
-        options: dict[str, Any] = {
-            f"batch_offsets_{name}": offsets(at, x.stride(0)) for name, (at, x) in starts.items()
-        }
+        given = {f"batch_offsets_{name}": offsets(at, x.stride(0)) for name, (at, x) in starts.items()}
+        options: dict[str, Any] = {"max_token_per_sequence": longest_query, "max_sequence_kv": longest_key}
         options |= {"lse_base": "ln"} if packaged.has_parameter(entry, "lse_base") else {}
         options |= {"actual_seq_lens_q": lengths(queries), "actual_seq_lens_kv": lengths(keys), "causal": batch.causal}
-        options |= {"max_token_per_sequence": longest_query, "max_sequence_kv": longest_key, "out": output}
-        _, padded = entry(q, k, v, self.scale, workspace, return_lse=True, **options)
+        _, padded = entry(q, k, v, self.scale, workspace, return_lse=True, out=output, **given, **options)
         return batch.rows_that_count(padded)
 
 

@@ -96,7 +96,7 @@ class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
 
 
 class EagerPrefillBackend(EagerKernel, interface.MLAPrefillBackend):
-    """EAGER behind the interface of this project; ``generations.eager`` has it behind the others."""
+    """EAGER behind the interface of this project; ``generations`` has it behind the others."""
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         context = self._prefill_metadata.chunked_context

@@ -136,8 +136,7 @@ class FlashAttnMLADecodeBackend(library_roles.PagedDecodeBackend):
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
         lengths, table = self._decode_metadata.seq_lens, self._decode_metadata.block_table
-        call = self.library.flash_attn_with_kvcache
-        return call(q, k, v, qv=qv, cache_seqlens=lengths, page_table=table, **options)
+        return self.library.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=lengths, page_table=table, **options)
 
 
 class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):

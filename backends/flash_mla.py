@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, decode, library_roles, packaged
+from mla_conformance.backends import cache_dtypes, decode, graph_support, library_roles, packaged
 from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.graph_support import may_look_at
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _NOTE = "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
@@ -60,7 +59,7 @@ class FlashMLADecodeBackend(library_roles.PagedDecodeBackend):
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         x, library, queries = self._decode_metadata, self.library, int(self._decode_metadata.query_lens_cpu.max())
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(x.query_lens_cpu), queries))
-        schedule = self._schedule if may_look_at(query) else library.get_mla_metadata()[0]
+        schedule = self._schedule if graph_support.may_look_at(query) else library.get_mla_metadata()[0]
         batch = (x.block_table, x.seq_lens, self.kv_lora_rank, schedule)
         options: dict[str, Any] = {"softmax_scale": self.scale, "causal": queries > 1}
         options |= {"use_legacy": True} if is_fork(library) else {}

@@ -6,15 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import kernel, library_roles, packaged, tree
-from mla_conformance.backends.conversions import (
-    RaggedBatch,
-    aligned,
-    natural_heads_first,
-    pad_head_dim,
-    starts_of,
-    writable,
-)
+from mla_conformance.backends import conversions, kernel, library_roles, packaged, tree
+from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first, pad_head_dim, writable
 
 FLASHINFER = packaged.in_extra("flashinfer", "flashinfer", "flashinfer-python")
 TVM_FFI = packaged.in_extra("flashinfer", "tvm_ffi", "apache-tvm-ffi")
@@ -121,7 +114,7 @@ class FlashInferTreeBackend(library_roles.PagedTreeBackend):
         if not hasattr(self, "_buffer"):
             self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(self._buffer, "NHD", backend="fa2")
-        starts = (metadata.query_start_loc, starts_of(batch.lengths).to(q.device))
+        starts = (metadata.query_start_loc, conversions.starts_of(batch.lengths).to(q.device))
         dtypes = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": q.dtype}
         sizes = {"head_dim_vo": width, "custom_mask": batch.mask, "sm_scale": self.scale}
         wrapper.plan(*starts, self.num_heads, 1, width, **sizes, **dtypes)

@@ -72,8 +72,7 @@ def _mask(batch: RaggedBatch) -> Any:
     def visible(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
         return (query_request[query] == key_request[key]) & (key_position[key] <= reach[query])
 
-    sizes = (batch.query_tokens, batch.key_tokens)
-    return create_block_mask(visible, None, None, *sizes, device=reach.device.type)
+    return create_block_mask(visible, None, None, batch.query_tokens, batch.key_tokens, device=reach.device.type)
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -59,9 +59,7 @@ class RaggedPrefillBackend(packaged.LibraryKernel, interface.MLAPrefillBackend):
         lse [N, T] float32, natural logarithm), or of a library without an LSE the output alone.
         """
 
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: conversions.RaggedBatch, out: Tensor | None) -> Any:
         rows, keys = batch.query_tokens, batch.key_tokens
         interface.check_operands(self, q, k, v, rows, keys)
         whole, lse = out, q.new_zeros(0)
@@ -206,8 +204,7 @@ class CacheKernel(packaged.LibraryKernel, cache.MLACacheBackend):
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
 
     def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
-        model = next(iter(rows.values())).dtype
-        cache.require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
+        cache.require_call(self, call, x.kv_cache, next(iter(rows.values())).dtype, slot_dtype=x.slot_mapping.dtype)
         cache.check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
         return len(x.slot_mapping) > 0
 

@@ -111,7 +111,7 @@ def _checked(loaded: Any, reference: str) -> type:
 _ADAPTED: dict[type, Any] = {}
 _ADAPTERS = {
     "layer": "generations.layer_adapter.AdaptedLayerBackend",
-    "sparse layer": "generations.sparse_layer_adapter.AdaptedSparseLayer",
+    "sparse layer": "vllm_sparse_layer.AdaptedSparseLayer",
     "earlier prefill": "generations.earlier.EarlierAdapter",
     "present prefill": "generations.present.PresentAdapter",
     "prefill": "generations.adapted.AdaptedPrefillBackend",

@@ -79,8 +79,7 @@ def declared(distributions: str, *deviations: Deviation | tuple[str, str], **dec
 
 def further(declaration: Declaration, *deviations: Deviation | tuple[str, str], **declares: Any) -> Declaration:
     """The same with further deviations behind, and what else differs."""
-    more = declared("", *deviations).deviations
-    return replace(declaration, deviations=(*declaration.deviations, *more), **declares)
+    return replace(declaration, deviations=(*declaration.deviations, *declared("", *deviations).deviations), **declares)
 
 
 @contextmanager
@@ -144,8 +143,7 @@ class LibraryKernel(NamedKernel):
     @property
     def library(self) -> Any:
         if self.by_device and not self.variant:
-            said = f"{self.name} is a family of kernels: choose one of {', '.join(self.variants)}"
-            raise NotImplementedError(said)
+            raise NotImplementedError(f"{self.name} is a family of kernels: choose one of {', '.join(self.variants)}")
         return self.libraries[0].found().load()
 
     @classmethod
@@ -180,8 +178,7 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        role: Any = super()
-        reasons: list[str] = role.validate_configuration(device_capability, selector_config)
+        reasons = super().validate_configuration(device_capability, selector_config)
         asked = {"c": selector_config, "device": device_capability}
         return [*reasons, *(said.format(**asked) for said, when in cls.refused.items() if when(*asked.values()))]
 
@@ -236,5 +233,4 @@ def interpreted(
     }
     make: Any = type(kernel)
     name, bases = f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel)
-    made: _Kernel = make(name, bases, given | changes, variant=variant)
-    return made
+    return make(name, bases, given | changes, variant=variant)

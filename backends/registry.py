@@ -67,8 +67,8 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     EAGER = (
         "eager.EagerPrefillBackend",
-        "earlier=generations.eager.EarlierEagerPrefillBackend",
-        "present=generations.eager.PresentEagerPrefillBackend",
+        "earlier=generations.earlier.EarlierEagerPrefillBackend",
+        "present=generations.present.PresentEagerPrefillBackend",
     )
     TORCH_SDPA = "torch_sdpa.TorchSDPAPrefillBackend", "efficient=torch_sdpa.TorchEfficientPrefillBackend"
     FLEX_ATTENTION = "flex_attention.FlexAttentionPrefillBackend"
@@ -78,7 +78,7 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     TRTLLM_RAGGED = "flashinfer.TrtllmRaggedPrefillBackend"
     TRTLLM = "trtllm.TrtllmPrefillBackend", "sm90", "sm100"
     TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLAPrefillBackend"
-    TRITON_ATTN = "vllm_attention.TritonAttnPrefillBackend"
+    TRITON_ATTN = "vllm_ops.TritonAttnPrefillBackend"
     SGLANG_TRITON = "sglang_triton.SGLangTritonPrefillBackend", "interpreted"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployPrefillBackend", "interpreted"
     CUSTOM = None
@@ -88,14 +88,14 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     EAGER = "eager_decode.EagerDecodeBackend"
     TORCH_SDPA = "torch_sdpa.TorchSDPADecodeBackend", "efficient=torch_sdpa.TorchEfficientDecodeBackend"
     FLASHINFER_MLA = "flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
-    TRITON_MLA = "vllm_attention.TritonMLADecodeBackend", "lse-float32", "interpreted"
+    TRITON_MLA = "vllm_ops.TritonMLADecodeBackend", "lse-float32", "interpreted"
     SGLANG_TRITON = "sglang_triton.SGLangTritonDecodeBackend", "interpreted"
     AITER_TRITON_MLA = "aiter_triton.AiterTritonDecodeBackend", "prefill", "interpreted", "prefill-interpreted"
     LMDEPLOY_TRITON = "lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
     FLASHMLA = "flash_mla.FlashMLADecodeBackend"
     FLASH_ATTN_MLA = "flash_attn.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
     TOKENSPEED_MLA = "tokenspeed_mla.TokenspeedMLADecodeBackend"
-    CUTLASS_MLA = "vllm_attention.CutlassMLADecodeBackend"
+    CUTLASS_MLA = "vllm_ops.CutlassMLADecodeBackend"
     TRTLLM = "trtllm.TrtllmDecodeBackend", "sm90", "sm100"
     CUSTOM = None
 

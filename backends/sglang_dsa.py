@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import packaged, sparse_layer
+from mla_conformance.backends import kernel, packaged, sparse_layer
 from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
-from mla_conformance.backends.kernel import unless
 from mla_conformance.backends.operands import takes
 
 _MODULE, _CLASS = "sglang.srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend"
@@ -62,17 +61,24 @@ class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBacken
     def adapt(cls, wrapped: Any) -> type[Self]:
         own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__, "name": wrapped.__name__}
         make: Any = type(cls)
-        adapted: type[Self] = make(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
-        return adapted
+        return make(wrapped.__name__, (cls,), {**own, "wrapped": wrapped, "variants": {}})
 
     @classmethod
     def _reasons(cls, config: Any) -> Iterator[str]:
         yield from super()._reasons(config)
+        form, heads = config.preparation, config.num_heads
+        latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        takes = {"flashmla_sparse": not heads % 64 or not 64 % heads, "flashmla_kv": heads <= 128}
+        takes |= {"triton_sparse_mla": heads <= 32, "triton": heads <= 16 or not heads & (heads - 1)}
         for kind in dict.fromkeys(cls.attends.get(config.kv_cache_dtype, ())):
-            yield from _attention_refuses(kind, config)
+            columns = f"latents of {latent} and {rope} columns not supported by {kind}"
+            if kind == "triton":
+                fits = not latent % 128 and latent <= 512 and not rope & (rope - 1)
+            else:
+                fits, columns = (latent, rope) == (512, 64), f"{columns} (supported: 512 and 64)"
+            yield from kernel.unless((fits, columns), (takes.get(kind, True), f"{heads} heads not supported by {kind}"))
         if config.skip_topk:
             return
-        form, rope = config.preparation, config.qk_rope_head_dim
         if (form.head_dim, rope) != (_INDEX_DIM, _INDEX_ROPE):
             yield f"index keys of {form.head_dim} columns, {rope} of them rotated, not supported"
         if not form.rope_first or form.is_neox_style or form.hadamard:
@@ -105,11 +111,8 @@ class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBacken
         caches = _Caches(given, x.kv_cache, x.index_kv_cache)
         assert self._layer is not None
         self._layer.bind(caches.latents, caches.index_keys, caches.table, x.cos_sin_cache)
-        slots, hidden, output = (
-            given.slot_mapping + PAGE,
-            x.hidden_states.contiguous(),
-            torch.zeros_like(x.hidden_states),
-        )
+        slots, hidden = given.slot_mapping + PAGE, x.hidden_states.contiguous()
+        output = torch.zeros_like(x.hidden_states)
         for part in parts(lengths, new, given.num_decodes):
             rows = slice(part.rows.start, part.rows.stop)
             buffer, lists = x.topk_indices_buffer[rows], None
@@ -123,8 +126,7 @@ class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBacken
         return output
 
     def _ragged(self, part: Part) -> bool:
-        prefill = self.attends[self.config.kv_cache_dtype][0]
-        gathers = prefill in ("flashmla_sparse", "triton_sparse_mla")
+        gathers = self.attends[self.config.kv_cache_dtype][0] in ("flashmla_sparse", "triton_sparse_mla")
         return self.config.kv_cache_dtype == _TILED and gathers and not part.decodes
 
     def _as_sglang_names(self, lists: Tensor, part: Part, table: Tensor) -> Tensor:
@@ -158,27 +160,10 @@ class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBacken
         return super().kernel_evidence() | served
 
 
-def _attention_refuses(kind: str, config: Any) -> Iterator[str]:
-    heads, latent, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
-    too_many = f"{heads} heads not supported by {kind}"
-    columns = f"latents of {latent} and {rope} columns not supported by {kind}"
-    if kind == "triton":
-        fits = not latent % 128 and latent <= 512 and not rope & (rope - 1)
-        return unless((fits, columns), (heads <= 16 or not heads & (heads - 1), too_many))
-    takes = {"flashmla_sparse": not heads % 64 or not 64 % heads, "flashmla_kv": heads <= 128}
-    takes["triton_sparse_mla"] = heads <= 32
-    of_512_and_64 = ((latent, rope) == (512, 64), f"{columns} (supported: 512 and 64)")
-    return unless(of_512_and_64, (takes.get(kind, True), too_many))
-
-
 _TORCH = ("its kernels select 2,048 tokens alone", "--dsa-topk-backend torch, and scores of PyTorch")
 _OFF_ROCM = ("a server refuses these kernels off ROCm", "they are chosen all the same")
-_PLAIN = {
-    "by_torch": True,
-    "topk": "torch",
-    "supported_kv_cache_dtypes": ["auto"],
-    "supported_topk": [packaged.MultipleOf(1)],
-}
+_PLAIN = {"by_torch": True, "topk": "torch", "supported_kv_cache_dtypes": ["auto"]}
+_PLAIN["supported_topk"] = [packaged.MultipleOf(1)]
 # What else a server can start with.
 SGLangDSABackend.also("fa3", _TORCH, attends={"auto": ("fa3", "fa3")}, **_PLAIN)
 SGLangDSABackend.also("triton_sparse_mla", _TORCH, attends={"auto": ("triton_sparse_mla", "fa3")}, **_PLAIN)
@@ -199,20 +184,34 @@ class _Caches:
         self._blocks, page, width = kv_cache.shape
         rows = kv_cache.reshape(-1, 1, width)
         self.latents = torch.cat((rows.new_zeros(page, 1, width), rows))  # [slots, 1, width]
-        self.table = _slots(metadata.attention)  # [B, positions] int32
-        self._lengths = metadata.attention.seq_lens.unsqueeze(1)
+        attention = metadata.attention
+        blocks = attention.block_table[:, : -(-attention.max_seq_len // PAGE)].long() + 1
+        slots = (blocks.unsqueeze(2) * PAGE + torch.arange(PAGE, device=blocks.device)).flatten(1)
+        self._columns = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)
+        self._known = self._columns < attention.seq_lens.unsqueeze(1)
+        self.table = slots.where(self._known, 0).int()  # [B, positions]
         self.index_keys: Tensor | None = None  # [pages, bytes of a page]
         if index_kv_cache is not None:
-            self._pages = _shared_pages(metadata, self._blocks, len(index_kv_cache)).to(kv_cache.device)
+            self._pages = self._shared_pages(metadata, len(index_kv_cache)).to(kv_cache.device)
             keys = index_kv_cache.flatten(1)
             self.index_keys = keys.new_zeros(int(self._pages.max()) + 1, keys.shape[1]).index_copy(0, self._pages, keys)
 
+    def _shared_pages(self, metadata: Any, index_blocks: int) -> Tensor:
+        """[index blocks] int64, the pool's page of each: that of the same tokens' latents, or one that is left."""
+        lengths = metadata.attention.seq_lens_cpu.tolist()
+        tables = (each.block_table.tolist() for each in (metadata.attention, metadata.index))
+        found: dict[int, int] = {}
+        for length, latent, index in zip(lengths, *tables, strict=True):
+            used = -(-length // PAGE)
+            found |= {block: page + 1 for block, page in zip(index[:used], latent[:used], strict=True)}
+        taken = set(found.values())
+        left = (page for page in range(1, self._blocks + index_blocks + 1) if page not in taken)
+        return torch.tensor([found[block] if block in found else next(left) for block in range(index_blocks)])
+
     def positions(self) -> Tensor:
         """[slots] int64, the position of each slot in its request; of slots without a token no position."""
-        columns = torch.arange(self.table.shape[1], device=self.table.device).expand_as(self.table)
-        known = columns < self._lengths
         found = torch.full((len(self.latents),), _STRANGE, device=self.table.device)
-        return found.index_put((self.table[known].long(),), columns[known])
+        return found.index_put((self.table[self._known].long(),), self._columns[self._known])
 
     def write_back(self) -> None:
         kv_cache, index_kv_cache = self._given
@@ -220,28 +219,6 @@ class _Caches:
         if index_kv_cache is not None:
             assert self.index_keys is not None
             index_kv_cache.copy_(self.index_keys[self._pages].view_as(index_kv_cache))
-
-
-def _slots(attention: Any) -> Tensor:
-    pages = -(-attention.max_seq_len // PAGE)
-    table = attention.block_table[:, :pages].long() + 1
-    offsets = torch.arange(PAGE, device=table.device)
-    slots = (table.unsqueeze(2) * PAGE + offsets).flatten(1)
-    positions = torch.arange(slots.shape[1], device=table.device)
-    return slots.masked_fill(positions >= attention.seq_lens.unsqueeze(1), 0).int()
-
-
-def _shared_pages(metadata: Any, blocks: int, index_blocks: int) -> Tensor:
-    """[index blocks] int64, the pool's page of each: that of the same tokens' latents, or one that is left."""
-    lengths = metadata.attention.seq_lens_cpu.tolist()
-    tables = (each.block_table.tolist() for each in (metadata.attention, metadata.index))
-    found: dict[int, int] = {}
-    for length, latent, index in zip(lengths, *tables, strict=True):
-        used = -(-length // PAGE)
-        found |= {block: page + 1 for block, page in zip(index[:used], latent[:used], strict=True)}
-    taken = set(found.values())
-    left = (page for page in range(1, blocks + index_blocks + 1) if page not in taken)
-    return torch.tensor([found[block] if block in found else next(left) for block in range(index_blocks)])
 
 
 def _first_keys(part: Part, lists: Tensor) -> Tensor:

@@ -76,25 +76,21 @@ class SGLangTritonDecodeBackend(library_roles.PagedDecodeBackend):
         start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         target = torch.where(position < lengths[:, None], start[:-1, None] + position, slots.numel())
         indices = slots.new_zeros(slots.numel() + 1).scatter_(0, target.flatten(), slots.flatten())
-        splits, most = self._splits(lengths, page * table.shape[1])
+        # Splits of each request's keys, and the most that there can be; without compute units SGLang's default.
+        splits, most = torch.full_like(lengths, _SPLITS), _SPLITS
+        if lengths.is_cuda:
+            units = torch.cuda.get_device_properties(lengths.device).multi_processor_count
+            context, requests = page * table.shape[1], len(lengths)
+            most = max(_SPLITS, min(_power_of_two(units), _power_of_two(-(-context // _KEYS_OF_A_SPLIT))))
+            sizes = (requests, 1, self.num_heads, 1, most, units)
+            counts = self.libraries[1].load().get_num_kv_splits_triton[(1,)]
+            counts(splits, lengths.clamp(min=1), *sizes, MAX_NUM_SEQ=max(256, _power_of_two(requests)))
         output, partial = q.new_empty(ql_nope.shape), q.new_empty(*q.shape[:2], most, latent, dtype=torch.float32)
         lse = q.new_full((*q.shape[:2], most), -torch.inf, dtype=torch.float32)
         written = (q, keys, keys[..., :latent], output, start.int(), indices, partial, lse, splits, most)
         self.library.decode_attention_fwd(*written, self.scale, 1.0, 1.0, has_mla=True)
         self._served = {"splits": f"at most {most}"}
         return output, lse.logsumexp(-1).mT
-
-    def _splits(self, lengths: Tensor, context: int) -> tuple[Tensor, int]:
-        """Splits of each request's keys, [B] int32, and the most that there can be."""
-        splits = torch.full_like(lengths, _SPLITS)
-        if lengths.device.type != "cuda":  # as SGLang does without compute units
-            return splits, _SPLITS
-        units, requests = torch.cuda.get_device_properties(lengths.device).multi_processor_count, len(lengths)
-        most = max(_SPLITS, min(_power_of_two(units), _power_of_two(-(-context // _KEYS_OF_A_SPLIT))))
-        sizes = (requests, 1, self.num_heads, 1, most, units)
-        counts = self.libraries[1].load().get_num_kv_splits_triton[(1,)]
-        counts(splits, lengths.clamp(min=1), *sizes, MAX_NUM_SEQ=max(256, _power_of_two(requests)))
-        return splits, most
 
 
 def _power_of_two(number: int) -> int:
@@ -245,15 +241,13 @@ class SGLangTritonCacheBackend(library_roles.CacheKernel):
     def gather_latent(self, x: Any) -> None:
         page, request = x.kv_cache.shape[1], x.request
         token = torch.arange(len(request), device=request.device) - (x.cu_seq_lens[:-1] - x.starts).long()[request]
-        slots = x.block_table[request, token // page].long() * page + token % page
-        rows, numbers = addressed(x.kv_cache, slots)
+        rows, numbers = addressed(x.kv_cache, x.block_table[request, token // page].long() * page + token % page)
         gathered = x.workspace[: len(numbers)]
         if self.kv_cache_dtype == _TILED:
             values = self.libraries[2].load().dequantize_k_cache_paged_dsa(rows.view(torch.float8_e4m3fn), numbers)
             gathered.copy_(values.squeeze(1))
         else:
-            parts = gathered.tensor_split([self.kv_lora_rank], dim=1)
-            self.library.get_mla_kv_buffer_triton(rows, numbers, *parts)
+            self.library.get_mla_kv_buffer_triton(rows, numbers, *gathered.tensor_split([self.kv_lora_rank], dim=1))
 
 
 # Without the codes, which are made of bfloat16 alone.

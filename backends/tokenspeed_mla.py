@@ -73,6 +73,5 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, library_roles.PagedDecodeBac
         operands = {"query": query, "kv_cache": aligned(kv_cache), "workspace_buffer": self._buffer}
         batch = {"block_tables": x.block_table.contiguous(), "seq_lens": x.seq_lens}
         options = {"softmax_scale": self.scale, "causal_mask": True, "return_lse": True, **self.latent_dims}
-        call = library.tokenspeed_mla_decode
-        output, lse = call(**operands, **batch, max_seq_len=max(1, x.max_seq_len), **options)
+        output, lse = library.tokenspeed_mla_decode(**operands, **batch, max_seq_len=max(1, x.max_seq_len), **options)
         return output.flatten(0, 1), natural_heads_first(lse.flatten(0, 1))

@@ -14,7 +14,6 @@ from torch import Tensor
 from mla_conformance.backends import kernel, library_roles, packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.packaged import declared
 from mla_conformance.reference import dimensions
 
 _NOTE = "the package index has a stub, its wheels are at --extra-index-url https://pypi.nvidia.com"
@@ -85,7 +84,7 @@ class TrtllmPrefillBackend(_TrtllmKernel, library_roles.RaggedPrefillBackend):
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")
     supported_mla_dimensions = [dimensions.MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
-    declaration = declared(
+    declaration = packaged.declared(
         "tensorrt-llm",
         ("without latents it neither rotates nor writes the cache", "none are handed over, and a cache of one block"),
         ("reads v with the row stride N · (P + V), as its projection leaves it", "v is copied into such rows"),
@@ -110,11 +109,9 @@ class TrtllmPrefillBackend(_TrtllmKernel, library_roles.RaggedPrefillBackend):
         written = None if out is None or not out.is_contiguous() else out.flatten(1)
         output = q.new_empty(len(q), heads * self.v_head_dim) if written is None else written
         block = q.new_empty(1, 64, self.kv_lora_rank + self.qk_rope_head_dim)
-        table = queries.new_zeros(len(keys), 1).to(q.device)
-        self.call(q, output, queries, keys, block, table, **options)
+        self.call(q, output, queries, keys, block, queries.new_zeros(len(keys), 1).to(q.device), **options)
         rest = 1.0 if self.variant == "sm100" else self.scale * math.sqrt(self.dimensions.qk_head_dim)  # of the scale
-        lse = (stats[..., 0] * rest + stats[..., 1].log()).mT
-        return output.unflatten(1, (heads, -1)), lse
+        return output.unflatten(1, (heads, -1)), (stats[..., 0] * rest + stats[..., 1].log()).mT
 
 
 # Kernels of its fmha_v2, and those that come compiled, which are TRTLLM_RAGGED's.
@@ -127,7 +124,7 @@ class TrtllmDecodeBackend(_TrtllmKernel, library_roles.PagedDecodeBackend):
     supported_block_sizes = [64]
     supported_latent_dims = [(512, 64)]
     supported_query_len = None
-    declaration = declared(
+    declaration = packaged.declared(
         "tensorrt-llm",
         ("an operator before it rotates, writes the cache and counts lengths", "lengths are counted, and no more"),
         packaged.JOINS_Q,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from mla_conformance.api import last_word, own_tests
+from mla_conformance.api import own_tests
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
@@ -78,7 +78,7 @@ def pytest_load_initial_conftests(
     elif _is_watched(early_config):
         found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
         paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
-        if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
+        if (option.pyargs or own_tests.mentions(paths)) and (said := own_tests.give_way()):
             early_config.pluginmanager.register(_LastWord(said))
     return (yield)
 
@@ -103,7 +103,7 @@ def _is_watched(config: pytest.Config) -> bool:
     """Whether this process runs tests itself, has begun nothing yet, and may be left to a child and its parent."""
     option = config.known_args_namespace
     here = not (getattr(option, "numprocesses", None) or getattr(option, "tx", None) or option.collectonly)
-    begun = "torch" in sys.modules or threading.active_count() > 1 or not last_word.is_main_program()
+    begun = "torch" in sys.modules or threading.active_count() > 1 or not own_tests.is_main_program()
     return sys.platform == "linux" and here and not (begun or option.help or option.version or own_tests.is_alone())
 
 

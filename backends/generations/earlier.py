@@ -10,14 +10,14 @@ from torch import Tensor
 
 from mla_conformance.backends import foreign, interface, kernel
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, Operands, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
+from mla_conformance.backends.layer.mla_batch import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
-_NOMINAL_PAGE = 16
 _NO_OUT = Deviation("its interface has no output tensor and no quantised output", "the output is copied to ``out``")
 
 
@@ -122,13 +122,13 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        return not cls.wrapped.requires_r1_mla_dimensions or _is_r1(dimensions)
+        return not cls.wrapped.requires_r1_mla_dimensions or dimensions == PRESETS["r1"].head
 
     @classmethod
     def validate_configuration(
         cls, device_capability: kernel.DeviceCapability | None, selector_config: OurSelectorConfig
     ) -> list[str]:
-        config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
+        config = MLAPrefillSelectorConfig(selector_config.dtype, selector_config.mla_dimensions == PRESETS["r1"].head)
         return foreign.reasons_of(cls.wrapped.validate_configuration(device_capability, config))
 
     def _start(self) -> Any:
@@ -145,7 +145,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
             self._config = arguments["vllm_config"]
             # A prefill kernel reads no cache, so any page will do.
             width = self.kv_lora_rank + self.qk_rope_head_dim
-            self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
+            self._cache_spec = MLAAttentionSpec(block_size=16, head_size=width)
             sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
             layers = (self._config, self._cache_spec, ["layer"])
@@ -163,25 +163,45 @@ class EarlierAdapter(AdaptedPrefillBackend):
         self.wrapped.finalize_attention_metadata(batch, self._state, requests, *model)
         self._prefill_metadata = batch.prefill
 
-    def _new_tokens(
-        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
-    ) -> Any:
+    def _new_tokens(self, operands: Operands, lse: bool, out: Tensor | None, output_scale: Tensor | None) -> Any:
         interface.check_unquantised(self, output_scale)
         result = self._unpadded(self._target.run_prefill_new_tokens(self._prefill_metadata, *operands, lse))
         return result if out is None else copied_to(out, result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = self._target.run_prefill_context_chunk(self._prefill_metadata, chunk_idx, q, k, v)
-        return self._unpadded(result)
+        return self._unpadded(self._target.run_prefill_context_chunk(self._prefill_metadata, chunk_idx, q, k, v))
 
     def _unpadded(self, result: Any) -> Any:
         return first_columns(result, self.v_head_dim) if self._target.requires_v_padding else result
 
 
-def _is_r1(dimensions: MLADimensions) -> bool:
-    return dimensions == PRESETS["r1"].head
-
-
 def _retold(metadata: Any, cls: Any) -> Any:
     names = {field.name for field in fields(metadata)} & {field.name for field in fields(cls)}
     return cls(**{name: getattr(metadata, name) for name in names})
+
+
+class EagerPrefillImpl(MLAPrefillImpl):
+    requires_v_padding = False
+    kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend  # what computes
+
+    def __init__(self, *, device: torch.device, **sizes: Any) -> None:
+        super().__init__(**sizes, device=device)
+        self._kernel = self.kernel(**sizes)
+
+    def run_prefill_new_tokens(self, prefill_metadata: MLACommonPrefillMetadata, *asked: Any, **named: Any) -> Any:
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_new_tokens(*asked, **named)
+
+    def run_prefill_context_chunk(self, prefill_metadata: MLACommonPrefillMetadata, *asked: Any, **named: Any) -> Any:
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_context_chunk(*asked, **named)
+
+
+class EarlierEagerPrefillBackend(kernel.NamedKernel, MLAPrefillBackend):
+    name, variant = "EAGER", "earlier"
+    supported_dtypes = EagerPrefillBackend.supported_dtypes
+    declaration = EagerPrefillBackend.declaration
+
+    @staticmethod
+    def get_prefill_impl_cls() -> type[MLAPrefillImpl]:
+        return EagerPrefillImpl

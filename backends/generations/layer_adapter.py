@@ -13,9 +13,8 @@ from torch import Tensor
 from mla_conformance.backends import cache_dtypes, foreign, kernel
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
-from mla_conformance.backends.generations import vllm
-from mla_conformance.backends.generations.adapted import adapter_of, runs_on
-from mla_conformance.backends.layer import context_parallel, layer_config, mla_batch
+from mla_conformance.backends.generations import adapted
+from mla_conformance.backends.layer import context_parallel, mla_batch
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
 from mla_conformance.backends.layer.mla_impl import is_dense, stored_weight
 from mla_conformance.reference import dimensions
@@ -35,7 +34,7 @@ class AdaptedLayerBuilder:
         self._page, self._device = kv_cache_spec.block_size, device
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         spec = impl.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
-        with vllm.current_config(impl.config):
+        with adapted.current_config(impl.config):
             self._builder = impl.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
 
     def build(
@@ -79,7 +78,7 @@ class AdaptedLayerImpl:
     """One ``MLAAttention`` over an attention backend, with the interface of ``MLAAttentionImpl`` as it was before."""
 
     def __init__(self, wrapped: Any, *, num_heads: int, kv_lora_rank: int, kv_b_proj: Any, **others: Any) -> None:
-        config, self.wrapped = layer_config.get_current_config(), wrapped
+        config, self.wrapped = mla_batch.get_current_config(), wrapped
         dims = dimensions.MLADimensions(**{name: others[name] for name in kernel.HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
         dtype, cache = config.model_config.dtype, config.cache_config
@@ -87,25 +86,24 @@ class AdaptedLayerImpl:
         text = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": None, "num_attention_heads": num_heads}
         model: dict[str, Any] = {"hf_text_config": SimpleNamespace(**asdict(dims), **text), "dtype": dtype}
         model["max_model_len"] = config.model_config.max_model_len
-        self.config = vllm.engine_config(cache.block_size, cache.cache_dtype, *sizes, **model)
-        if config.speculative_config and (drafted := vllm.drafts(config.speculative_config.num_speculative_tokens)):
+        self.config = adapted.engine_config(cache.block_size, cache.cache_dtype, *sizes, **model)
+        if config.speculative_config and (drafted := adapted.drafts(config.speculative_config.num_speculative_tokens)):
             self.config.speculative_config = drafted
-        with vllm.current_config(self.config), stored_weight(kv_b_proj).device:
-            prefill = NoPrefill if vllm.why_no_prefill(dtype, dims) else vllm.prefill_class(dtype, dims)
-            self.module = import_module(vllm.LAYER_MODULE).MLAAttention(
-                **{name: others[name] for name in ("scale", "q_lora_rank", *kernel.HEAD_DIMS)},
-                num_heads=num_heads,
-                kv_lora_rank=kv_lora_rank,
-                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
-                cache_config=self.config.cache_config,
-                prefix=vllm.LAYER_NAME,
-                attn_backend=wrapped,
-                prefill_backend_cls=prefill,
-            )
-        config.compilation_config.static_forward_context[vllm.LAYER_NAME] = self
+        weight, linear = stored_weight(kv_b_proj), kv_b_proj
+        if not hasattr(kv_b_proj, "quant_method"):  # with what vLLM's layers ask of one of their own
+            own = None if is_dense(weight) else SimpleNamespace(apply=lambda layer, x, bias: kv_b_proj(x)[0])
+            linear = _Linear(kv_b_proj, quant_method=own, input_size_per_partition=kv_lora_rank, params_dtype=dtype)
+        with adapted.current_config(self.config), weight.device:
+            prefill = adapted.prefill_class(dtype, dims)[0] or NoPrefill
+            form = {name: others[name] for name in ("scale", "q_lora_rank", *kernel.HEAD_DIMS)}
+            form |= {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "cache_config": self.config.cache_config}
+            parts = {"kv_b_proj": linear, "attn_backend": wrapped, "prefill_backend_cls": prefill}
+            make = import_module(adapted.LAYER_MODULE).MLAAttention
+            self.module = make(prefix=adapted.LAYER_NAME, **form, **parts)
+        config.compilation_config.static_forward_context[adapted.LAYER_NAME] = self
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        with vllm.current_config(self.config):
+        with adapted.current_config(self.config):
             self.module.process_weights_after_loading(act_dtype)
 
     def forward(
@@ -119,8 +117,8 @@ class AdaptedLayerImpl:
         order = attn_metadata.order
         operands = (q.view(-1, self._heads, self._qk_head_dim), k_c_normed, k_pe)
         given = operands if order is None else tuple(x[order] for x in operands)
-        batch = attn_metadata.translated
-        with vllm.forward_context(self.config, {vllm.LAYER_NAME: batch}, {vllm.LAYER_NAME: batch.slot_mapping}):
+        batch, name = attn_metadata.translated, adapted.LAYER_NAME
+        with adapted.forward_context(self.config, {name: batch}, {name: batch.slot_mapping}):
             shape = torch.Size((len(given[0]), self._heads * self._v_head_dim))
             result: Tensor = self.module(*given, output_shape=shape)
         return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
@@ -145,14 +143,6 @@ class NoPrefill:
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         raise kernel.UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
-
-
-def as_vllm_linear(linear: Any, in_features: int, dtype: torch.dtype) -> Any:
-    """A linear layer with what vLLM's layers ask of one of their own; one that says how it is quantised as it is."""
-    if hasattr(linear, "quant_method"):
-        return linear
-    own = None if is_dense(stored_weight(linear)) else SimpleNamespace(apply=lambda layer, x, bias: linear(x)[0])
-    return _Linear(linear, quant_method=own, input_size_per_partition=in_features, params_dtype=dtype)
 
 
 class _Linear:
@@ -182,25 +172,21 @@ class AdaptedLayerBackend:
 
     wrapped: ClassVar[Any]  # the class that is driven
     tile_scales: ClassVar[str] = "pow2"  # what vLLM's writer makes the scales of an ``fp8_ds_mla`` entry
+    get_builder_cls = staticmethod(lambda: AdaptedLayerBuilder)
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:
         declared = getattr(wrapped, "declaration", None) or _DECLARATION
         declaration = replace(declared, deviations=(*declared.deviations, *_DEVIATIONS))
-        adapted: type[Self] = adapter_of(wrapped, cls, declaration=declaration)
-        return adapted
+        return adapted.adapter_of(wrapped, cls, declaration=declaration)
 
     @classmethod
     def get_impl_cls(cls) -> Any:
         return partial(AdaptedLayerImpl, cls.wrapped)
 
     @classmethod
-    def get_builder_cls(cls) -> Any:
-        return AdaptedLayerBuilder
-
-    @classmethod
     def supports_compute_capability(cls, capability: kernel.DeviceCapability | None) -> bool:
-        return runs_on(cls.wrapped, capability)
+        return adapted.runs_on(cls.wrapped, capability)
 
     @classmethod
     def validate_configuration(
@@ -216,7 +202,7 @@ class AdaptedLayerBackend:
         entries = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         given = {**entries, "dtype": dtype, "use_per_head_quant_scales": False, **asked}
         reasons = foreign.reasons_of(cls.wrapped.validate_configuration(**given))
-        if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
+        if not import_module(adapted.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons
 
@@ -225,7 +211,7 @@ class AdaptedLayerBackend:
         reasons = []
         if batch.prefills and batch.padding:
             reasons.append("rows of padding behind prefills: vLLM leaves them undefined")
-        missing = vllm.why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
+        missing = adapted.prefill_class(batch.dtype, batch.dimensions)[1] if batch.prefills else ""
         if missing:
             reasons.append(f"prefills: {missing}")
         if cache_dtypes.layout_of(batch.kv_cache_dtype) != "auto":

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import metadata as ours
-from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.eager import EagerKernel
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, Operands, copied_to, first_columns
 from mla_conformance.backends.interface import PrefillKernelBackend
 from mla_conformance.backends.kernel import int32
 
@@ -117,9 +118,7 @@ class PresentAdapter(AdaptedPrefillBackend):
         given |= {"chunked_context": translated, "prefill_backend": self._target}
         super().prepare_metadata(MLACommonPrefillMetadata(**given))
 
-    def _new_tokens(
-        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
-    ) -> Any:
+    def _new_tokens(self, operands: Operands, lse: bool, out: Tensor | None, output_scale: Tensor | None) -> Any:
         """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
         rows, more = self._query_rows, len(operands[0]) - self._query_rows
         if more > 0:
@@ -166,8 +165,7 @@ class PresentAdapter(AdaptedPrefillBackend):
         return output, lse
 
     def _call(self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = {} if out is None else {"out": out}
-        result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
+        result = self._target.run_prefill_context_chunk(chunk, q, k, v, **({} if out is None else {"out": out}))
         return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
 
 
@@ -216,3 +214,17 @@ def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
             begin = None
         if begin is None and length:
             begin = request
+
+
+class PresentEagerPrefillBackend(EagerKernel, MLAPrefillBackend):
+    variant = "present"
+
+    def supports_out(self) -> bool:
+        return True
+
+    def run_prefill_context_chunk(
+        self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        query_start_loc, key_start_loc = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
+        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
+        return self._store(accumulated, q.dtype, out, None), lse

@@ -1,7 +1,11 @@
-"""A batch of an MLA layer: its form and its requests, and what is refused on the way to its metadata."""
+"""What whoever drives an MLA layer without vLLM tells it: the part of vLLM's configuration it reads, and batches."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +14,72 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS
 from mla_conformance.reference.dimensions import MLADimensions
+
+
+def layer_config(
+    *,
+    dtype: torch.dtype,  # of the model
+    max_model_len: int,  # longest sequence in tokens
+    head_size: int,  # L + R
+    max_num_seqs: int,  # most requests at once
+    block_size: int,  # tokens of a page
+    cache_dtype: str = "auto",  # name of its layout
+    chunked_prefill_enabled: bool = True,  # whether prompts are split
+    enable_prefix_caching: bool = False,
+    ranks: int = 1,
+    interleave: int = 1,  # consecutive tokens that a rank keeps
+    drafted: int | None = None,  # tokens a step
+) -> SimpleNamespace:
+    """What stands for a ``VllmConfig``."""
+    model = {"dtype": dtype, "max_model_len": max_model_len, "head_size": head_size}
+    cache = {"block_size": block_size, "cache_dtype": cache_dtype, "enable_prefix_caching": enable_prefix_caching}
+    scheduler = {"max_num_seqs": max_num_seqs, "chunked_prefill_enabled": chunked_prefill_enabled}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model, get_head_size=lambda: head_size),
+        scheduler_config=SimpleNamespace(**scheduler),
+        cache_config=SimpleNamespace(**cache),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=interleave),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafted),
+        compilation_config=SimpleNamespace(static_forward_context={}),  # the layers of the model by name
+    )
+
+
+_current: ContextVar[Any] = ContextVar("current layer configuration")
+get_current_config = _current.get
+
+
+@contextmanager
+def set_current_config(config: Any) -> Iterator[None]:
+    """Layers that are made inside of it may ask for ``config``, which their constructors do not receive."""
+    before = _current.set(config)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec:
+    block_size: int  # tokens of a page
+    head_size: int  # elements of an entry's latents
+    num_kv_heads: int = 1
+    cache_dtype_str: str = "auto"  # name of the layout
+
+
+def workspace_tokens(config: Any) -> int:
+    """Tokens of the workspace: eight longest sequences or four pages a request; 0 where no prefill can have context."""
+    if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
+        return 0
+    pages = config.scheduler_config.max_num_seqs * config.cache_config.block_size
+    tokens: int = min(max(8 * config.model_config.max_model_len, 4 * pages), MAX_WORKSPACE_TOKENS)
+    if tokens < pages:
+        raise ValueError(
+            f"expected a context workspace of at least a page for each request, {config.scheduler_config.max_num_seqs} "
+            f"requests x {config.cache_config.block_size} tokens, got {tokens} tokens; lower max_num_seqs"
+        )
+    return tokens
 
 
 class BatchForm(NamedTuple):
@@ -37,31 +106,6 @@ def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
                 f"request {request}: expected a {name} of {expected}, got query_len {int(query_lens[request])} and "
                 f"seq_len {int(seq_lens[request])}"
             )
-
-
-def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sharding) -> None:
-    """Refuse contradictory lengths, too few slots, or a block table that is too short."""
-    query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
-    seq_lens = common.host_seq_lens()[: common.num_reqs]
-    if not common.num_reqs or len(query_lens) != common.num_reqs or len(seq_lens) != common.num_reqs:
-        raise ValueError(
-            f"expected at least one request, with a query and a sequence, got num_reqs {common.num_reqs}, "
-            f"{len(query_lens)} queries and {len(seq_lens)} sequences"
-        )
-    check_lengths(query_lens, seq_lens)
-    tokens, slots = int(query_lens.sum()), common.slot_mapping.shape[0]
-    if not tokens <= common.num_actual_tokens <= slots:
-        raise ValueError(
-            f"expected {tokens} tokens by query_start_loc, no more than num_actual_tokens, and a slot for each of "
-            f"these, got num_actual_tokens {common.num_actual_tokens} and {slots} slots"
-        )
-    rows, columns = common.block_table_tensor.shape
-    longest = int(local_seq_lens(seq_lens, sharding).max())
-    if rows < common.num_reqs or columns * block_size < longest:
-        raise ValueError(
-            f"the block table is too short: expected {common.num_reqs} rows for up to {longest} tokens in blocks of "
-            f"{block_size}, got {rows} rows of {columns} blocks"
-        )
 
 
 def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> int:
@@ -98,7 +142,26 @@ def common_metadata(
     query, seq_lens = pad(new, (0, padding), value=1), pad(new + context, (0, padding))
     check_lengths(query, seq_lens)
     local, starts = local_seq_lens(seq_lens, sharding), pad(query.cumsum(dim=0), (1, 0)).int()
-    table = _block_table([r.block_ids for r in requests], local[: len(requests)], block_size)
+    held, needed = torch.tensor([len(r.block_ids) for r in requests]), -(-local[: len(requests)] // block_size)
+    if bool((needed > held).any()):
+        request = int((needed > held).int().argmax())
+        raise ValueError(
+            f"request {request}: the block table is too short: {local[request]} tokens need {needed[request]} "
+            f"blocks of {block_size}, got {held[request]}; allocate blocks for the new tokens as well"
+        )
+    # 0 behind a request's blocks, where a kernel may prefetch.
+    table = pad_sequence([torch.as_tensor(r.block_ids, dtype=torch.int32) for r in requests], batch_first=True)
+    table = pad(table, (0, not table.shape[1]))
+    wrong = ((table < 0) & (torch.arange(table.shape[1]) < needed[:, None])).any(dim=1)
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        raise ValueError(f"request {request}: expected blocks >= 0, got {min(requests[request].block_ids)}")
+    whose = torch.arange(len(new)).repeat_interleave(new)
+    position = (context - (new.cumsum(dim=0) - new))[whose] + torch.arange(len(whose))
+    rank, token = local_token(position, sharding)
+    # A token of another rank may lie behind this rank's last page; its slot is not used.
+    block = table[whose, (token // block_size).clamp(max=table.shape[1] - 1)].long()
+    slots = torch.where(rank == sharding.rank, block * block_size + token % block_size, -1)
     sharded = sharding.world_size > 1
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
@@ -109,36 +172,8 @@ def common_metadata(
         max_query_len=int(query.max()),
         max_seq_len=int(seq_lens.max()),
         block_table_tensor=pad(table, (0, 0, 0, padding), value=-1).to(device),
-        slot_mapping=pad(_slots(new, context, table, block_size, sharding), (0, padding), value=-1).to(device),
+        slot_mapping=pad(slots, (0, padding), value=-1).to(device),
         dcp_local_seq_lens=local.int().to(device) if sharded else None,
         dcp_local_seq_lens_cpu=local.int() if sharded else None,
         _seq_lens_cpu=seq_lens.int(),
     )
-
-
-def _block_table(block_ids: Sequence[Sequence[int]], seq_lens: Tensor, block_size: int) -> Tensor:
-    """[B, max blocks] int32: 0 behind a request's blocks, where a kernel may prefetch."""
-    held, needed = torch.tensor([len(ids) for ids in block_ids]), -(-seq_lens // block_size)
-    if bool((needed > held).any()):
-        request = int((needed > held).int().argmax())
-        raise ValueError(
-            f"request {request}: the block table is too short: {seq_lens[request]} tokens need {needed[request]} "
-            f"blocks of {block_size}, got {held[request]}; allocate blocks for the new tokens as well"
-        )
-    table = pad_sequence([torch.as_tensor(ids, dtype=torch.int32) for ids in block_ids], batch_first=True)
-    table = pad(table, (0, not table.shape[1]))
-    wrong = ((table < 0) & (torch.arange(table.shape[1]) < needed[:, None])).any(dim=1)
-    if bool(wrong.any()):
-        request = int(wrong.int().argmax())
-        raise ValueError(f"request {request}: expected blocks >= 0, got {min(block_ids[request])}")
-    return table
-
-
-def _slots(new: Tensor, context: Tensor, table: Tensor, block_size: int, sharding: Sharding) -> Tensor:
-    """[T] int64: where each new token is stored on this rank; -1 elsewhere."""
-    request = torch.arange(len(new)).repeat_interleave(new)
-    position = (context - (new.cumsum(dim=0) - new))[request] + torch.arange(len(request))
-    owner, token = local_token(position, sharding)
-    # A token of another rank may lie behind this rank's last page; its slot is not used.
-    block = table[request, (token // block_size).clamp(max=table.shape[1] - 1)].long()
-    return torch.where(owner == sharding.rank, block * block_size + token % block_size, -1)

@@ -11,10 +11,10 @@ from torch import Tensor
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration, accepts_block_size
+from mla_conformance.backends.layer import mla_batch
 from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group, local_seq_lens
-from mla_conformance.backends.layer.layer_config import workspace_tokens
-from mla_conformance.backends.layer.mla_batch import LayerRequest, check_common, common_metadata, count_decodes
+from mla_conformance.backends.layer.mla_batch import LayerRequest, workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata, part, share_context
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 
@@ -68,15 +68,38 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLACommonMetadata:
-        """The metadata of a batch whose decodes come first; neither a prefix nor ``fast_build`` has an influence."""
-        common = common_attn_metadata
+        """The metadata of a batch whose decodes come first; neither a prefix nor ``fast_build`` has an influence.
+
+        Refuses contradictory lengths, too few slots, or a block table that is too short.
+        """
+        common, requests = common_attn_metadata, common_attn_metadata.num_reqs
         if not common.causal:
             raise UnsupportedConfiguration("an MLA layer attends causally, got causal=False")
-        check_common(common, self.block_size, self._sharding())
-        decode, query_lens = self._decode_backend(), common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+        query_lens = common.query_start_loc_cpu[: requests + 1].diff()
+        seq_lens = common.host_seq_lens()[:requests]
+        if not requests or len(query_lens) != requests or len(seq_lens) != requests:
+            raise ValueError(
+                f"expected at least one request, with a query and a sequence, got num_reqs {requests}, "
+                f"{len(query_lens)} queries and {len(seq_lens)} sequences"
+            )
+        mla_batch.check_lengths(query_lens, seq_lens)
+        tokens, slots = int(query_lens.sum()), common.slot_mapping.shape[0]
+        if not tokens <= common.num_actual_tokens <= slots:
+            raise ValueError(
+                f"expected {tokens} tokens by query_start_loc, no more than num_actual_tokens, and a slot for each of "
+                f"these, got num_actual_tokens {common.num_actual_tokens} and {slots} slots"
+            )
+        rows, columns = common.block_table_tensor.shape
+        longest = int(local_seq_lens(seq_lens, self._sharding()).max())
+        if rows < requests or columns * self.block_size < longest:
+            raise ValueError(
+                f"the block table is too short: expected {requests} rows for up to {longest} tokens in blocks of "
+                f"{self.block_size}, got {rows} rows of {columns} blocks"
+            )
+        decode = self._decode_backend()
         uniform = decode is not None and not decode.supports_nonuniform_queries
-        decodes = count_decodes(query_lens, self.reorder_batch_threshold, uniform)
-        metadata = self._assemble(common, common.num_reqs - decodes, prefills_first=False, use_cuda_graph=False)
+        decodes = mla_batch.count_decodes(query_lens, self.reorder_batch_threshold, uniform)
+        metadata = self._assemble(common, requests - decodes, prefills_first=False, use_cuda_graph=False)
         if metadata.context_plan:
             metadata.bind_workspace(self.workspace)
         return metadata
@@ -94,13 +117,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
                 f"expected the prefills before the decodes, got a prefill as request {late} of {len(prompts)}, behind "
                 "a decode; reorder the batch"
             )
-        common = common_metadata(
-            requests,
-            padding=max(cuda_graph_pad_size, 0),
-            block_size=self.block_size,
-            device=self.device,
-            sharding=self._sharding(),
-        )
+        form: dict[str, Any] = {"block_size": self.block_size, "device": self.device, "sharding": self._sharding()}
+        common = mla_batch.common_metadata(requests, padding=max(cuda_graph_pad_size, 0), **form)
         return self._assemble(common, prefills, prefills_first=True, use_cuda_graph=cuda_graph_pad_size >= 0)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLACommonMetadata:
@@ -125,9 +143,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
     def _sharding(self) -> Sharding:
         parallel = self.vllm_config.parallel_config
-        return Sharding(
-            parallel.decode_context_parallel_size, self.dcp_rank, getattr(parallel, "cp_kv_cache_interleave_size", 1)
-        )
+        interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+        return Sharding(parallel.decode_context_parallel_size, self.dcp_rank, interleave)
 
     def _assemble(
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
@@ -157,10 +174,10 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             # A row of padding has more queries than keys.
             context_lens_tensor=common.compute_num_computed_tokens()[:requests].clamp(min=0),
             block_tables=common.block_table_tensor[:requests],
-            max_query_len=_longest(query_lens),
-            max_decode_query_len=_longest(query_lens[decoding], default=1),
-            max_prefill_seq_len=_longest(seq_lens_cpu[prefilling]),
-            max_decode_seq_len=_longest(seq_lens_cpu[decoding]),
+            max_query_len=max(query_lens.tolist(), default=0),
+            max_decode_query_len=max(query_lens[decoding].tolist(), default=1),
+            max_prefill_seq_len=max(seq_lens_cpu[prefilling].tolist(), default=0),
+            max_decode_seq_len=max(seq_lens_cpu[decoding].tolist(), default=0),
             dtype=self.vllm_config.model_config.dtype,
             use_cuda_graph=use_cuda_graph,
             head_dim=self.head_dim,
@@ -182,10 +199,5 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
                 f"prefills with up to {int(context_lens.max())} tokens of context need chunked prefill or prefix "
                 "caching, got neither; enable one in the configuration"
             )
-        return plan_context_chunks(
-            context_lens.tolist(), workspace_tokens=self.context_chunk_workspace_size, page_size=self.page_size
-        )
-
-
-def _longest(lengths: Tensor, default: int = 0) -> int:
-    return int(lengths.max()) if lengths.numel() else default
+        sizes = {"workspace_tokens": self.context_chunk_workspace_size, "page_size": self.page_size}
+        return plan_context_chunks(context_lens.tolist(), **sizes)

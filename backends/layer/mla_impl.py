@@ -16,6 +16,7 @@ from mla_conformance.reference import attention, cache_layout
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 State = tuple[Tensor, Tensor]  # output [T, N, V] and LSE [N, T]
+Batch = MLACommonMetadata
 
 
 class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
@@ -52,14 +53,10 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         kv_b_proj: Any,
         indexer: object | None = None,
     ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
-            ("indexer", indexer),
-            ("attn_type", None if attn_type == AttentionType.DECODER else attn_type),
-        ):
+        refused: dict[str, object] = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window}
+        refused |= {"logits_soft_cap": logits_soft_cap, "kv_sharing_target_layer_name": kv_sharing_target_layer_name}
+        refused |= {"indexer": indexer, "attn_type": None if attn_type == AttentionType.DECODER else attn_type}
+        for name, value in refused.items():
             if value is not None:
                 raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
@@ -119,7 +116,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.W_UK_T, w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
         self.W_UV = w_uv.transpose(1, 2)
 
-    def prepare(self, attn_metadata: MLACommonMetadata) -> None:
+    def prepare(self, attn_metadata: Batch) -> None:
         """Hand the batch to the kernels: before a graph is replayed with other contents of its buffers."""
         parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
         if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
@@ -142,7 +139,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         k_c_normed: Tensor,  # [T, L]
         k_pe: Tensor,  # [T, 1, R] or [T, R], rope applied
         kv_cache: Tensor,  # of the layout ``kv_cache_dtype``; one without elements is neither written nor read
-        attn_metadata: MLACommonMetadata | None,  # None in a run that only measures memory: the result is 0
+        attn_metadata: Batch | None,  # None in a run that only measures memory: the result is 0
         output: Tensor | None = None,  # [T, N·V], to be written
         output_scale: Tensor | None = None,  # not supported
         output_block_scale: Tensor | None = None,  # not supported
@@ -190,25 +187,16 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         self._cache.run_write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
     def _forward_prefill(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: MLACommonMetadata,
-        k_scale: Tensor,
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Batch, k_scale: Tensor
     ) -> Tensor:
         """[T, N·V]: causal attention to the new tokens, merged with the context's."""
         k, v = self._up_project(kv_c_normed, k_pe)
         if not attn_metadata.context_plan:
             return self.prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=False).flatten(1)
         new = self.prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
-        context = self._compute_prefill_context(q, kv_cache, attn_metadata, k_scale)
-        return self._merge(context, new)[0].flatten(1)
+        return self._merge(self._compute_prefill_context(q, kv_cache, attn_metadata, k_scale), new)[0].flatten(1)
 
-    def _compute_prefill_context(
-        self, q: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
-    ) -> State:
+    def _compute_prefill_context(self, q: Tensor, kv_cache: Tensor, attn_metadata: Batch, k_scale: Tensor) -> State:
         metadata = attn_metadata.prefill_metadata
         assert metadata is not None and metadata.chunked_context is not None
         chunks, merged = metadata.chunked_context, None
@@ -220,7 +208,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         assert merged is not None
         return merged
 
-    def _gather(self, index: int, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor) -> None:
+    def _gather(self, index: int, kv_cache: Tensor, attn_metadata: Batch, k_scale: Tensor) -> None:
         """Collect a chunk's latents in the workspace, dequantised, from this rank and from the others."""
         metadata, shares = attn_metadata.prefill_metadata, attn_metadata.context_shares
         assert metadata is not None and metadata.chunked_context is not None
@@ -240,7 +228,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         return torch.bmm(q_nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
 
     def _forward_decode(
-        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, attn_metadata: Batch, k_scale: Tensor
     ) -> State:
         """Attention of the absorbed query of all ranks' heads to this rank's latents: output [T, N, L], LSE [N, T]."""
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
@@ -258,9 +246,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         own(output, *prefix, *suffix, output_lse=lse)
         return output, lse
 
-    def _absorbed_decode(
-        self, q: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
-    ) -> Tensor:
+    def _absorbed_decode(self, q: Tensor, kv_cache: Tensor, attn_metadata: Batch, k_scale: Tensor) -> Tensor:
         q_nope, q_pe = q.tensor_split([self.qk_nope_head_dim], dim=-1)
         query = (self._absorb(q_nope), q_pe)
         if self.dcp_world_size == 1:

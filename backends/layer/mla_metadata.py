@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import decode, graph_support
+from mla_conformance.backends import decode, graph_support, metadata
 from mla_conformance.backends.layer.attention_impl import AttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
-from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata
 from mla_conformance.reference.chunking import ContextChunk
 
 
@@ -37,8 +36,7 @@ def share_context(plan: Sequence[ContextChunk], sharding: Sharding, device: torc
         request = torch.arange(len(lengths[chunk])).repeat_interleave(lengths[chunk])
         skipped = first[chunk] - (lengths[chunk].cumsum(dim=0) - lengths[chunk])
         owner, local = local_token(torch.arange(len(request)) + skipped[request], sharding)
-        row = owner * room + bounds[owner, chunk, request] + local - starts[owner, chunk, request]
-        order.append(row.to(device))
+        order.append((owner * room + bounds[owner, chunk, request] + local - starts[owner, chunk, request]).to(device))
     own_bounds, own_starts = (x[sharding.rank].to(device, torch.int32) for x in (bounds, starts))
     return ContextShares(own_bounds, own_starts, rows, order)
 
@@ -80,7 +78,7 @@ class MLACommonMetadata(AttentionMetadata):
     cp_kv_cache_interleave_size: int = 1  # consecutive tokens that a rank keeps
     dcp_local_seq_lens: Tensor | None = None  # [B] int32, tokens on this rank; None on one rank
     dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
-    _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
+    _cached_prefill_metadata: metadata.MLACommonPrefillMetadata | None = None
     _cached_decode_metadata: decode.MLACommonDecodeMetadata | None = None
 
     @property
@@ -96,7 +94,7 @@ class MLACommonMetadata(AttentionMetadata):
         return part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
 
     @property
-    def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
+    def prefill_metadata(self) -> metadata.MLACommonPrefillMetadata | None:
         """The prefills alone, for a prefill backend; None without any. The same object until the batch changes."""
         if self._cached_prefill_metadata is None and self.num_prefills:
             own, context = part(self.num_prefills, self.num_decodes, self.prefills_first), None
@@ -106,10 +104,9 @@ class MLACommonMetadata(AttentionMetadata):
                     raise ValueError(
                         "prefills with context need a workspace, got none; call MLACommonState.begin_forward first"
                     )
-                context = chunked_context_metadata(
-                    self.context_plan, self.context_chunk_workspace, self.block_tables.device
-                )
-            self._cached_prefill_metadata = MLACommonPrefillMetadata(
+                plan, device = self.context_plan, self.block_tables.device
+                context = metadata.chunked_context_metadata(plan, self.context_chunk_workspace, device)
+            self._cached_prefill_metadata = metadata.MLACommonPrefillMetadata(
                 block_table=self.block_tables[own],
                 query_start_loc=self._starts(own),
                 max_query_len=int(lengths.max()),
@@ -184,8 +181,7 @@ class MLACommonMetadata(AttentionMetadata):
                 model_input.input_tokens[:num_queries] = sampled_token_ids.flatten()[:num_queries]
             model_input.input_positions[:num_queries] = position
             self.seq_lens_tensor[:num_queries] += 1
-            request = torch.arange(num_queries, device=position.device)
-            block = self.block_tables[request, position // block_size].long()
+            block = self.block_tables[torch.arange(num_queries, device=position.device), position // block_size].long()
             self.slot_mapping[:num_queries] = block * block_size + position % block_size
         if self.num_prefills:
             self.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=self.query_start_loc.device)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mla_conformance.backends import eager, interface, kernel
-from mla_conformance.backends.generations import eager as theirs
 from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.loading import as_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
@@ -72,7 +71,7 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
         assert all(stop < start or continues for stop, start, continues in joints)
 
 
-class Spy(theirs.PresentEagerPrefillBackend):
+class Spy(present.PresentEagerPrefillBackend):
     """Keeps what it was called with."""
 
     writes = True
@@ -183,9 +182,9 @@ def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the
         )
         return {"run_prefill_context_chunk": chunk}
 
-    impl = type("Impl", (theirs.EagerPrefillImpl,), {"requires_v_padding": True, **padded(theirs.EagerPrefillImpl)})
+    impl = type("Impl", (earlier.EagerPrefillImpl,), {"requires_v_padding": True, **padded(earlier.EagerPrefillImpl)})
     earlier_one = type(
-        "Earlier", (theirs.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
+        "Earlier", (earlier.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
     )
     for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
@@ -200,7 +199,7 @@ class OwnMetadata(MLACommonPrefillMetadata):
     steps: str = ""
 
 
-class Builder(theirs.EarlierEagerPrefillBackend):
+class Builder(earlier.EarlierEagerPrefillBackend):
     """Records what the metadata builder does."""
 
     log: list[str]
@@ -242,7 +241,7 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    backend = as_backend(type("Only", (theirs.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
+    backend = as_backend(type("Only", (earlier.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     r1 = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
     assert backend.validate_configuration(None, r1) == []
     (reason,) = backend.validate_configuration(None, interface.MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
@@ -269,7 +268,7 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         "supported_mla_dimensions": [TheirDimensions(**vars(SMALL))],
         "supports_quant_output": lambda self, key: key == "their key",
     }
-    for kind in (theirs.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
+    for kind in (present.PresentEagerPrefillBackend, eager.EagerPrefillBackend):
         backend = as_backend(type("Theirs", (kind,), members))
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends import decode, indexer, interface, sparse
+from mla_conformance.backends import decode, indexer, interface, roles, sparse
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
@@ -109,12 +108,12 @@ class _Indexer(_AsksAnything, indexer.MLAIndexerBackend):
     run_index_topk = _asks(indexer.MLAIndexerBackend.run_index_topk)
 
 
-_KERNELS: dict[Role, type] = {
-    Role.PREFILL: _Prefill, Role.DECODE: _Decode, Role.SPARSE: _Sparse, Role.INDEXER: _Indexer,
+_KERNELS: dict[roles.Role, type] = {
+    roles.Role.PREFILL: _Prefill, roles.Role.DECODE: _Decode, roles.Role.SPARSE: _Sparse, roles.Role.INDEXER: _Indexer,
 }  # fmt: skip
 
 
-def kernel_around(function: Function, role: Role, declaration: Declaration) -> Any:
+def kernel_around(function: Function, role: roles.Role, declaration: Declaration) -> Any:
     """A class of the role's interface whose calls go to ``function``; results of a top-k are there without a call."""
     parts = {"function": staticmethod(function), "declaration": declaration}
     return type(name_of(function), (_KERNELS.get(role, _AsksAnything),), parts)
@@ -152,8 +151,7 @@ def find_torch_device(wanted: str | torch.device) -> torch.device:
 def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     """The named inputs of a case's only call, in memory of their own; an InputError of one that takes several."""
     where, context = find_torch_device(device), Context()
-    procedure = find_capability(case.capability).procedure
-    problem = context.problem(case, where) if procedure == CONFORMS else None
+    problem = context.problem(case, where) if find_capability(case.capability).procedure == CONFORMS else None
     if problem is None or len(problem.calls) > 1:
         raise InputError(f"{case.id}: decided by several calls; expected mla.judge(case, function), which makes them")
     call = problem.calls[0]

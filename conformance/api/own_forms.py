@@ -13,9 +13,8 @@ from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems import operands
+from mla_conformance.reference import kv_cache, selected
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
-from mla_conformance.reference.kv_cache import read_entries
-from mla_conformance.reference.selected import NO_KEY
 
 _STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
 _DECODE = forms_of(decode.MLADecodeBackend.run_decode)
@@ -145,7 +144,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
 
 def meaning_of(cache: Tensor, slots: Tensor, layout: str, k_scale: Tensor | float, rank: int, q: Tensor) -> Tensor:
     """[S, 1, L + R] float64, what the entries of these slots mean."""
-    rows = read_entries(cache, slots, layout)
+    rows = kv_cache.read_entries(cache, slots, layout)
     parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, kernel.output_dtype(q.dtype))
     return torch.cat(parts, dim=-1).unsqueeze(1)
 
@@ -155,31 +154,15 @@ def counted(indices: Tensor, length: Tensor | None) -> Tensor:
     numbers = indices.long()
     if length is None:
         return numbers
-    places = torch.arange(numbers.shape[1], device=numbers.device)
-    return numbers.where(places < length.unsqueeze(1), NO_KEY)
+    return numbers.where(torch.arange(numbers.shape[1], device=numbers.device) < length.unsqueeze(1), selected.NO_KEY)
 
 
 def places_of(name: str, numbers: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Slots that are named, ascending, and the lists as places among these."""
     most = stored.shape[0] * stored.shape[1]
-    if numbers.numel() and (int(numbers.min()) < NO_KEY or int(numbers.max()) >= most):
+    if numbers.numel() and (int(numbers.min()) < selected.NO_KEY or int(numbers.max()) >= most):
         got = f"{int(numbers.min())}..{int(numbers.max())}"
         raise InputError(f"{name}: expected -1 or slots in 0..{most - 1}, got {got}")
-    used = numbers[numbers != NO_KEY].unique()
+    used = numbers[numbers != selected.NO_KEY].unique()
     places = torch.searchsorted(used, numbers.clamp(min=0)) if len(used) else torch.zeros_like(numbers)
-    return used, places.where(numbers != NO_KEY, NO_KEY)
-
-
-def slots_of_positions(
-    numbers: Tensor, queries: Sequence[int], block_table: Tensor | None, starts: Tensor | None, page: int
-) -> Tensor:
-    """[T, K] slots of positions in each row's request, which ``queries`` tell."""
-    request = torch.arange(len(queries) - 1).repeat_interleave(torch.tensor(lengths_of(queries))).to(numbers.device)
-    if starts is not None:
-        slots = starts.long()[request].unsqueeze(1) + numbers
-    elif block_table is not None:
-        pages = (numbers.clamp(min=0) // page).clamp(max=block_table.shape[1] - 1)
-        slots = block_table.long()[request].gather(1, pages) * page + numbers % page
-    else:
-        raise InputError("block_table: expected one where index_space is not slot, or workspace_starts, got neither")
-    return slots.where(numbers != NO_KEY, NO_KEY)
+    return used, places.where(numbers != selected.NO_KEY, selected.NO_KEY)

@@ -82,8 +82,7 @@ def own_problem(role: str, inputs: Mapping[str, Any], lse: bool = True) -> calls
 def _prefill(x: Any) -> PrefillCall:
     forms.require("prefill", {}, q=x.q, k=x.k, v=x.v)
     sizes = {"N": x.q.shape[1], "P + R": x.q.shape[2], "S": len(x.k)}
-    shared = {**sizes, "N": 1 if 1 in (x.k.shape[1], x.v.shape[1]) else x.q.shape[1]}
-    forms.require("prefill", shared, k=x.k, v=x.v)
+    forms.require("prefill", {**sizes, "N": 1 if 1 in (x.k.shape[1], x.v.shape[1]) else x.q.shape[1]}, k=x.k, v=x.v)
     queries = forms.starts_of("cu_seqlens_q", x.cu_seqlens_q, len(x.q))
     same = x.cu_seqlens_k is None and len(x.q) == len(x.k)
     keys = queries if same else forms.starts_of("cu_seqlens_k", x.cu_seqlens_k, len(x.k), len(queries) - 1)
@@ -135,8 +134,18 @@ def _sparse(x: Any) -> SparseCall:
     if paged:
         forms.require_entries("kv_cache", stored, x.kv_cache_dtype, q, rank)
     numbers = forms.counted(x.topk_indices, x.topk_length)
-    if x.index_space != roles.IndexSpace.SLOT:
-        numbers = forms.slots_of_positions(numbers, queries, x.block_table, x.workspace_starts, stored.shape[1])
+    if x.index_space != roles.IndexSpace.SLOT:  # then they are positions in each row's request
+        request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(numbers.device)
+        if x.workspace_starts is not None:
+            slots = x.workspace_starts.long()[request].unsqueeze(1) + numbers
+        elif x.block_table is not None:
+            page, last = stored.shape[1], x.block_table.shape[1] - 1
+            pages = (numbers.clamp(min=0) // page).clamp(max=last)
+            slots = x.block_table.long()[request].gather(1, pages) * page + numbers % page
+        else:
+            both = "one where index_space is not slot, or workspace_starts"
+            raise InputError(f"block_table: expected {both}, got neither")
+        numbers = slots.where(numbers != NO_KEY, NO_KEY)
     used, selected = forms.places_of("topk_indices", numbers, stored)
     keys = forms.meaning_of(stored, used, x.kv_cache_dtype, x.k_scale, rank, q)
     if x.extra_kv_cache is not None:

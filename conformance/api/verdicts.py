@@ -131,8 +131,7 @@ def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs:
     values = tuple(given[:1]) if len(given) == 2 and given[1] is None else tuple(given)
     if not 1 <= len(values) <= 2:
         raise InputError(f"assert_close: expected an output, or an output and its LSE, got {len(values)} results")
-    problem = own_tensors.problem_of(inputs, lse=len(values) == 2)
-    _require_right(problem, Context(), values, declaration)
+    _require_right(own_tensors.problem_of(inputs, lse=len(values) == 2), Context(), values, declaration)
 
 
 def _require_right(
@@ -151,8 +150,7 @@ def _require_right(
     if isinstance(call, AttentionCall) and not call.returns_lse:
         value = decode.output_of(value)
     changed = handed.before.changed() if handed else ()
-    returned = Returned(value, call=call, out=handed.out if handed else None)
-    observation = Observation((returned,), None, tuple(changed))
+    observation = Observation((Returned(value, call=call, out=handed.out if handed else None),), None, tuple(changed))
     try:
         trial.judged(problem, trial.context.expect(problem), observation)
         found = trial.verdict

@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.backends.layer.mla_layer import MLACommonState
 from mla_conformance.defects.bases import kept, mixed_entries, packed, pages_of, several, without_keys
 from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 

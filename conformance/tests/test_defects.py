@@ -92,7 +92,7 @@ PREFILLING = {CAPABILITIES[name].procedure: name for name, roles in ROLES.items(
 """A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""
-IMPORTS = "from mla_conformance.backends.generations.eager import *\nfrom {module} import {kernel}\n"
+IMPORTS = "from mla_conformance.backends.generations.{generation} import *\nfrom {module} import {kernel}\n"
 DEFECT = {
     "present": IMPORTS + "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
     "earlier": IMPORTS + "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
@@ -116,5 +116,6 @@ def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None
 def test_a_known_defect_dies_in_every_generation(generation: str, id: str, tmp_path: Path) -> None:
     kernel = DEFECTS[id].kernel
     path = tmp_path / f"{generation}_{kernel.__name__}.py"
-    path.write_text(DEFECT[generation].format(module=kernel.__module__, kernel=kernel.__name__), encoding="utf-8")
+    names = {"generation": generation, "module": kernel.__module__, "kernel": kernel.__name__}
+    path.write_text(DEFECT[generation].format(**names), encoding="utf-8")
     assert judged(f"{path}:Wrong", stored().killing_cases[id]).failed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_conformance.backends import eager, eager_decode
-from mla_conformance.backends.layer import mla_impl, mla_state
+from mla_conformance.backends.layer import mla_impl, mla_layer
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
@@ -93,7 +93,7 @@ REPLAYS = "graph_replay:call=layer;dims=32-16-32-64;heads=2;q=[1x4];kv=[33,70,1,
 def test_a_batch_larger_than_captured_must_be_refused_in_whatever_way(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for step in (looks_away, asserts):
-        state = changed(mla_state.MLACommonState, prepare_graph_input_buffers=step)
+        state = changed(mla_layer.MLACommonState, prepare_graph_input_buffers=step)
         monkeypatch.setattr(EagerLayer, "get_state_cls", staticmethod(lambda state=state: state))
         found.append(judged(EagerLayer, REPLAYS))
     taken, refused = found

@@ -13,8 +13,7 @@ from torch import Tensor
 from mla_conformance.backends import eager, eager_decode
 from mla_conformance.backends.layer import attention_impl, mla_layer
 from mla_conformance.backends.layer.context_parallel import Sharding
-from mla_conformance.backends.layer.layer_config import MLAAttentionSpec, layer_config
-from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
+from mla_conformance.backends.layer.mla_batch import LayerRequest, MLAAttentionSpec, common_metadata, layer_config
 
 CPU = torch.device("cpu")
 HEADS, NOPE, ROPE, VALUE, LATENT, PAGE = 3, 16, 8, 12, 32, 4

@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends import block_size
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer import attention_impl, layer_config
+from mla_conformance.backends.layer import attention_impl, mla_batch
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_the_workspace_rule(world: Any) -> None:
     def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
         config = world(max_model_len=max_model_len, max_seqs=max_seqs).config
         config.cache_config.block_size = page
-        return layer_config.workspace_tokens(config)
+        return mla_batch.workspace_tokens(config)
 
     assert (tokens(1000, 4, 16), tokens(10, 4, 16), tokens(163840, 256, 64)) == (8000, 256, 131072)
     assert tokens(163840, 2048, 64) == 131072
@@ -167,4 +167,4 @@ def test_sizes_that_the_kernel_lacks_are_refused(world: Any) -> None:
         world(decode=paged).builder()
     w = world()
     with pytest.raises(ValueError, match=r"expected a block size of .* got 0 tokens"):
-        w.backend.get_builder_cls()(layer_config.MLAAttentionSpec(block_size=0, head_size=40), [], w.config, CPU)
+        w.backend.get_builder_cls()(mla_batch.MLAAttentionSpec(block_size=0, head_size=40), [], w.config, CPU)

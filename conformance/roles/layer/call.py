@@ -11,7 +11,6 @@ import torch
 
 from mla_conformance.backends.kernel import HEAD_DIMS
 from mla_conformance.backends.layer import attention_impl, context_parallel, mla_batch
-from mla_conformance.backends.layer import layer_config as engine
 from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import ProblemError, rows_of
 from mla_conformance.problems.written import CacheImage
@@ -152,7 +151,7 @@ class Layer:
         # The workspace, eight times the longest sequence that is admitted, has the case's tokens, and decodes may be as
         # long as the case's. Prefixes are cached; prompts are split only where decodes come first: either alone brings
         # prefills with context.
-        self.config = config = engine.layer_config(
+        self.config = config = mla_batch.layer_config(
             dtype=dtype,
             max_model_len=max(1, case.workspace // 8),
             head_size=sum(case.latent_dims),
@@ -180,7 +179,7 @@ class Layer:
         else:
             self._linear = linear
             case, dims, head_size = self._case, self._case.dimensions, self.config.model_config.head_size
-            with context_parallel.dcp_group(self._group), engine.set_current_config(self.config):
+            with context_parallel.dcp_group(self._group), mla_batch.set_current_config(self.config):
                 self.impl = self.backend.get_impl_cls()(
                     num_heads=case.heads // case.ranks,
                     head_size=head_size,
@@ -194,7 +193,7 @@ class Layer:
                     **dict.fromkeys(_NOT_HERE),
                 )
                 # Behind its layer, which some builders look up.
-                spec = engine.MLAAttentionSpec(block_size=case.page, head_size=head_size, cache_dtype_str=case.cache)
+                spec = mla_batch.MLAAttentionSpec(block_size=case.page, head_size=head_size, cache_dtype_str=case.cache)
                 self.builder = self.backend.get_builder_cls()(spec, ["layer"], self.config, self._device)
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
