@@ -29,7 +29,6 @@ class DeepGemmIndexerBackend(library_roles.IndexerKernel):
     devices = packaged.HOPPER
     # query tokens of a request that a paged call takes together, and how many processors then share a piece of work
     clusters: ClassVar[Mapping[int, int]] = {1: 1, 2: 1}
-    with_scales: ClassVar[bool] = False  # whether queries come with their scales, of which those in e4m3 have none
     supported_block_sizes = [_PAGE]
     supported_dtypes = [torch.bfloat16]
     supported_calls = ["logits"]
@@ -41,17 +40,17 @@ class DeepGemmIndexerBackend(library_roles.IndexerKernel):
         x, library, bounds, q = self._sparse_metadata, self.library, bounds_of(self._sparse_metadata), q.contiguous()
         if k_scale is not None:
             assert x.workspace_starts is not None
-            first, query = x.workspace_starts[x.req_id_per_token.long()], (q, None) if self.with_scales else q
-            return library.fp8_fp4_mqa_logits(query, (k, k_scale), weights, first, first + bounds, x.max_seq_len)
+            first = x.workspace_starts[x.req_id_per_token.long()]
+            return library.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, first, first + bounds, x.max_seq_len)
         assert x.block_table is not None
         queries = set(x.query_lens_cpu.tolist())
         together = next(iter(queries)) if len(queries) == 1 and queries <= {*self.clusters} else 1
         table = x.block_table if queries == {together} else x.block_table[x.req_id_per_token]
         lengths, processors = bounds.view(-1, together), library.get_num_sms() // self.clusters[together]
         schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, processors)
-        q = q.unflatten(0, (-1, together))
         batch = (k.unsqueeze(2), weights, lengths, table, schedule, x.max_seq_len)
-        return library.fp8_fp4_paged_mqa_logits((q, None) if self.with_scales else q, *batch)
+        # Queries stand beside their scales, of which those in e4m3 have none.
+        return library.fp8_fp4_paged_mqa_logits((q.unflatten(0, (-1, together)), None), *batch)
 
 
 # DeepGEMM 2.8.1 in vLLM 0.33.0, as ``vllm/utils/deep_gemm.py`` calls it.
@@ -59,6 +58,5 @@ DeepGemmIndexerVllm = DeepGemmIndexerBackend.also(
     "vllm",
     libraries=(packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),),
     clusters={1: 1, 2: 1, 4: 2},
-    with_scales=True,
     declaration=_declared("vllm", "1, 2 or 4"),
 )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import kernel, packaged, sparse_layer
+from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.generations.sglang import PAGE, AttentionLayer, Part, parts
 from mla_conformance.backends.operands import takes
 
@@ -23,7 +24,8 @@ _DEVIATIONS = (
     ("a batch decodes or prefills", "a step is a batch of those that prefill, and one for each number of new tokens"),
     ("one page table for both caches", "pages of index keys are copied to the numbers of the latents', and back"),
     ("slot 0 is no token's, and blocks follow each other", "latents are copied behind a page of their own, and back"),
-    ("hidden states follow each other, rows of padding belong to a graph", "copied if not, those are cut off"),
+    ("hidden states follow each other from a multiple of 16 bytes", "copied if not"),
+    ("rows of padding belong to a graph", "they are cut off"),
     ("a selection names slots, or rows of all keys, where it is fused", "translated to positions, and back"),
     ("all heads are those of this rank", "a model of so many heads on one rank, whose output is not reduced"),
     (
@@ -111,7 +113,7 @@ class SGLangDSABackend(packaged.LibraryKernel, sparse_layer.MLASparseLayerBacken
         caches = _Caches(given, x.kv_cache, x.index_kv_cache)
         assert self._layer is not None
         self._layer.bind(caches.latents, caches.index_keys, caches.table, x.cos_sin_cache)
-        slots, hidden = given.slot_mapping + PAGE, x.hidden_states.contiguous()
+        slots, hidden = given.slot_mapping + PAGE, aligned(x.hidden_states).contiguous()
         output = torch.zeros_like(x.hidden_states)
         for part in parts(lengths, new, given.num_decodes):
             rows = slice(part.rows.start, part.rows.stop)

@@ -29,15 +29,15 @@ def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
 def library(request: Any, provided: Any) -> Any:
     """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row.
 
-    In the package that vLLM carries queries have a place for scales, and four query tokens share pairs of processors.
+    Queries have a place for scales. In the package that vLLM carries four query tokens share pairs of processors.
     """
     kernel = request.param
     label, file, module = PACKAGES[kernel]
     in_vllm = kernel is DeepGemmIndexerVllm
 
     def queries(a: Any) -> Tensor:
-        assert not in_vllm or a["q"][1] is None
-        found: Tensor = a["q"][0] if in_vllm else a["q"]
+        found, no_scales = a["q"]
+        assert isinstance(found, Tensor) and no_scales is None
         return found
 
     def gathered(a: Any) -> Tensor:
