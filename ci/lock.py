@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from mla_conformance.backends.references import BackendReference  # noqa: E402
 from mla_conformance.certificate.verify import installed_digests  # noqa: E402
 from mla_conformance.defects.known import known_defects  # noqa: E402
-from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
+from mla_conformance.defects.report import MatrixKernel, emulated  # noqa: E402
 from mla_conformance.files.whole import InputError  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
 from mla_conformance.report.differences import differing  # noqa: E402
@@ -54,7 +54,7 @@ def rows_of(capability: str, small: bool) -> list[Row]:
     asked = [kernel for kernel in of_here if kernel.killed_by in ("", capability)]
     subjects = {kernel.name: Subject(BackendReference(kernel.name, kernel.reference), _CPU) for kernel in asked}
     for case in islice(cases, 1 if small else None):
-        records = [judge_one(subjects[kernel.name], case, context) for kernel in asked if kernel.serves(case)]
+        records = [judge_one(subjects[kernel.name], case, context) for kernel in asked if case.role in kernel.roles]
         dead = {record.backend for record in records if record.failed}
         asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
         if any(record.status not in _NOT_JUDGED for record in records):

@@ -3,8 +3,7 @@
 import argparse
 from importlib.resources import files
 
-from mla_conformance.defects.matrix import run_matrix
-from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
+from mla_conformance.defects.report import deciding_digest, markdown, run_matrix, summarise, terminal_lines
 from mla_conformance.engine.machine import machine_cores
 from mla_conformance.files.whole import InputError, Section, require_writable, write_output
 from mla_conformance.report.json_report import to_text

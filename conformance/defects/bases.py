@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -101,13 +102,10 @@ class Runs(Parts):
 class TwoPasses(OnlineSoftmax):
     """The maximum and the sum are found first, and weights are normalised before they are rounded."""
 
-    _known: SoftmaxState | None
-
     def _attend(self, *operands: Any) -> SoftmaxState:
-        self._known = None
+        self._known: SoftmaxState | None = None
         self._known = known = super()._attend(*operands)  # type: ignore[misc]
-        second = super()._attend(*operands)  # type: ignore[misc]
-        return known._replace(weighted=second.weighted * known.total)
+        return known._replace(weighted=super()._attend(*operands).weighted * known.total)  # type: ignore[misc]
 
     def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
         if self._known is None:
@@ -115,10 +113,6 @@ class TwoPasses(OnlineSoftmax):
         shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
         p = self._round_p((scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0), v.dtype)
         return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", p, v.float()))
-
-
-def backwards(tiles: Iterator[slice]) -> Iterator[slice]:
-    return reversed(list(tiles))
 
 
 def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,6 +125,11 @@ in_e4m3, in_e5m2 = partial(through, dtype=torch.float8_e4m3fn), partial(through,
 def rough_exp(x: torch.Tensor) -> torch.Tensor:
     """An exponential with relative errors up to 1e-4."""
     return x.exp() * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
+
+
+def places(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The numbers of what stands along a dimension."""
+    return torch.arange(x.shape[dim], device=x.device)
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
@@ -232,6 +231,9 @@ def declares(**rounding: Any) -> Declaration:
     return Declaration(rounding=Rounding(**rounding), emulated=True)
 
 
+STORED = declares(partial_outputs=Precision.MODEL)
+
+
 class NarrowP(OnlineSoftmax):
     """Of operands that are not float32, P is rounded as is declared."""
 
@@ -246,6 +248,16 @@ class NarrowP(OnlineSoftmax):
 
 
 LOG2_E = math.log2(math.e)
+
+
+class LazyRescale(OnlineSoftmax):
+    """The running state is rescaled only where its maximum grows by more than a factor 2^8 of the weights."""
+
+    lag = 8 / LOG2_E
+
+    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
+        largest = super()._maximum(state, scores)
+        return torch.where(largest - state.maximum <= self.lag, state.maximum, largest)
 
 
 class FiniteSentinel(OnlineSoftmax):
@@ -290,21 +302,14 @@ class SplitDecode(LayeredDecode):
     split = 256  # keys
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        ends = [*self._starts(seq_len), seq_len]
-        spans = list(map(slice, ends, ends[1:]))
-        parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
-        return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
-
-    def _within(self, span: slice) -> Iterator[slice]:
-        for start in range(span.start, span.stop, self.key_tile):
-            yield slice(start, min(start + self.key_tile, span.stop))
+        parts = []
+        for first, stop in pairwise([*self._starts(seq_len), seq_len]):
+            tiles = [slice(start, min(start + self.key_tile, stop)) for start in range(first, stop, self.key_tile)]
+            parts.append(self._over(tiles, q, request, seq_len, kv_cache, k_scale))
+        return self._combine(parts) if parts else self._initial(q, q[..., : self.kv_lora_rank])
 
     def _starts(self, seq_len: int) -> Iterable[int]:
         return range(0, seq_len, self.split)
-
-    def _part(self, state: SoftmaxState) -> SoftmaxState:
-        """A split's state as it waits for the others."""
-        return state
 
     def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
         return reduce(joined, parts)
@@ -320,9 +325,7 @@ class E4M3Operands(EagerPrefillBackend):
         return super()._batch(q, *operands, **options)
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not self._narrow:
-            return super()._round_p(p, dtype)
-        return (p * SCALED_P).to(torch.float8_e4m3fn).float() / SCALED_P
+        return in_e4m3(p * SCALED_P) / SCALED_P if self._narrow else super()._round_p(p, dtype)
 
 
 class HopperE4M3Operands(E4M3Operands):

@@ -61,7 +61,7 @@ def _place(x: torch.Tensor) -> int:
     return x.data_ptr() - x.untyped_storage().data_ptr()
 
 
-def _page(x: torch.Tensor) -> int:
+def _row(x: torch.Tensor) -> int:
     """Bytes from one row or block to the next."""
     return x.stride(0) * x.element_size()
 
@@ -88,9 +88,7 @@ class _Prefill(EagerPrefillBackend, Defects):
 
 
 class _Decode(EagerDecodeBackend, Defects):
-    decode_reads_a_page_behind_the_cache = before(
-        "run_decode", lambda kv_cache: reads(kv_cache, end(kv_cache) + _page(kv_cache) - 1, 1)
-    )
+    decode_reads_a_page_behind_the_cache = before("run_decode", kv_cache=lambda x: reads(x, end(x) + _row(x) - 1, 1))
     decode_reads_a_vector_behind_the_cache = before("run_decode", kv_cache=a_vector_behind)
     decode_reads_a_column_behind_the_block_table = before(
         "run_decode", lambda self: an_element_behind(self._decode_metadata.block_table)
@@ -105,7 +103,7 @@ class _Decode(EagerDecodeBackend, Defects):
 
     def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
         if (self._decode_metadata.block_table < 0).any():
-            reads(kv_cache, -_page(kv_cache), 1)
+            reads(kv_cache, -_row(kv_cache), 1)
 
 
 class _Sparse(EagerSparseBackend, Defects):
@@ -119,9 +117,7 @@ class _Sparse(EagerSparseBackend, Defects):
 
 class _Indexer(EagerIndexerBackend, Defects):
     indexer_reads_a_vector_behind_the_weights = before("logits", weights=a_vector_behind)
-    indexer_reads_a_tile_behind_the_gathered_keys = before(
-        "logits", lambda k: reads(k, end(k), _page(k)), when=gathered
-    )
+    indexer_reads_a_tile_behind_the_gathered_keys = before("logits", lambda k: reads(k, end(k), _row(k)), when=gathered)
 
 
 class _Layer(MLACommonImpl, Defects, part="impl_class"):

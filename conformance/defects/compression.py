@@ -3,6 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.defects.bases import kept, packed, slots_of
 from mla_conformance.defects.known import Defects, before, behind, instead, together
 
@@ -25,10 +26,9 @@ class _OtherEnds(EagerCompressBackend, Defects):
     )
 
     def _slots(self, page):
-        metadata, number = self._compress_metadata, self._numbers()
-        column = (number // page).clamp(0, metadata.block_table.shape[1] - 1)
-        block = metadata.block_table.long()[metadata.req_id_per_token.long(), column]
-        return torch.where(self._ends() & (block >= 0), block * page + number % page, -1)
+        metadata = self._compress_metadata
+        slots = slots_at(metadata.block_table, metadata.req_id_per_token.long(), self._numbers(), page)
+        return slots.where(self._ends() & (slots >= 0), -1)
 
     def _numbers(self):
         """[T] entries that tokens belong to."""
@@ -46,8 +46,7 @@ class _Compress(EagerCompressBackend, Defects):
     def compress_overlap_halves_swapped__before_halves(self, x):
         return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1) if self.compression.overlap else x
 
-    def compress_nobody_is_weighted__behind_gathered(self, k, logits):
-        return k, logits.masked_fill(logits == -torch.inf, 0.0)
+    compress_nobody_is_weighted = behind("gathered", lambda k, x: (k, x.masked_fill(x == -torch.inf, 0.0)))
 
     def compress_norm_without_epsilon__normed(self, entries, weight):
         return entries * entries.square().mean(dim=-1, keepdim=True).rsqrt() * weight
@@ -55,9 +54,7 @@ class _Compress(EagerCompressBackend, Defects):
     compress_pools_overlap = before("store", cache=packed)
     compress_rotated_by_the_last_position = instead("angles", lambda self, ends: ends)
     compress_never_rotated = instead("rotated", lambda self, entries, turns: entries)
-    compress_softmax_without_maximum = instead(
-        "pooled", lambda self, k, logits: (logits.exp() * k).sum(dim=1) / logits.exp().sum(dim=1)
-    )
+    compress_softmax_without_maximum = instead("pooled", lambda self, k, x: (x.exp() * k).sum(1) / x.exp().sum(1))
 
     def compress_maximum_from_zero__pooled(self, k, logits):
         weights = (logits - logits.amax(dim=1, keepdim=True).clamp(min=0.0)).exp()
@@ -66,8 +63,7 @@ class _Compress(EagerCompressBackend, Defects):
     def compress_states_in_16_bits__before_store(self, rows, *, cache):
         return rows.bfloat16().float() if cache.dtype == torch.float32 else rows
 
-    def compress_padding_written__behind_state_slots__run_compress(self, slots, *, state_cache):
-        return slots % slots_of(state_cache)
+    compress_padding_written = behind("state_slots__run_compress", lambda x, *, state_cache: x % slots_of(state_cache))
 
     def compress_length_3_modulo_4__state_slots(self):
         metadata, slots = self._compress_metadata, super()._state_slots().clone()
@@ -75,16 +71,16 @@ class _Compress(EagerCompressBackend, Defects):
         slots[lost] = -1
         return slots
 
-    def compress_begins_with_every_call__missing(self, positions):
+    @property
+    def _begun(self):
+        """[T] the first position of the call that a token is of."""
         metadata = self._compress_metadata
-        begun = metadata.seq_lens.long() - metadata.query_start_loc.long().diff()
-        ends = self._ends().nonzero()[:, 0]
-        return positions < begun[metadata.req_id_per_token[ends].long()].unsqueeze(1)
+        return (metadata.seq_lens.long() - metadata.query_start_loc.long().diff())[metadata.req_id_per_token.long()]
+
+    compress_begins_with_every_call = instead("missing", lambda self, x: x < self._begun[self._ends().nonzero()])
 
     def compress_places_from_the_start_of_a_call__before_places(self, positions):
-        metadata = self._compress_metadata
-        begun = (metadata.seq_lens.long() - metadata.query_start_loc.long().diff())[metadata.req_id_per_token.long()]
-        return (positions - begun).clamp(min=0)
+        return (positions - self._begun).clamp(min=0)
 
     def compress_table_of_an_earlier_call__state_blocks(self, requests, columns):
         table = kept(self, "table", self._compress_metadata.state_block_table)

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
@@ -23,18 +23,10 @@ from mla_conformance.defects import bases, honest_attention, honest_cache  # noq
 from mla_conformance.defects.known import ALTERNATIVES, Emulation, Honest, behind, but, instead, together, variant
 
 
-class _LazyRescale(OnlineSoftmax):
-    """The running state is rescaled only where its maximum grows by more than a factor 2^8 of the weights."""
-
-    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
-        largest = super()._maximum(state, scores)
-        return torch.where(largest - state.maximum <= 8 / bases.LOG2_E, state.maximum, largest)
+class LazyPrefill(bases.LazyRescale, EagerPrefillBackend): ...
 
 
-class LazyPrefill(_LazyRescale, EagerPrefillBackend): ...
-
-
-class LazyDecode(_LazyRescale, EagerDecodeBackend):
+class LazyDecode(bases.LazyRescale, EagerDecodeBackend):
     key_tile = 64
 
 
@@ -42,12 +34,10 @@ class _Prefill(EagerPrefillBackend, Honest):
     splits3 = variant(bases.Runs, parts=3, key_tile=32)
     splits8 = variant(bases.Runs, parts=8, key_tile=16)
     splits16_tree = variant(bases.Runs, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree))
-    stored_partials = variant(
-        bases.Runs, parts=4, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
-    )
+    stored_partials = variant(bases.Runs, parts=4, key_tile=32, stored=True, declaration=bases.STORED)
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
-    reversed_keys = behind("tiles", bases.backwards)
+    reversed_keys = behind("tiles", lambda tiles: reversed(list(tiles)))
     half_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     float32_throughout = instead("round_p", lambda self, p, dtype: p)
     e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
@@ -89,11 +79,9 @@ class _SplitDecode(bases.SplitDecode, Honest):
     )
 
     @but(split=512)
-    def splits_of_the_longest__attend(self, q, request, seq_len, kv_cache, k_scale):
+    def splits_of_the_longest__starts(self, seq_len):
         """Every request has as many splits as the longest; those behind its end have no keys."""
-        starts = range(0, max(1, self._decode_metadata.max_seq_len), self.split)
-        spans = [slice(min(start, seq_len), min(start + self.split, seq_len)) for start in starts]
-        return self._combine([self._over(self._within(each), q, request, seq_len, kv_cache, k_scale) for each in spans])
+        return [min(start, seq_len) for start in range(0, max(1, self._decode_metadata.max_seq_len), self.split)]
 
 
 class _Decode(EagerDecodeBackend, Honest):

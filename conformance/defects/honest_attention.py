@@ -19,6 +19,8 @@ from mla_conformance.defects.known import Honest, before, behind, but, instead, 
 from mla_conformance.reference.selected import NO_KEY
 
 _MODEL_KEYS = bases.declares(dequantised_keys=Precision.MODEL)
+_TINY = bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
+_HOPPER = bases.declares(accumulation=Precision.FP22)
 
 
 def _as_the_model(self, keys):
@@ -27,19 +29,12 @@ def _as_the_model(self, keys):
 
 class _LayeredDecode(bases.LayeredDecode, Honest):
     keys_of_the_model = behind("dequantise", _as_the_model, declaration=_MODEL_KEYS)
-    tiny_weights = behind(
-        "dequantise",
-        _as_the_model,
-        on=(bases.NarrowP,),
-        declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL),
-    )
+    tiny_weights = behind("dequantise", _as_the_model, on=(bases.NarrowP,), declaration=_TINY)
     split_tokens = variant(bases.Parts, parts=5, key_tile=32)
-    stored_splits = variant(
-        bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.declares(partial_outputs=Precision.MODEL)
-    )
+    stored_splits = variant(bases.Parts, parts=5, key_tile=32, stored=True, declaration=bases.STORED)
     page_tiles = variant(key_tile=16)
     wide_tiles = variant(key_tile=1024)
-    last_tile_first = behind("tiles", bases.backwards)
+    last_tile_first = behind("tiles", lambda tiles: reversed(list(tiles)))
     unrounded_weights = instead("round_p", lambda self, p, dtype: p)
     half_precision_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     powers_of_two = variant(bases.BaseTwo)
@@ -106,7 +101,7 @@ class _Sparse(EagerSparseBackend, Honest):
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-    @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
+    @but(declaration=bases.STORED)
     def split_lists___attend(self, q, request, sources, k_scale):
         """Three splits of each list, combined by their LSEs, a state for each cache; outputs in the model's dtype."""
         states = []
@@ -116,7 +111,7 @@ class _Sparse(EagerSparseBackend, Honest):
             states.append(bases.stored_in(super()._attend(q, request, [part], k_scale), self._model_dtype))
         return reduce(bases.joined, states)
 
-    column_tiles = behind("tiles", bases.backwards, key_tile=16)
+    column_tiles = behind("tiles", lambda tiles: reversed(list(tiles)), key_tile=16)
 
     class shared_unions:
         """Neighbouring rows gather the union of their lists once, and each masks what it does not name."""
@@ -134,8 +129,7 @@ class _Sparse(EagerSparseBackend, Honest):
             own = source.indices.masked_fill(~self._listed(source), NO_KEY).sort(dim=1).values
             both = torch.cat((own, own[pair]), dim=1).sort(dim=1).values
             first = torch.nn.functional.pad(both[:, 1:] != both[:, :-1], (1, 0), value=True)
-            place = torch.searchsorted(own, both).clamp(max=own.shape[1] - 1)
-            named = own.gather(1, place) == both
+            named = own.gather(1, torch.searchsorted(own, both).clamp(max=own.shape[1] - 1)) == both
             return replace(source, indices=both.masked_fill(~(first & named), NO_KEY), length=None)
 
     selected_in_the_models_dtype = behind("keys", _as_the_model, declaration=_MODEL_KEYS)
@@ -169,11 +163,7 @@ class _Indexer(EagerIndexerBackend, Honest):
     def rounded_keys__behind_keys(self, keys):
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
-    @but(
-        token_tile=64,
-        declaration=bases.declares(accumulation=Precision.FP22),
-        when=lambda self: self.kv_cache_dtype != "auto",
-    )
+    @but(token_tile=64, declaration=_HOPPER, when=lambda self: self.kv_cache_dtype != "auto")
     def truncated_sums__scores(self, q, weights, keys):
         """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
         rows = q.flatten(0, 1)
@@ -190,9 +180,8 @@ class _Indexer(EagerIndexerBackend, Honest):
         chosen = [choose(part, min(64, topk_tokens)) for part in logits.split(64, dim=1)]
         behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
         finalists = torch.cat(behind, dim=1)
-        best = choose(
-            logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf), topk_tokens
-        )
+        scores = logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf)
+        best = choose(scores, topk_tokens)
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 

@@ -24,6 +24,10 @@ def _selects(**declared: object) -> Declaration:
     return Declaration(selection=SelectionForm(**declared), emulated=True)  # type: ignore[arg-type]
 
 
+_COLUMNS = _selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
+"""Of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
+
+
 def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
     """Columns of a mask [T, C] in their order, -1 behind them."""
     columns = torch.arange(chosen.shape[1], device=chosen.device).masked_fill(~chosen, chosen.shape[1])
@@ -167,16 +171,14 @@ class _Compress(EagerCompressBackend, Honest):
         """Tokens of the call are read as they came, states for those before it; only begun groups are stored."""
 
         def run_compress(self, kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache):
-            metadata = self._compress_metadata
-            logits = score.float() + ape[self._places(metadata.positions)]
+            logits = score.float() + ape[self._places(self._compress_metadata.positions)]
             self._own = torch.cat((kv.float(), logits), dim=1)
             super().run_compress(kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache)
 
         def _state_slots(self):
             metadata, span = self._compress_metadata, self.compression.ratio
             first = (metadata.seq_lens.long() // span - int(self.compression.overlap)) * span
-            needed = metadata.positions >= first[metadata.req_id_per_token.long()]
-            return super()._state_slots().where(needed, -1)
+            return super()._state_slots().where(metadata.positions >= first[metadata.req_id_per_token.long()], -1)
 
         def _gathered(self, state_cache, ends):
             k, logits = super()._gathered(state_cache, ends)
@@ -191,12 +193,8 @@ class _Compress(EagerCompressBackend, Honest):
 
 class _TopK(EagerTopKBackend, Honest):
     columns_of_the_logits = instead(
-        "numbered",
-        lambda self, chosen, starts: chosen.sort(dim=1).values,
-        supports_pools=False,
-        declaration=_selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False),
+        "numbered", lambda self, chosen, starts: chosen.sort(dim=1).values, supports_pools=False, declaration=_COLUMNS
     )
-    """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
     tail_before_pools = together(
         behind("run_pool_top_k_per_row", lambda lists: lists.flip(1)),
         before("expanded", lambda pools: pools.sort(dim=1).values),
@@ -296,6 +294,6 @@ class _Prepare(EagerPrepareBackend, Honest):
         def _folded(self, weights, q_scale):
             return weights * self.num_heads**-0.5 * q_scale[..., 0] * self.scale
 
-    def powers_by_bits__power(self, scale):
-        bits = scale.view(torch.int32)
-        return ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    powers_by_bits = instead(
+        "power", lambda self, x: ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    )

@@ -1,6 +1,5 @@
 """What a known defect is, how its kernel is written as one step, and the list of all of them."""
 
-import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -8,10 +7,9 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.resources import files
-from inspect import Parameter, Signature, getsource, signature
-from itertools import pairwise
+from inspect import Parameter, Signature, signature
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -21,15 +19,13 @@ from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.defects.bases import EagerLayer
 
 FAMILIES = (
-    *("prefills", "prefill_calls", "decodes", "decode_caches", "decode_calls", "layer_caches", "layer_calls"),
-    *("sparse_lists", "sparse_entries", "indexer", "topk", "preparation", "sparse_layers"),
-    *("cache_writes", "cache_reads", "compression", "bounds", "trees"),
+    *("prefills", "prefill_calls", "decodes", "decode_calls", "layers", "sparse_lists", "sparse_entries"),
+    *("indices", "sparse_layers", "entries", "compression", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 _KERNELS: list[type[Emulation]] = []  # known defects of the modules that were imported
 ALTERNATIVES: list[type[Emulation]] = []  # the same of honest kernels
-_T = TypeVar("_T")
 
 
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,13 +42,9 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     related: dict[str, tuple[str, ...]]
 
 
-def _read(package: str, name: str, form: type[_T]) -> _T:
-    return msgspec.toml.decode((files(f"mla_conformance.{package}") / name).read_bytes(), type=form)
-
-
 @cache
 def reported_bugs() -> ReportedBugs:
-    return _read("fixtures", "reported.toml", ReportedBugs)
+    return msgspec.toml.decode((files("mla_conformance.fixtures") / "reported.toml").read_bytes(), type=ReportedBugs)
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
-    catalogue = _read("defects", "known.toml", Catalogue)
+    catalogue = msgspec.toml.decode((files("mla_conformance.defects") / "known.toml").read_bytes(), type=Catalogue)
     said = {id: (name, text) for name, those in catalogue.killed_by.items() for id, text in those.items()}
     kernels = {kernel.__name__.replace("_", "-"): kernel for kernel in _KERNELS}
     if differing := said.keys() ^ kernels.keys():
@@ -92,11 +84,6 @@ def known_defects() -> dict[str, KnownDefect]:
         raise TypeError(f"expected related of known defects in known.toml, got {', '.join(unknown)}")
     found = (KnownDefect(id, said[id][1], kernel, said[id][0], related.get(id, ())) for id, kernel in kernels.items())
     return {entry.id: entry for entry in sorted(found, key=lambda entry: FAMILIES.index(entry.family))}
-
-
-def sentence_of(wrong: type) -> str:
-    """What is wrong with a class, as its docstring says in one sentence."""
-    return " ".join((wrong.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
@@ -201,18 +188,6 @@ def kernels_of(group: type, name: Callable[[str], str], part: str = "") -> Itera
             made = _emulation(group, name(kernel), part, **row)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made
-
-
-def written(group: type) -> dict[str, str]:
-    """What is written behind the rows of a group, by their names as classes."""
-    read = ast.parse(getsource(sys.modules[group.__module__])).body
-    (body,) = (each.body for each in read if isinstance(each, ast.ClassDef) and each.name == group.__name__)
-    found = {}
-    for row, text in pairwise(body):
-        match row, text:
-            case ast.Assign(targets=[ast.Name(id=key)]), ast.Expr(value=ast.Constant(value=str(said))):
-                found[named_as_class(key)] = said
-    return found
 
 
 def _emulation(

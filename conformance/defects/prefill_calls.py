@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import all_or_nothing, clear, kept, note, nth, packed
+from mla_conformance.defects.bases import all_or_nothing, clear, kept, note, nth, packed, places
 from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -109,8 +109,7 @@ class _Prefill(EagerPrefillBackend, Defects):
 
     @but("before_quantise")
     def quant_output_unsaturated_behind_a_power_of_two_of_heads(self, accumulated, *, output_scale):
-        heads = torch.arange(accumulated.shape[1], device=accumulated.device).unsqueeze(1)
-        behind = heads >= 1 << (len(heads).bit_length() - 1)
+        behind = places(accumulated, 1)[:, None] >= 1 << (accumulated.shape[1].bit_length() - 1)
         return accumulated.masked_fill(behind & ((accumulated / output_scale).abs() > E4M3_MAX), torch.nan)
 
     @but("merge_attn_states")
@@ -122,13 +121,11 @@ class _Prefill(EagerPrefillBackend, Defects):
 
     def fp8_operands_tail_of_heads_is_one_head__widened(self, x):
         wide, whole = super()._widened(x), x.shape[1] // 16 * 16
-        heads = torch.arange(x.shape[1], device=x.device)
-        return wide if wide is x or not whole else wide[:, heads.clamp(max=whole)]
+        return wide if wide is x or not whole else wide[:, places(x, 1).clamp(max=whole)]
 
     def prefill_empty_context_advances_odd_strides__before_batch(self, v, *, key_start_loc):
         empty = [start for start, end in pairwise(key_start_loc) if start == end]
-        advances = empty and v.stride(1) % 2
-        return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
+        return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if empty and v.stride(1) % 2 else v
 
     bmm_fp8_quant_inverted_scale = before("quantise", lambda output_scale: 1 / output_scale)
 
@@ -154,8 +151,7 @@ class _Prefill(EagerPrefillBackend, Defects):
         return accumulated.masked_fill(lost, torch.nan)
 
     def quant_output_unscaled_after_512_rows__before_quantise(self, output_scale, *, accumulated):
-        rows = torch.arange(len(accumulated), device=accumulated.device).view(-1, 1, 1)
-        return torch.where(rows < 512, output_scale, 1.0)
+        return torch.where(places(accumulated).view(-1, 1, 1) < 512, output_scale, 1.0)
 
     prefill_accumulator_cleared_by_multiplication = together(
         before("batch", lambda self: note(self, _before=None)),
@@ -241,9 +237,7 @@ class _Prefill(EagerPrefillBackend, Defects):
         behind = int(self._prefill_metadata.query_start_loc[1])
         output[behind:], lse[:, behind:] = 0.0, -torch.inf
 
-    def fp8_operands_of_16_heads__behind_widened(self, wide, *, x):
-        heads = torch.arange(x.shape[1], device=x.device) % 16
-        return wide if wide is x else wide[:, heads]
+    fp8_operands_of_16_heads = behind("widened", lambda wide, *, x: wide if wide is x else wide[:, places(x, 1) % 16])
 
     class prefill_query_scale_over_the_batch:
         def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):

@@ -9,7 +9,7 @@ from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
-from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
+from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 
 _SCALED = bases.declares(p=Precision.SCALED_E4M3)
 
@@ -152,10 +152,9 @@ class _Prefill(EagerPrefillBackend, Defects):
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
 
-    @but(when=half)
-    def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state):
-        return state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale))
-
+    fp16_finite_sentinel_of_the_maximum = behind(
+        "initial", lambda self, state: state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale)), when=half
+    )
     int16_truncation_seqlen_32768 = before("attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]))
     prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
     prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
@@ -164,14 +163,10 @@ class _Prefill(EagerPrefillBackend, Defects):
         "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64
     )
     fp8_p_underflow_mass_loss = instead("round_p", lambda self, p, dtype: in_e4m3(p), declaration=_SCALED)
-    fp8_lazy_rescale_p_saturation = together(
-        behind(
-            "maximum",
-            lambda largest, *, state: torch.where(largest - state.maximum <= 4 * math.log(2), state.maximum, largest),
-        ),
-        instead("round_p", lambda self, p, dtype: in_e4m3((p * 256).clamp(max=448)) / 256),
-        declaration=_SCALED,
-    )
+
+    @but(on=(bases.LazyRescale,), lag=4 * math.log(2), declaration=_SCALED)
+    def fp8_lazy_rescale_p_saturation__round_p(self, p, dtype):
+        return in_e4m3((p * 256).clamp(max=448)) / 256
 
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
         if query_start_loc[-1] >= 2**14:

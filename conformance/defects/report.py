@@ -1,24 +1,115 @@
-"""The kill matrix, as data, as text for a terminal, and as the section of a page."""
+"""The kill matrix: every known defect and every honest kernel on the cases of a tier, as data, and as text."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.resources import files
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
+import torch
 
-from mla_conformance.defects.known import KnownDefect, known_defects, reported_bugs
-from mla_conformance.defects.matrix import kernels
+from mla_conformance.backends.references import BackendReference, known_backends
+from mla_conformance.backends.roles import ROLES, Role
+from mla_conformance.cases.case import Case
+from mla_conformance.defects.honest import HONEST
+from mla_conformance.defects.known import KnownDefect, judged_roles, known_defects, reported_bugs
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest, source_digests
 from mla_conformance.files.whole import decode
 from mla_conformance.judging.record import Record
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
-_DECIDE_NOTHING = ("__init__", "known", "matrix", "report")  # the modules of this room that hold no kernel
+_DECIDE_NOTHING = ("__init__", "known", "report")  # the modules of this room that hold no kernel
 _GOLDEN = ("error_budget", "index_scores")
 """Of the reference, which has a digest of its own, what depends on the defects' numbers."""
+_MOST_WORKERS = 16  # each takes some hundred megabytes, and a core
+
+
+@dataclass(frozen=True)
+class MatrixKernel:
+    name: str  # an id or a class name
+    reference: str  # what loads its class
+    killed_by: str = ""  # the capability that is expected to kill it; empty of an honest kernel
+    roles: tuple[Role, ...] = tuple(ROLES.values())  # whose cases it is judged on
+
+
+# Cases of one capability in their order, and the kernels that run on them; a kill ends a defect's part in it.
+MatrixTask = tuple[Sequence[Case], Sequence[MatrixKernel]]
+
+
+@cache
+def kernels() -> Sequence[MatrixKernel]:
+    """Every kernel of the run: real ones that run on a CPU, taken for honest, and all that are emulated."""
+    subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
+    real = (x for x in subjects if not x.unavailable and not any(each.emulated for each in x.declarations.values()))
+    return [*(MatrixKernel(x.backend.name, x.backend.reference) for x in real), *emulated()]
+
+
+def emulated() -> list[MatrixKernel]:
+    honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
+    known = known_defects().values()
+    return honest + [MatrixKernel(x.id, x.reference, x.killed_by, judged_roles(x.kernel)) for x in known]
+
+
+def run_matrix(tier: Tier, cores: int) -> list[Record]:
+    """All kernels on what a tier asks of them, in processes of their own, one a core.
+
+    First come honest kernels on each case, and each capability for the defects that it is expected to kill. Of these,
+    those that were killed run on what stands before their capability, which must not kill them, unless that is one of
+    combinations or the tier asks only who dies; the others on everything.
+    """
+    workers, one_core, order = min(_MOST_WORKERS, cores), partial(torch.set_num_threads, 1), list(CAPABILITIES)
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=one_core) as pool:
+
+        def run(tasks: Iterable[MatrixTask]) -> list[Record]:
+            return [record for records in pool.map(run_task, tasks) for record in records]
+
+        expected = (
+            (capability.select(tier), [kernel for kernel in kernels() if kernel.killed_by == capability.name])
+            for capability in CAPABILITIES.values()
+        )
+        first = run(chain(_on_each_case(tier, lambda kernel, capability: not kernel.killed_by), expected))
+        killed = {record.backend for record in first if record.failed}
+
+        def is_left(kernel: MatrixKernel, capability: str) -> bool:
+            if kernel.killed_by in ("", capability):
+                return False
+            before = kernel.killed_by not in SPACES and order.index(capability) < order.index(kernel.killed_by)
+            return kernel.name not in killed or (before and tier is not Tier.SMOKE)
+
+        return first + run(_on_each_case(tier, is_left))
+
+
+def _on_each_case(tier: Tier, asked: Callable[[MatrixKernel, str], bool]) -> Iterator[MatrixTask]:
+    for capability in CAPABILITIES.values():
+        chosen = [kernel for kernel in kernels() if asked(kernel, capability.name)]
+        # Kernels of one task share a golden result; of a procedure of many calls each takes seconds of its own.
+        together = [chosen] if capability.procedure == CONFORMS else [[kernel] for kernel in chosen]
+        yield from (((case,), some) for case in capability.select(tier) for some in together if some)
+
+
+def run_task(task: MatrixTask) -> list[Record]:
+    """Its kernels on those of its cases that are about them."""
+    (cases, asked), context, records = task, Context(), []
+    for case in cases:
+        found = [judge_one(_subject(kernel), case, context) for kernel in asked if case.role in kernel.roles]
+        dead = {record.backend for record in found if record.failed}
+        asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
+        records += found
+    return records
+
+
+@cache
+def _subject(kernel: MatrixKernel) -> Subject:
+    return Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))
 
 
 class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +151,7 @@ def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
 def summarise(records: Iterable[Record], tier: str, digest: str) -> DefectReport:
     """Count what a run over all kernels showed; ``digest`` is of when it began."""
     rows, known = list(records), known_defects()
-    honest = {kernel.name for kernel in kernels() if kernel.honest}
+    honest = {kernel.name for kernel in kernels() if not kernel.killed_by}
     failed = [row for row in rows if row.failed]
     killed = {(row.backend, row.capability) for row in failed}
     kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known}

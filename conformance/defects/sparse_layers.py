@@ -36,16 +36,13 @@ class _WithLists(EagerSparseLayerBackend, Defects):
         return wide.where(~rows.unsqueeze(1), every)
 
     sparse_layer_dense_in_place_of_the_selection = instead("whole", lambda self, bounds: (bounds, self._prefills))
-    sparse_layer_shared_taken_for_dense = instead(
-        "whole", lambda self, bounds: (bounds, (bounds > 0) & self.config.skip_topk)
-    )
+    sparse_layer_shared_taken_for_dense = instead("whole", lambda self, x: (x, (x > 0) & self.config.skip_topk))
 
     def sparse_layer_dense_shortcut_not_causal__whole(self, bounds):
         lengths = self._metadata.attention.seq_lens[self._request]
         return lengths, self._prefills & (lengths <= self.config.topk_tokens)
 
-    def sparse_layer_shortcut_of_one_token_more__whole(self, bounds):
-        return bounds, bounds == self.config.topk_tokens + 1
+    sparse_layer_shortcut_of_one_token_more = instead("whole", lambda self, x: (x, x == self.config.topk_tokens + 1))
 
     def sparse_layer_shortcut_by_new_tokens__whole(self, bounds):
         new = self._metadata.attention.query_start_loc.diff()[self._request]
@@ -55,8 +52,7 @@ class _WithLists(EagerSparseLayerBackend, Defects):
         lengths = self._metadata.attention.seq_lens.clone()
         lengths[: self._metadata.num_decodes] = 0
         first = (lengths.cumsum(0) - lengths)[self._request].unsqueeze(1).to(lists.dtype)
-        shifted = lists.where(~self._prefills.unsqueeze(1) | (lists == NO_KEY), lists - first)
-        return shifted.clamp(min=NO_KEY)
+        return lists.where(~self._prefills.unsqueeze(1) | (lists == NO_KEY), lists - first).clamp(min=NO_KEY)
 
     def sparse_layer_shared_selects_by_itself__whole(self, bounds):
         return bounds.clamp(max=self.config.topk_tokens), (bounds > 0) & self.config.skip_topk
@@ -118,8 +114,7 @@ class _SparseLayer(EagerSparseLayerBackend, Defects):
 
     def sparse_layer_own_token_always_selected__best(self, q, weights, cache):
         best, own = super()._best(q, weights, cache), bounds_of(self._metadata.index) - 1
-        missing = (best != own.unsqueeze(1)).all(dim=1)
-        best[:, -1] = torch.where(missing & (own >= 0), own, best[:, -1])
+        best[:, -1] = torch.where((best != own.unsqueeze(1)).all(dim=1) & (own >= 0), own, best[:, -1])
         return best
 
     def sparse_layer_buffer_not_cleared__select(self, hidden, q_c, turns, cache, buffer):

@@ -8,16 +8,12 @@ from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import ILLEGAL_ACCESS, chosen, gathered, joined, keyless, packed, slots_of
+from mla_conformance.defects.bases import ILLEGAL_ACCESS, chosen, gathered, joined, keyless, packed, places, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 _ON_ALL_RANKS, _ON_THIS_RANK = IndexSpace.POSITION, IndexSpace.RANK_LOCAL
-
-
-def _columns(indices):
-    return torch.arange(indices.shape[1], device=indices.device)
 
 
 def _packed(source):
@@ -27,7 +23,7 @@ def _packed(source):
 
 def _once(listed, *, source):
     """What of lists counts, of keys that are named twice the first alone."""
-    numbers = torch.where(listed, source.indices.long(), -2 - _columns(source.indices))
+    numbers = torch.where(listed, source.indices.long(), -2 - places(source.indices, 1))
     ordered, order = numbers.sort(dim=1, stable=True)
     again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return listed & ~torch.zeros_like(listed).scatter(1, order, again)
@@ -51,7 +47,7 @@ def _lists_of(rows):
 
 
 def _first_tokens_too(self, listed, *, source, request):
-    counted = _columns(source.indices) < self._sparse_metadata.seq_lens[request].unsqueeze(1)
+    counted = places(source.indices, 1) < self._sparse_metadata.seq_lens[request].unsqueeze(1)
     return listed | counted if source.length is None else listed
 
 
@@ -63,9 +59,7 @@ def _counting(space, other):
 class _Lists(EagerSparseBackend, Defects):
     sparse_keyless_lse_of_plus_inf = behind("attend", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
     sparse_keyless_row_not_written = behind("attend", bases.nan_without_keys)
-    sparse_valid_entries_read_from_the_front = behind(
-        "listed", lambda listed, *, source: listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
-    )
+    sparse_valid_entries_read_from_the_front = behind("listed", lambda x: x & (places(x, 1) < x.sum(1, keepdim=True)))
 
     def sparse_tiles_behind_an_empty_one_skipped__behind_listed(self, listed):
         tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % 64)).unflatten(1, (-1, 64)).any(dim=2)
@@ -83,7 +77,7 @@ class _Lists(EagerSparseBackend, Defects):
     sparse_list_of_the_request = before("attend", _lists_of(lambda starts, request: starts[request]))
     sparse_list_at_the_number_of_the_request = before("attend", _lists_of(lambda starts, request: request))
     sparse_empty_lanes_load_entry_0 = before("keys", visible=torch.ones_like)
-    sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, torch.arange(self.num_heads) % 64])
+    sparse_heads_beyond_64_are_the_first = before("attend", lambda self, q: q[:, places(q, 1) % 64])
     sparse_padding_taken_for_key_0 = together(
         before("listed", lambda source: replace(source, indices=source.indices.clamp(min=0))),
         behind("slots", lambda slots: slots.clamp(min=0)),
@@ -97,7 +91,7 @@ class _Lists(EagerSparseBackend, Defects):
         return super()._listed(source) & (source.indices < self._sparse_metadata.seq_lens[request].unsqueeze(1))
 
     def sparse_neighbours_attend_to_their_union__before_attend(self, sources, *, q):
-        pair, both = (torch.arange(len(q)) ^ 1).clamp(max=len(q) - 1), []
+        pair, both = (places(q) ^ 1).clamp(max=len(q) - 1), []
         for source in sources:
             own = source.indices.masked_fill(~self._listed(source), -1)
             theirs = own[pair].masked_fill((own[pair].unsqueeze(2) == own.unsqueeze(1)).any(dim=2), -1)
@@ -133,8 +127,7 @@ class _Lists(EagerSparseBackend, Defects):
         return super()._listed(replace(source, length=length))
 
     def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
-        late = torch.arange(len(q), device=q.device).unsqueeze(1) >= 64
-        return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
+        return output.masked_fill(keyless(lse) & (places(q) >= 64).view(-1, 1, 1), torch.nan), lse
 
     def sparse_entry_before_is_loaded_too__keys(self, source, slots, visible, k_scale):
         paired = visible & (slots % source.cache.shape[1] > 0)
@@ -159,8 +152,7 @@ class _Lists(EagerSparseBackend, Defects):
     def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
         behind = (scores == -torch.inf).all(dim=-1, keepdim=True) & (state.total > 0)
         zero, one = torch.zeros_like(later.total), torch.ones_like(later.total)
-        weighed = joined(later, SoftmaxState(zero, one, torch.zeros_like(later.weighted)))
-        return chosen(behind, weighed, later)
+        return chosen(behind, joined(later, SoftmaxState(zero, one, torch.zeros_like(later.weighted))), later)
 
     def sparse_list_rows_advance_by_a_power_of_two__before_attend(self, sources):
         misread = []
@@ -188,7 +180,7 @@ class _Lists(EagerSparseBackend, Defects):
     sparse_workspace_start_forgotten = before("slots", request=torch.zeros_like, when=gathered)
 
     def sparse_table_row_of_the_token__before__attend(self, request):
-        return torch.arange(len(request), device=request.device).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
+        return places(request).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
 
     @but(when=lambda self, source: source.space is not IndexSpace.SLOT and not gathered(self))
     def sparse_table_of_pages_of_64__behind_slots(self, slots, *, source, request):

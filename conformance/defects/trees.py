@@ -3,6 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_tree import EagerTreeBackend
+from mla_conformance.defects.bases import places
 from mla_conformance.defects.known import Defects, before, behind, but, instead
 
 
@@ -10,25 +11,24 @@ class _Trees(EagerTreeBackend, Defects):
     tree_mask_transposed = behind("mask", lambda mask: mask.mT)
     tree_mask_ignored_for_causal = behind("mask", lambda mask: torch.ones_like(mask).tril())
     tree_drafts_see_each_other = behind("mask", lambda mask: torch.ones_like(mask))
-    tree_row_of_the_parent = behind("mask", lambda mask: mask & (_number(mask) != _number(mask).unsqueeze(1)))
+    tree_row_of_the_parent = behind("mask", lambda mask: mask & (places(mask) != places(mask).unsqueeze(1)))
     tree_bound_by_depth = behind("mask", lambda mask: mask | (mask.sum(dim=1) < mask.sum(dim=1, keepdim=True)))
     tree_last_token_sees_everything = behind("mask", lambda mask: torch.cat((mask[:-1], torch.ones_like(mask[-1:]))))
     tree_mask_of_a_byte = behind("mask", lambda mask: _causal_from(mask, 8))
     tree_mask_of_a_word = behind("mask", lambda mask: _causal_from(mask, 32))
-    tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, _number(mask) % 32])
-    tree_root_left_out = behind("mask", lambda mask: mask & ((_number(mask) > 0) | (_number(mask).unsqueeze(1) == 0)))
+    tree_mask_bits_repeat_after_a_word = behind("mask", lambda mask: mask[:, places(mask) % 32])
+    tree_root_left_out = behind("mask", lambda mask: mask & ((places(mask) > 0) | (places(mask).unsqueeze(1) == 0)))
     tree_siblings_see_each_other = behind("mask", lambda mask: mask | (_parents(mask).unsqueeze(1) == _parents(mask)))
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
-        number = _number(mask)
+        number = places(mask)
         return mask & ((number == _parents(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
         bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
         return bits.view(-1, 8).flip(1).flatten()[: mask.numel()].view_as(mask)
 
-    def tree_mask_rows_of_whole_bytes__behind_mask(self, mask):
-        return _strided(mask.flatten(), 0, -(-len(mask) // 8) * 8, len(mask))
+    tree_mask_rows_of_whole_bytes = behind("mask", lambda x: _strided(x.flatten(), 0, -(-len(x) // 8) * 8, len(x)))
 
     def _mask(self, request, queries):
         begin, stride = int(self._decode_metadata.tree_mask_start_loc[request]), self._stride(request, queries)
@@ -81,13 +81,9 @@ class _Trees(EagerTreeBackend, Defects):
             return super()._finish(state)[0], super()._finish(self._counted)[1]
 
 
-def _number(mask: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(mask), device=mask.device)
-
-
 def _parents(mask: torch.Tensor) -> torch.Tensor:
     """[q] the last ancestor of each query token; -1 of the root."""
-    number = _number(mask)
+    number = places(mask)
     return number.where(mask & (number < number.unsqueeze(1)), -1).amax(dim=1)
 
 

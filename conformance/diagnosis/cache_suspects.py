@@ -15,11 +15,10 @@ class _Decode(EagerDecodeBackend):
     scale_of_latent_queries = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
     """The softmax scale is (L + R)^-1/2, not the given one."""
 
-    def own_token_hidden__behind_visible(self, visible, *, seq_len):
-        """The causal mask is off by one: a query does not see its own token."""
-        nothing = torch.zeros_like(visible[:, :1])
-        return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
-
+    own_token_hidden = behind(
+        "visible", lambda x, *, seq_len: torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), dim=1) if seq_len > 1 else x
+    )
+    """The causal mask is off by one: a query does not see its own token."""
     leaked_token = behind("visible", lambda visible: torch.cat((visible[1:], visible[-1:])))
     """The causal mask is off by one: a query sees the token after its own, if its request has one."""
     last_token_dropped = before("attend", lambda seq_len: max(seq_len - 1, min(seq_len, 1)))
@@ -29,11 +28,10 @@ class _Decode(EagerDecodeBackend):
         """The first token of a request's cache is dropped."""
         return visible & (torch.arange(tile.start, tile.stop, device=visible.device) > 0) if seq_len > 1 else visible
 
-    def last_page_of_tokens_dropped__before_attend(self, seq_len, *, kv_cache):
-        """The last, partly filled page of a request's cache is dropped."""
-        page = kv_cache.shape[1]
-        return seq_len // page * page or seq_len
-
+    last_page_of_tokens_dropped = before(
+        "attend", lambda seq_len, *, kv_cache: seq_len // kv_cache.shape[1] * kv_cache.shape[1] or seq_len
+    )
+    """The last, partly filled page of a request's cache is dropped."""
     table_of_first_request = before("blocks", request=0, covers=("rocm-fp8-gluon-batch1-only",))
     """Every request reads the pages of the first one."""
 
@@ -132,10 +130,8 @@ class SkipsTilesOfTheOutput(_LseOfTheParts, SkipsTiles):
 
 
 class _Sparse(EagerSparseBackend):
-    def last_key_of_a_list_dropped__behind_listed(self, listed):
-        """The last key of each list is dropped."""
-        return listed & (listed.cumsum(1) < listed.sum(dim=1, keepdim=True))
-
+    last_key_of_a_list_dropped = behind("listed", lambda x: x & (x.cumsum(1) < x.sum(dim=1, keepdim=True)))
+    """The last key of each list is dropped."""
     first_key_of_a_list_dropped = behind("listed", lambda listed: listed & (listed.cumsum(1) > 1))
     """The first key of each list is dropped."""
     sink_subtracted = before("with_sink", lambda sink: None if sink is None else -sink)
@@ -167,17 +163,14 @@ class _Splits(SplitDecode):
 class MergedInBase2(_Splits):
     """Splits are weighted by powers of two of their natural LSE, expected powers of e."""
 
-    merges_lse: bool
-
     def _combine(self, parts):
         right = super()._combine(parts)
-        lses = [part.maximum + part.total.log() for part in parts]
-        largest = torch.stack(lses).amax(dim=0)
+        lses = torch.stack([part.maximum + part.total.log() for part in parts])
+        largest = lses.amax(dim=0)
         shift = largest.masked_fill(largest == -torch.inf, 0.0)
-        weights = [(lse - shift).exp2() for lse in lses]
-        total = torch.stack(weights).sum(dim=0)
-        outputs = [part.weighted / part.total.masked_fill(part.total == 0, 1.0) for part in parts]
-        weighted = torch.stack([weight * part for weight, part in zip(weights, outputs, strict=True)]).sum(dim=0)
+        weights = (lses - shift).exp2()
+        outputs = torch.stack([part.weighted / part.total.masked_fill(part.total == 0, 1.0) for part in parts])
+        total, weighted = weights.sum(dim=0), (weights * outputs).sum(dim=0)
         if self.merges_lse:
             return SoftmaxState(shift, total, weighted)
         return right._replace(weighted=weighted / total.masked_fill(total == 0, 1.0) * right.total)
@@ -191,8 +184,7 @@ class PackedValues(EagerDecodeBackend):
     """V is read as if it were packed: rows of L columns, expected the first L of each L + R."""
 
     def _values(self, keys):
-        flat = keys.flatten()[: keys.shape[0] * self.kv_lora_rank]
-        return flat.view(keys.shape[0], 1, self.kv_lora_rank)
+        return keys.flatten()[: keys.shape[0] * self.kv_lora_rank].view(keys.shape[0], 1, self.kv_lora_rank)
 
 
 class PackedValuesOfTheCache(EagerDecodeBackend):

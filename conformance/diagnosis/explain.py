@@ -7,7 +7,7 @@ narrower mistakes: codes without their scale look the same whether that is so of
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cases.work import work_of
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs, sentence_of
+from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs
 from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
 from mla_conformance.diagnosis.reach import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
@@ -49,9 +49,10 @@ others may share the machine, and threads of torch that wait for each other on i
 WHOLE = 120.0  # the same where nothing but this one failure is looked at: most cases take a tenth of it
 _MOST_REQUESTS = 256  # the candidates take one request after the other
 _PERHAPS = "perhaps "
-_PARTLY = " (not every known defect was compared)"
-MOST_TOLD = 2  # causes that a sentence names; more would be of no help
 _LISTED = 12
+
+_BASES = (EagerPrefillBackend, EagerDecodeBackend, EagerTreeBackend, LayeredDecode, EagerSparseBackend)
+"""What a wrong step of the softmax stands before: a kernel of each role, and the decode of a layer."""
 
 # Nobody knows who wrote what is imported or read once judging has begun.
 known_defects()
@@ -92,34 +93,21 @@ def _everyone() -> tuple[Candidate, ...]:
     known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
     found = list[Candidate]()
     for wrong, covers in chain.from_iterable(map(each_of, (*SUSPECTS, *CACHE_SUSPECTS))):
-        sources = known[covers[0]].sources if covers else ()
-        for kernel, roles in _kernels(wrong):
-            found.append(Candidate(sentence_of(wrong), kernel, roles, "", sources, covers))
+        sentence, sources = (wrong.__doc__ or "").rstrip("."), known[covers[0]].sources if covers else ()
+        if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
+            found.append(Candidate(sentence, wrong, judged_roles(wrong), "", sources, covers))
+            continue
+        prefill: Any = None
+        for base in _BASES:  # a kernel that is both classes, where its reference finds it
+            module, name = wrong.__module__, wrong.__name__ + base.__name__
+            role, parts = (Role.LAYER, {"prefill_backend": prefill}) if base is LayeredDecode else (role_of(base), {})
+            kernel: Any = type(name, (wrong, base), {"__module__": module, **parts})
+            prefill = prefill or kernel
+            setattr(sys.modules[module], name, kernel)
+            found.append(Candidate(sentence, kernel, (role,), "", sources, covers))
     for id, entry in known.items():
-        kernel = entry.kernel
-        found.append(Candidate(entry.sentence, kernel, judged_roles(kernel), id, entry.sources))
+        found.append(Candidate(entry.sentence, entry.kernel, judged_roles(entry.kernel), id, entry.sources))
     return tuple(found)
-
-
-def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:
-    """A kernel of each role with this step, and a layer of both."""
-    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
-        yield wrong, judged_roles(wrong)
-        return
-    prefill = combined(wrong, EagerPrefillBackend)
-    yield prefill, (Role.PREFILL,)
-    yield combined(wrong, EagerDecodeBackend), (Role.DECODE,)
-    yield combined(wrong, EagerTreeBackend), (Role.TREE,)
-    yield combined(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
-    yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
-
-
-def combined(first: type, second: type, **attributes: object) -> type[Emulation]:
-    """A kernel that is both classes, where its reference finds it."""
-    module, name = first.__module__, first.__name__ + second.__name__
-    kernel = type(name, (first, second), {"__module__": module, **attributes})
-    setattr(sys.modules[module], name, kernel)
-    return kernel
 
 
 class _Unwatched(Executor):
@@ -231,7 +219,7 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return INDISTINCT
     held = _holding(fitting, failure, time.thread_time() + patience)
     said = describe(held or fitting, failure.observed.is_numeric and bool(held) and not is_partial)
-    return f"{said}{_PARTLY}" if is_partial and said != INDISTINCT else said
+    return f"{said} (not every known defect was compared)" if is_partial and said != INDISTINCT else said
 
 
 @dataclass
@@ -295,7 +283,7 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     reported = list(dict.fromkeys(each.reported for each in fitting if each.id not in covered))
     if not reported:
         return UNLIKE
-    if len(reported) > MOST_TOLD:
+    if len(reported) > 2:  # a sentence that names more would be of no help
         return INDISTINCT
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
     return sentence if certain else f"{_PERHAPS}{sentence}"

@@ -1,6 +1,5 @@
 """Where the errors of a failure are, by head and row, as plain data. No torch: it travels."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -54,14 +53,13 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
 
         A dot is within the budget, and each step of a block ten times further beyond it. None where there is one alone.
         """
-        found = {"by row": list(map("".join, zip(*self.lines, strict=True))), "by head": list(self.lines)}
-        worst = {name: [max(map(int, cells)) for cells in each] for name, each in found.items() if each[1:]}
-        return {name: _blocks(digits, width) for name, digits in worst.items()}
-
-
-def _blocks(digits: Sequence[int], width: int) -> str:
-    together = -(-len(digits) // width)
-    return "".join(_BLOCKS[max(digits[at : at + together])] for at in range(0, len(digits), together))
+        curves = {}
+        for name, cells in (("by row", list(zip(*self.lines, strict=True))), ("by head", list(self.lines))):
+            if len(cells) > 1:
+                worst, together = [max(map(int, each)) for each in cells], -(-len(cells) // width)
+                blocks = (_BLOCKS[max(worst[at : at + together])] for at in range(0, len(worst), together))
+                curves[name] = "".join(blocks)
+        return curves
 
 
 def is_mapped(record: Record) -> bool:

@@ -1,15 +1,17 @@
 """Suspects: mistakes that nobody needs to report, of the softmax, which any kernel may make, and of prefills."""
 
+import ast
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from inspect import getsource
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.known import before, behind, but, instead, kernels_of, named_as_class, variant, written
+from mla_conformance.defects.known import before, behind, but, instead, kernels_of, known_defects, named_as_class
 from mla_conformance.defects.prefills import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
@@ -19,12 +21,7 @@ _BASE_2 = (
 )
 _PLUS_INF = ("sparse-keyless-lse-of-plus-inf",)
 TILES = (16, 32, 64, 128)
-LIFTED = (
-    *(f"decode-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
-    *(f"prefill-tile-of-{size}-without-keys-raises-maximum" for size in (64, 128)),
-    *(f"sparse-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
-    "layer-tile-without-keys-raises-maximum",
-)
+LIFTED = tuple(id for id in known_defects() if id.endswith("-without-keys-raises-maximum"))
 _KEYLESS = ("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 
 
@@ -66,9 +63,7 @@ class _Softmax(OnlineSoftmax):
     """The LSE is rounded to bf16."""
     half_lse = behind("finish", lse=lambda lse: lse.half().float(), covers=("sparse-lse-in-the-models-dtype",))
     """The LSE is rounded to fp16."""
-    positive_infinity = behind(
-        "finish", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf), covers=_PLUS_INF
-    )
+    positive_infinity = behind("finish", lse=lambda x: x.masked_fill(x == -torch.inf, torch.inf), covers=_PLUS_INF)
     """The LSE of a row without keys is +inf."""
     zero_lse = behind("finish", lse=lambda lse: lse.masked_fill(lse == -torch.inf, 0.0))
     """The LSE of a row without keys is 0."""
@@ -117,9 +112,6 @@ class NotRescaled(OnlineSoftmax):
 class HeadTileUnwritten(OnlineSoftmax):
     """The last, partly filled tile of heads is not written (of tiles of 16 heads, for example)."""
 
-    head_tile: int
-    writes_lse: bool
-
     def _finish(self, state):
         output, lse = super()._finish(state)
         written = max(output.shape[1] // self.head_tile, 1) * self.head_tile
@@ -135,14 +127,12 @@ def _causal(queries, keys, tile, device, *, shift, first=-1):
     return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-def _strict(self, *batch):
-    return _causal(*batch, shift=-1)
-
-
 class _Prefill(EagerPrefillBackend):
-    strict_mask = variant(_visible=_strict)
+    strict_mask = instead("visible", lambda self, *batch: _causal(*batch, shift=-1))
     """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
-    strict_mask_divides_by_zero = variant(DividesByZero, _visible=_strict)
+    strict_mask_divides_by_zero = instead(
+        "visible", lambda self, *batch: _causal(*batch, shift=-1), on=(DividesByZero,)
+    )
     """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
     scale_of_head_dim = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
     """The softmax scale is (P + R)^-1/2, not the given one."""
@@ -178,8 +168,7 @@ class _Prefill(EagerPrefillBackend):
         """V is read as if it were packed."""
         flat = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
         packed = flat[v.storage_offset() : v.storage_offset() + v.numel()]
-        missing = v.numel() - packed.numel()
-        return torch.cat([packed, flat.new_zeros(missing)]).view(v.shape)
+        return torch.cat([packed, flat.new_zeros(v.numel() - packed.numel())]).view(v.shape)
 
     shifted_values = before("attend", lambda v: v.roll(1, -1))
     """V is sliced one column off."""
@@ -223,7 +212,13 @@ SUSPECTS: list[Suspect | SuspectStep] = [
 def each_of(entry: Suspect | SuspectStep) -> Iterator[tuple[SuspectStep, tuple[str, ...]]]:
     """The mistakes of an entry, each where a reference finds it, with what it covers."""
     if isinstance(entry, type):
-        said = written(entry)
+        (group,) = ast.parse(getsource(entry)).body
+        assert isinstance(group, ast.ClassDef)
+        said = {}  # what is written behind the rows, by their names as classes
+        for row, text in pairwise(group.body):
+            match row, text:
+                case ast.Assign(targets=[ast.Name(id=key)]), ast.Expr(value=ast.Constant(value=str(written))):
+                    said[named_as_class(key)] = written
         for wrong in kernels_of(entry, named_as_class):
             wrong.__doc__ = said.get(wrong.__name__, wrong.__doc__)
             yield wrong, getattr(wrong, "covers", ())

@@ -20,6 +20,7 @@ from torch.autograd.profiler import profile, record_function
 from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.driving.driver import parts_of
 from mla_conformance.problems.cached_batch import int32
@@ -244,13 +245,11 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
     once()
     if on_gpu:
         torch.cuda.synchronize(device)
-        workspace = max(0, torch.cuda.max_memory_allocated(device) - held - size)
-        found = told(found, workspace=workspace)
+        found = told(found, workspace=max(0, torch.cuda.max_memory_allocated(device) - held - size))
     if (seconds := time.perf_counter() - began) > SLOWEST[device.type]:
         why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST[device.type]:g} s are timed"
         return told(found, called=None, graph=None, why=why)
-    called = rounds.take(PLAIN, once)
-    found = told(found, called=called, moved=moved + size, operations=case.operations())
+    found = told(found, called=rounds.take(PLAIN, once), moved=moved + size, operations=case.operations())
     as_graph = replace(case, capability="cuda_graph")
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
     if is_captured and not device_reasons(as_graph, device, subject.class_of(case.role)):
@@ -396,9 +395,8 @@ def _read(lists: torch.Tensor, cache: torch.Tensor) -> int:
 
 def _slots(lists: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
     """Slots of the positions in lists [T, K], of as many rows of each request of a block table."""
-    blocks = table.repeat_interleave(len(lists) // len(table), 0).long()
-    slots = blocks.gather(1, lists.clamp(min=0) // page) * page + lists.clamp(min=0) % page
-    return torch.where(lists < 0, lists, slots)
+    request = torch.arange(len(table), device=table.device).repeat_interleave(len(lists) // len(table))
+    return torch.where(lists < 0, lists, slots_at(table, request.unsqueeze(1), lists.clamp(min=0), page))
 
 
 def positions(seen: torch.Tensor, columns: int) -> torch.Tensor:

@@ -217,5 +217,4 @@ def sized(form: Case, shape: Shape) -> Iterator[Case]:
     tried = {name: values for name, values in _TRIED.items() if name in own and isinstance(form, CachedCase)}
     kv = (shape.context,) * shape.requests if form.kv else ()
     for values in product(*tried.values()):
-        chosen = dict(zip(tried, values, strict=True))
-        yield replace(form, q=(shape.new,) * shape.requests, kv=kv, **chosen)
+        yield replace(form, q=(shape.new,) * shape.requests, kv=kv, **dict(zip(tried, values, strict=True)))

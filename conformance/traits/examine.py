@@ -21,7 +21,6 @@ from mla_conformance.trials import graph
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial, results
 
-_REPEATS = 8
 _TRIES = 24  # simpler cases that are tried of one that differs
 _ASKED: Mapping[Role, tuple[str, ...]] = {  # fields of cases whose bits are compared, small ones first
     Role.PREFILL: ("heads=2;q=[5,9]", "heads=2;q=[130,1,40]", "q=[300,17,64,5]"),
@@ -60,7 +59,6 @@ _MEASURED: Mapping[Role, tuple[str, ...]] = {  # fields of cases whose errors ar
     Role.SPARSE: ("call=sparse_decode;heads=16;q=[1,1];kv=[700,64];page=64;topk=512",),
     Role.INDEXER: ("call=index_logits;q=[1,1];kv=[200,700]",),
 }
-_QUANTILES = (0.5, 0.99, 1.0)
 _MOST = 1e9  # larger errors, and what is no number, are told as this
 
 
@@ -89,7 +87,7 @@ def variants(trial: Trial, question: Question) -> Iterator[Variant]:
     """Other ways to call for rows of a trial's case, as far as it can have them and they are supported."""
     is_layer, everyone = isinstance(trial.case, LayerCase), range(len(trial.case.q))
     if question is Question.REPEATS:
-        yield from (Variant(f"call {number} of the same", trial.problem) for number in range(2, _REPEATS + 1))
+        yield from (Variant(f"call {number} of the same", trial.problem) for number in range(2, 9))
         return
     if question not in _CHANGES:
         decoding = trial.case.decoding if isinstance(trial.case, LayerCase) else ()
@@ -159,13 +157,20 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
 
 
 def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
+    """How many variants were compared, and what differs, in words; columns that only one has do not count."""
     trial, count = begun(subject, context, case), 0
     first = _values(trial, Variant("", trial.problem))
-    for variant in variants(trial, question):
-        count += 1
+    for count, variant in enumerate(variants(trial, question), start=1):
         expected = _values(trial, Variant("", variant.against)) if variant.against else first
-        if difference := _difference(expected, _values(trial, variant), variant.rows):
-            return count, f"{variant.what}, {difference}"
+        for name, mine, theirs in zip(("output", "LSE"), expected, _values(trial, variant), strict=False):
+            rows = mine[: len(theirs)] if variant.rows is None else mine[variant.rows.to(mine.device)]
+            width = min(rows.shape[-1], theirs.shape[-1])  # an indexer's scores may be wider in one of both
+            a, b = rows[..., :width], theirs[: len(rows), ..., :width]
+            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+            differs = (a.contiguous().view(whole) != b.contiguous().view(whole)).flatten(1).any(dim=1)
+            if bool(differs.any()):
+                wrong = f"{int(differs.sum())} of {len(differs)} rows, first in row {int(differs.nonzero()[0])}"
+                return count, f"{variant.what}, {name} differs in {wrong}"
     return count, ""
 
 
@@ -181,20 +186,6 @@ def _values(trial: Trial, variant: Variant) -> list[torch.Tensor]:
             raise Nonconformance(replace(trial.verdict, message=f"{variant.what or trial.case.id}: {seen.error.error}"))
         output, *lse = results(seen)
     return [output.clone(), *(each.mT.clone() for each in lse)]
-
-
-def _difference(first: list[torch.Tensor], other: list[torch.Tensor], rows: torch.Tensor | None) -> str:
-    """What differs, in words; columns that only one has, of the scores of an indexer, do not count."""
-    for name, mine, theirs in zip(("output", "LSE"), first, other, strict=False):
-        expected = mine[: len(theirs)] if rows is None else mine[rows.to(mine.device)]
-        width = min(expected.shape[-1], theirs.shape[-1])
-        a, b = expected[..., :width], theirs[: len(expected), ..., :width]
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        differs = (a.contiguous().view(whole) != b.contiguous().view(whole)).flatten(1).any(dim=1)
-        if bool(differs.any()):
-            count, row = int(differs.sum()), int(differs.nonzero()[0])
-            return f"{name} differs in {count} of {len(differs)} rows, first in row {row}"
-    return ""
 
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
@@ -218,7 +209,7 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
     dtype, quantiles = f"{case.dtype}, {form['cache']} cache" if "cache" in form else case.dtype, list[Any]()
     for errors in (torch.cat(each) for each in zip(*parts, strict=True)):
         ordered = errors.nan_to_num(nan=_MOST, posinf=_MOST).clamp(max=_MOST).sort().values
-        quantiles.append(tuple(float(ordered[round(share * (len(ordered) - 1))]) for share in _QUANTILES))
+        quantiles.append(tuple(float(ordered[round(share * (len(ordered) - 1))]) for share in (0.5, 0.99, 1.0)))
     return ErrorSpread(role, dtype, data, len(parts), len(ordered), *quantiles)
 
 

@@ -19,7 +19,7 @@ from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.table import judge
 from mla_conformance.traits.examine import begun
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.trials.trial import Context
 
 _SURROUNDINGS = ("in calls back to back", "beside other streams or threads", "between calls of another batch")
 """What else goes on while calls are made, so many calls by turns; the words stand behind what differs."""
@@ -39,8 +39,21 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     except Nonconformance as failure:
         return Repeated(failed=str(failure))
     numbers, seconds = differing[:-1].long().tolist(), float(differing[-1])
-    found = Repeated(calls, seconds, deterministic=trial.declaration.deterministic)
-    return _told(trial, found, numbers, kept) if numbers else found
+    if not numbers:
+        return Repeated(calls, seconds, deterministic=trial.declaration.deterministic)
+    first, other = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+    places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
+    rows = int(places[0].flatten(1).any(dim=1).sum())
+    what = f"{sum(int(each.sum()) for each in places)} elements of {sum(map(torch.numel, first))} in {rows} rows"
+    what += f", {_SURROUNDINGS[_surroundings(numbers[0] - 1)]}"
+    # The tensors of all calls as the judge takes them; what is merged of them was judged with the first.
+    each, problem = len(other) // len(trial.problem.calls), trial.problem
+    groups = [other[start : start + each] for start in range(0, len(other), each)]
+    values = [group[0] if each == 1 else tuple(group) for group in groups]
+    returned = [Returned(value, call=call) for call, value in zip(problem.calls, values, strict=True)]
+    verdict = judge(problem, context.expect(problem), Observation(tuple(returned), None, ()), trial.declaration)
+    wrong = "" if verdict.status is Status.PASS else verdict.message
+    return Repeated(calls, seconds, len(numbers), numbers[0], what, wrong, "", trial.declaration.deterministic)
 
 
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
@@ -90,22 +103,6 @@ def _once(backend: Any, problem: Problem, prepares: bool) -> list[torch.Tensor]:
 
 def _surroundings(number: int) -> int:
     return (number - 1) // _AT_ONCE % len(_SURROUNDINGS)
-
-
-def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Tensor]) -> Repeated:
-    first, other = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-    places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
-    rows = int(places[0].flatten(1).any(dim=1).sum())
-    what = f"{sum(int(each.sum()) for each in places)} elements of {sum(map(torch.numel, first))} in {rows} rows"
-    what += f", {_SURROUNDINGS[_surroundings(numbers[0] - 1)]}"
-    # The tensors of all calls as the judge takes them; what is merged of them was judged with the first.
-    each, problem = len(other) // len(trial.problem.calls), trial.problem
-    groups = [other[start : start + each] for start in range(0, len(other), each)]
-    values = [group[0] if each == 1 else tuple(group) for group in groups]
-    returned = [Returned(value, call=call) for call, value in zip(problem.calls, values, strict=True)]
-    verdict = judge(problem, trial.context.expect(problem), Observation(tuple(returned), None, ()), trial.declaration)
-    wrong = "" if verdict.status is Status.PASS else verdict.message
-    return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)
 
 
 @contextmanager

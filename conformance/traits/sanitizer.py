@@ -17,17 +17,13 @@ from xml.etree import ElementTree
 
 import msgspec
 
-NO_DEVICE = "torch sees no CUDA device"
 PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _BESIDE = Path("/usr/local/cuda/bin") / PROGRAM
-_VERSION_SECONDS = 60.0
-_LAST_LINES = 3  # lines of what was printed that are told: where the tool gives up, it says why in more than one
 _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor gets memory of its own; otherwise what lies behind one belongs to a block of the allocator."""
 LONGEST = 400  # characters of a name or a message that are kept
 _ROOT = "ComputeSanitizerOutput"
-_HOST = "host"
 _LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")  # frames that decide on no launch
 _TORCHS = re.compile(r"\bat::|\bat_cuda_detail::|\bc10::")
 """Torch's own kernels, which make inputs and copies, too: reports on them are no backend's but in memcheck."""
@@ -70,7 +66,7 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
 
 
 def _error(record: ElementTree.Element) -> SanitizerError:
-    kernel = _place(record, "func") or _first(record, "what/api") or _HOST
+    kernel = _place(record, "func") or _first(record, "what/api") or "host"
     said = [_first(record, name) for name in ("what/text", "what/error", "what/result")]
     race = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
     in_words = f"({race[0]} in line {_first(record, 'what/source/where/line')}, {race[1]})" if all(race) else ""
@@ -118,7 +114,7 @@ class Tool:
         path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
-        done, cuda = _run([path, "--version"], _VERSION_SECONDS), ""
+        done, cuda = _run([path, "--version"], 60.0), ""
         version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
         if done.returncode or not version:
             raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
@@ -225,7 +221,7 @@ def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess
 
 def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
     printed: Iterable[str] = (line.strip("= \t\r") for line in f"{done.stdout}\n{done.stderr}".splitlines())
-    lines = [line for line in printed if line][-_LAST_LINES:]
+    lines = [line for line in printed if line][-3:]  # where the tool gives up, it says why in more than one
     return f"exit status {done.returncode}" + (f": {' / '.join(lines)[-LONGEST:]}" if lines else "")
 
 
@@ -248,7 +244,7 @@ def main(told: Sequence[str]) -> None:
 
         environment = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
         if device == "cuda" and not torch.cuda.is_available():
-            tell(CallsBegin(environment, unavailable=NO_DEVICE))
+            tell(CallsBegin(environment, unavailable="torch sees no CUDA device"))
             return
         sys.path.append(str(Path.cwd()))
         subject = Subject.of(reference, torch.device(device))
