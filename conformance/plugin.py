@@ -18,7 +18,7 @@ import pytest
 
 from mla_conformance.api import own_tests
 from mla_conformance.diagnosis import UNEXPLAINED
-from mla_conformance.judging.record import Record, describe_failure
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import counted, shown_lines
 
@@ -283,7 +283,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         record = item.stash[_RECORD]
         del item.stash[_RECORD]
         if record.failed and record.status is not Status.HARNESS_ERROR:
-            report.longrepr = shown_lines(describe_failure(record))
+            failed = f"FAIL {record.backend} {record.capability} · case {record.case} · {record.message}"
+            report.longrepr = shown_lines("\n     ".join((failed, *record.remarks, f"replay: {record.replay}")))
         report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
     return report
 

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.bump.version import Environment, Pin, two_versions
-from mla_conformance.engine.folder import RUNS
+from mla_conformance.engine.journal import RUNS
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report import ci_views, json_report, summary

@@ -16,9 +16,8 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import sanitize
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Plan
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, RunFolder
+from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, RunError
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations

@@ -15,8 +15,8 @@ import msgspec
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import known_backends
-from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.journal import Plan, Reported
+from mla_conformance.engine.journal import PAGE_NAME, REPORT_NAME, Reported
+from mla_conformance.engine.request import Plan
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError, write_whole

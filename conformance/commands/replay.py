@@ -14,7 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.commands.console import BROKEN, Progress, clock, live, run_and_report
 from mla_conformance.engine.confirm import minimize
-from mla_conformance.engine.folder import RUNS
+from mla_conformance.engine.journal import RUNS
 from mla_conformance.engine.messages import Judge, Repeat
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run, passing_run
@@ -110,16 +110,16 @@ def minimize_case(options: argparse.Namespace) -> int:
             assert outcome.answer.record is not None
             return outcome.answer.record
 
-        minimum = minimize(case, judged, options.tries)
-    path = options.out or RUNS / f"minimized-{minimum.case.digest}.json"
+        found, record, tries, complete = minimize(case, judged, options.tries)
+    path = options.out or RUNS / f"minimized-{found.digest}.json"
     try:
-        write_case(path, minimum.case)
+        write_case(path, found)
     except OSError as error:
         raise InputError(f"minimize: {error}") from error
-    found = f"simplest failing case{'' if minimum.complete else ' so far'} ({minimum.tries} tried)"
-    say(f"{found}: {minimum.record.status}: {minimum.record.message}")
+    what = f"simplest failing case{'' if complete else ' so far'} ({tries} tried)"
+    say(f"{what}: {record.status}: {record.message}")
     say(f"case file: {path}")
-    say(f"replay: {from_here(minimum.record).replay}")
+    say(f"replay: {from_here(record).replay}")
     return 0
 
 

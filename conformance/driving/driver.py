@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.settings import watched
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
 from mla_conformance.reference.attention import merge
 
+Step = Callable[[], Any]  # a partial of a function that a module names
+Perform = Callable[..., Any]  # what makes a call, as :func:`call_once` does
 _BUILTINS = vars(builtins)
 _looks: list[Callable[[], Iterable[str]]] = []
 """What tells what else the step that is being run changed, once the process is as it was before."""
@@ -35,7 +36,7 @@ class StepResult:
     kept: Any = None  # the same where the step was carried out, for later steps
 
 
-def run_step(step: Callable[[], Any]) -> StepResult:
+def run_step(step: Step) -> StepResult:
     """Run a step that is a backend's; the user's KeyboardInterrupt is raised, one of the step itself is its failure."""
     process, replaced, looks = os.getpid(), list[str](), len(_looks)
     with user_interrupts() as interrupts, watched() as changes:
@@ -78,19 +79,17 @@ def _ran_out(error: BaseException) -> bool:
 class Executor:
     """Carries out steps in this process.
 
-    A step is a partial of functions that a module names, over calls, problems, plain values and what earlier steps
-    made: nothing in it says in which process it takes place.
+    A step is over calls, problems, plain values and what earlier steps made: nothing in it says in which process it
+    takes place.
     """
 
-    def call(
-        self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
-    ) -> StepResult:
+    def call(self, step: Step, reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None) -> StepResult:
         if before is not None:
             before.keep()
         done = self.query(step)
         return replace(done, kept=done.value)
 
-    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
+    def query(self, question: Step, kind: Any = None) -> StepResult:
         """A step that answers with plain data of this type; without one, with what is for later steps only."""
         return run_step(question)
 
@@ -123,10 +122,6 @@ class Instead:
     kind: str
     why: str
     is_tensor: bool
-
-
-def kind_of(value: Any) -> str:
-    return value.kind if type(value) is Instead else type_name(value)
 
 
 def is_tensor(value: Any) -> bool:
@@ -198,15 +193,15 @@ class Observation:
 
 
 def run_calls(
-    backend: KernelBackend,
+    backend: Any,
     problem: Problem,
     prepare: bool = True,
     executor: Executor = IN_PROCESS,
-    perform: Callable[..., Any] | None = None,
+    perform: Perform | None = None,
 ) -> Observation:
     """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises.
 
-    ``perform`` makes one, where that is not :func:`call_once`. A MemoryError says that none was left to merge.
+    A MemoryError says that none was left to merge.
     """
     before, device = Snapshot(problem.caller_owned), problem.device
     returned: list[Returned] = []
@@ -235,14 +230,8 @@ def run_calls(
     return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
 
 
-def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
-    again = [executor.call(partial(itself, returned.kept)).value for returned in observation.returned]
-    returned = (replace(one, value=value) for one, value in zip(observation.returned, again, strict=True))
-    return replace(observation, returned=tuple(returned))
-
-
 def call_once(
-    first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
+    first: Step, backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
     first()
     metadata, named = getattr(call, "metadata", None), call.owned() | ({} if out is None else {"out": out.view})

@@ -21,7 +21,8 @@ import torch
 from msgspec import Meta
 
 from mla_conformance.backends.foreign import type_name
-from mla_conformance.driving.driver import Executor, Instead, StepResult, itself, parts_of, run_step, why_not_plain
+from mla_conformance.driving import driver
+from mla_conformance.driving.driver import Executor, Instead, Step, StepResult, parts_of, why_not_plain
 from mla_conformance.driving.shared import RemoteValue, ReplyError, Shared, SharedRange, pack, receive, send, unpack
 from mla_conformance.problems.memory import Snapshot, device_lost, differing, out_of_memory, storage_bytes, whole_memory
 
@@ -64,6 +65,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     lost: bool = False  # the GPU's context is lost
 
 
+Rooms = Mapping[str, SharedRange]  # by type of device, what is free for an answer
 Wanted = Literal["tensors", "fact", "nothing"]  # of a step: what it returned, plain data, or that it is kept for others
 
 
@@ -73,7 +75,7 @@ class KernelRequest(msgspec.Struct, frozen=True):
     wanted: Wanted
     released: list[int]  # numbers of what is kept for no later step
     openers: list[bytes]  # of pieces of the GPU's memory
-    rooms: dict[str, SharedRange]  # what is free for the answer
+    rooms: Rooms
     reached: list[SharedRange]  # places of what the step may write
 
 
@@ -94,9 +96,7 @@ class RemoteExecutor(Executor):
             return self._lost or bool(self._broken)
         return _MOST_SHARE * sum(piece.size for piece in pieces) > whole_memory(self.shared.devices["cuda"])
 
-    def call(
-        self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None
-    ) -> StepResult:
+    def call(self, step: Step, reached: Iterable[torch.Tensor] = (), before: Snapshot | None = None) -> StepResult:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
         memory = list({x.untyped_storage().data_ptr(): x for x in reached if x.numel()}.values())
         done, reply = self._asked(step, "tensors", memory, before)
@@ -107,12 +107,12 @@ class RemoteExecutor(Executor):
                 self.shared.room(kind, size)
         except MemoryError as error:
             return replace(done, error=f"MemoryError: {error}", out_of_memory=True)
-        again, reply = self._asked(partial(itself, done.kept), "tensors")
+        again, reply = self._asked(partial(driver.itself, done.kept), "tensors")
         if reply.needs:
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
         return replace(again, disturbed=done.disturbed)
 
-    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
+    def query(self, question: Step, kind: Any = None) -> StepResult:
         done, reply = self._asked(question, "nothing" if kind is None else "fact")
         if done.error or kind is None:
             return replace(done, value=done.kept)
@@ -125,7 +125,8 @@ class RemoteExecutor(Executor):
         return self._lost
 
     def use(self, device: torch.device) -> None:
-        self.shared.use(device)
+        self.shared.devices[device.type] = device
+        self.shared.synchronize()
         self.shared.room(device.type, 1)
         send(self.connection, pickle.dumps(device))
 
@@ -136,11 +137,7 @@ class RemoteExecutor(Executor):
         self.query(torch.cuda.empty_cache)
 
     def _asked(
-        self,
-        step: Callable[[], Any],
-        wanted: Wanted,
-        memory: Sequence[torch.Tensor] = (),
-        before: Snapshot | None = None,
+        self, step: Step, wanted: Wanted, memory: Sequence[torch.Tensor] = (), before: Snapshot | None = None
     ) -> tuple[StepResult, Reply]:
         """What became of a step, and the reply, whose fields are plain data of the right types."""
         self._number, shared = self._number + 1, self.shared
@@ -175,13 +172,12 @@ class RemoteExecutor(Executor):
             return StepResult(error=self._broken), Reply(self._number)
         shared.synchronize()
         self._lost = self._lost or reply.lost
-        is_kept = wanted != "fact" and not reply.error
-        left = RemoteValue(self._number, self._released) if is_kept else None
+        left = RemoteValue(self._number, self._released) if wanted != "fact" and not reply.error else None
         said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
         return StepResult(value, *said, left), reply
 
 
-def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
+def returned(reply: Reply, shared: Shared, rooms: Rooms, reached: Sequence[torch.Tensor]) -> Any:
     """Copies of what a call returned; where this process has no room, an OutOfMemoryError is not the kernel's fault."""
     parts: list[Any] = []
     try:
@@ -224,14 +220,15 @@ def serve(connection: socket.socket, shared: Shared) -> None:
     kept: dict[int, Any] = {}  # what steps made, by the number of their request
     if frame := receive(connection):
         device = pickle.loads(frame)
-        shared.use(device)
+        shared.devices[device.type] = device
+        shared.synchronize()
         while frame := receive(connection):
             request: KernelRequest = pickle.loads(frame)
             for number in request.released:
                 kept.pop(number, None)
             for opener in request.openers:
                 shared.open_cuda(opener)
-            done = run_step(partial(_told, request, shared, kept))
+            done = driver.run_step(partial(_told, request, shared, kept))
             reply = reply_of(request.number, done)
             if done.error:
                 reply = msgspec.structs.replace(reply, lost=device_lost(device))
@@ -256,9 +253,7 @@ def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply
     return reply
 
 
-def written(
-    shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[SharedRange], number: int, value: Any
-) -> Reply:
+def written(shared: Shared, rooms: Rooms, reached: Sequence[SharedRange], number: int, value: Any) -> Reply:
     """What a call returned, put into the rooms for it by the kernel's process, unless it is part of ``reached``."""
     parts: list[Part] = []
     needs: dict[str, int] = {}  # bytes, by type of device

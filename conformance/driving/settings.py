@@ -72,13 +72,12 @@ def watched() -> Iterator[list[str]]:
             with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
                 same = vars(owner) == known
             changes += [] if same else _settle_functions(owner, known)
-        present, same, changed = _readings(), False, list[tuple[Setting, Any, str]]()
-        with contextlib.suppress(Exception):  # values that a call left may refuse to be compared
-            same = before == present
-        for setting, old, now in () if same else zip(SETTINGS, before, present, strict=True):
-            change = setting.name
-            with contextlib.suppress(Exception):  # or to be printed
+        changed = list[tuple[Setting, Any, str]]()
+        for setting, old, now in zip(SETTINGS, before, _readings(), strict=True):
+            try:
                 change = "" if now is old or old == now else setting.tell(setting.name, old, now)
+            except Exception:  # values that a call left may refuse to be compared, or to be printed
+                change = setting.name
             if change:
                 changed.append((setting, old, change))
         for setting, old, change in changed:
@@ -103,12 +102,12 @@ def watched() -> Iterator[list[str]]:
 
 
 def _readings() -> list[Any]:
-    with contextlib.suppress(Exception):
-        return [setting.read() for setting in SETTINGS]
-    found: list[Any] = [setting.unreadable for setting in SETTINGS]
-    for number, setting in enumerate(SETTINGS):
-        with contextlib.suppress(Exception):
-            found[number] = setting.read()
+    found = list[Any]()
+    for setting in SETTINGS:
+        try:
+            found.append(setting.read())
+        except Exception:
+            found.append(setting.unreadable)
     return found
 
 

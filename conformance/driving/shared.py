@@ -22,10 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Written, storage_bytes
 
-HOST = "cpu"
 _HANDED = (KernelCall, Problem, Written)  # of which a backend may know only what ``handed`` leaves
 _LENGTH = struct.Struct("<Q")
-_HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
 _NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts
@@ -49,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class Shared:
@@ -58,16 +56,11 @@ class Shared:
     def __init__(self, host_bytes: int) -> None:
         self.map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.pieces: dict[str, list[Piece]] = {HOST: [Piece(address, host_bytes)], "cuda": []}
-        self.devices = {HOST: torch.device(HOST)}  # by their types; of a GPU once it is known which
+        self.pieces: dict[str, list[Piece]] = {"cpu": [Piece(address, host_bytes)], "cuda": []}
+        self.devices = {"cpu": torch.device("cpu")}  # by their types; of a GPU once it is known which
         self.openers: list[bytes] = []  # of pieces that the other process has not been told of
-        self._wholes: dict[tuple[str, int], torch.Tensor] = {}
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
-        self._ends: dict[str, list[int]] = {HOST: [0], "cuda": []}  # of each piece, behind what lives there
-
-    def use(self, device: torch.device) -> None:
-        self.devices[device.type] = device
-        self.synchronize()
+        self._ends: dict[str, list[int]] = {"cpu": [0], "cuda": []}  # of each piece, behind what lives there
 
     def add_cuda(self, size: int) -> bytes:
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
@@ -90,21 +83,15 @@ class Shared:
         return self.pieces[place.kind][place.piece].address + place.at
 
     def storage_of(self, place: SharedRange) -> torch.UntypedStorage:
+        device = self.devices[place.kind]
         if not place.size:
-            return torch.UntypedStorage(0, device=self.devices[place.kind])
-        made: Any = torch._C._construct_storage_from_data_pointer(
-            self.address_of(place), self.devices[place.kind], place.size
-        )
+            return torch.UntypedStorage(0, device=device)
+        made: Any = torch._C._construct_storage_from_data_pointer(self.address_of(place), device, place.size)
         return made
 
     def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        whole = self._wholes.get(place[:2])
-        if whole is None:
-            size = self.pieces[place.kind][place.piece].size
-            piece = self.storage_of(SharedRange(place.kind, place.piece, 0, size))
-            whole = torch.empty(0, dtype=torch.uint8, device=piece.device).set_(piece)
-            self._wholes[place[:2]] = whole
-        return whole[place.at : place.at + place.size]
+        storage = self.storage_of(place)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def synchronize(self) -> None:
         if "cuda" in self.devices:
@@ -142,7 +129,7 @@ class Shared:
         for _, place in self._places.values():
             ends = self._ends[place.kind]
             ends[place.piece] = max(ends[place.piece], place.at + place.size)
-        if not self._ends[HOST][0] and len(self.map) > _KEPT_BYTES:
+        if not self._ends["cpu"][0] and len(self.map) > _KEPT_BYTES:
             self.map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)  # let the system have most of the host's piece
 
 

@@ -7,10 +7,8 @@ is minimised: the simplest case is sought that fails as a given one does.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
-from typing import Final
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
@@ -19,9 +17,6 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
 from mla_conformance.judging.verdict import COMPARED, Status
 
-ALONE: Final = "alone"
-AFTER: Final = "after"
-UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3  # kinds of a backend's failures of each of which the first one is explained
 _FEW = 4
 _SHORTER = 12  # attempts to find fewer cases after which a failure repeats, each in a process: enough for one of 1000
@@ -60,9 +55,9 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
         if failure.key == EXPLORED:  # whose message tells what the case was made of
             found = found.with_fields(message=failure.message)
         if not after:
-            return found.with_fields(confirmation=ALONE)
+            return found.with_fields(confirmation="alone")
         after = yield from _shortest(found, after, passed)
-        return found.with_fields(confirmation=AFTER, after=tuple(case for _, case in after))
+        return found.with_fields(confirmation="after", after=tuple(case for _, case in after))
     if others := dict.fromkeys(reference for reference, _ in history if reference != failure.reference):
         again = yield judged(tuple(history))
         if repeats(again):
@@ -71,8 +66,8 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
                 f"failed ({failure.message}) where {', '.join(others)} had used the process before, and once more "
                 "after the same; passed in a process of its own"
             )
-            return alone.with_fields(capability=failure.capability, message=what, confirmation=UNREPEATED)
-    return failure.with_fields(confirmation=UNREPEATED)
+            return alone.with_fields(capability=failure.capability, message=what, confirmation="unrepeated")
+    return failure.with_fields(confirmation="unrepeated")
 
 
 def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, Record, History]:
@@ -119,18 +114,11 @@ def compared(failure: Record, again: Record) -> Record | None:
     return failure.with_fields(explanation=again.explanation)
 
 
-@dataclass(frozen=True)
-class Minimum:
-    """A case that no step makes simpler and that keeps status and check of its failure, unless the tries ran out."""
+def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> tuple[Case, Record, int, bool]:
+    """Take every step that keeps status and check of a failure, until none is left or ``limit`` candidates were judged.
 
-    case: Case
-    record: Record
-    tries: int
-    complete: bool
-
-
-def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum:
-    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
+    The case and its record, how many were judged, and whether no step makes it simpler.
+    """
     record = judge(case)
     if not record.failed:
         raise InputError(f"minimize: expected a case that fails, got {record.status} of {case.id}")
@@ -138,9 +126,9 @@ def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum
     found = case
     while step := next((c for c in simpler(found) if c not in tried), None):
         if len(tried) > limit:
-            return Minimum(found, record, len(tried), complete=False)
+            return found, record, len(tried), False
         tried.add(step)
         outcome = judge(step)
         if (outcome.status, outcome.check) == wanted:
             found, record = step, outcome
-    return Minimum(found, record, len(tried), complete=True)
+    return found, record, len(tried), True

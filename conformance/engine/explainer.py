@@ -124,8 +124,7 @@ class Explainer:
         with self._log:
             self._log.seek(0)
             said = self._log.read().decode("utf-8", "replace").strip().splitlines()
-        raised = f": {cut(said[-1])}" if status > 0 and said else ""
-        return cause_of(status) + raised
+        return cause_of(status) + (f": {cut(said[-1])}" if status > 0 and said else "")
 
 
 EXPLAINER = Explainer()

@@ -1,34 +1,37 @@
-"""The journal: one JSON line per event, first the plan, written by the supervisor alone, so that a crash loses nothing.
+"""The folder of a run, in use by one run at a time and never written over; its journal; and what the run knows.
 
+The journal has one JSON line per event, first the plan, written by the supervisor alone, so that a crash loses nothing.
 It is sealed, since a kernel may write into the file: each line names the digest of the one before, and a named pipe
 beside the file the digest of the last. The process of a kernel cannot make named pipes.
 """
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.roles import outside
-from mla_conformance.cases.sharding import Shard
-from mla_conformance.driving.loaded import Loaded
+from mla_conformance.driving.loaded import Loaded, LoadedCode
 from mla_conformance.engine.messages import Found
-from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.whole import InputError, open_regular, write_whole
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.models.profile import Deployment
-from mla_conformance.version import __version__
+from mla_conformance.judging.record import Record, RecordKey
 
 JOURNAL_NAME = "journal.jsonl"
-PLAN_FORMAT = 4
+RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
+LATEST = "latest"
+REPORT_NAME, PAGE_NAME, LOG_NAME = "report.json", "report.html", "run.log"
+_FILES = (JOURNAL_NAME, LOG_NAME, REPORT_NAME, PAGE_NAME)
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"): ...
@@ -168,71 +171,82 @@ def _read(line: bytes) -> JournalEvent:
         raise ValueError(f"expected a number, got {constant}")
 
     try:  # unlike msgspec json reads the half of a pair, as of a message
-        event: JournalEvent = msgspec.convert(json.loads(line, parse_constant=refuse), JournalEvent)
+        return msgspec.convert(json.loads(line, parse_constant=refuse), JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return event
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    format: int  # version of this form
-    suite: str
-    torch: str
-    device: str
-    device_name: str
-    tier: str
-    backends: dict[str, str]  # what tells that each backend, by reference, is still the same
-    capabilities: dict[str, str]  # number and digest of each capability's cases
-    cases: tuple[str, ...]  # ids of cases that were asked for one by one
-    explore: str  # how much is drawn for each backend; 0 for nothing
-    shard: Shard | None = None
-    deployment: Deployment | None = None
-    salt: str = ""
-    role: str = ""  # the file of one from outside
+@dataclass
+class RunFolder:
+    path: Path
+    lock: int  # descriptor that holds it, to be closed in the end
+    fresh: bool  # it was made for this run
+    journal: Journal
 
     @staticmethod
-    def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
-        lists = {}
-        for name in request.capabilities:
-            ids = [case.id for case in request.cases_of(name)]
-            lists[name] = f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
-        return Plan(
-            format=PLAN_FORMAT,
-            suite=__version__,
-            torch=environment["torch"],
-            device=device,
-            device_name=environment["device"],
-            tier=request.tier.value,
-            backends={x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts},
-            capabilities=lists,
-            cases=tuple(case.id for case in request.cases),
-            explore=str(request.explore) if any(request.explore) else "0",
-            shard=request.shard,
-            deployment=request.deployment,
-            salt=request.salt,
-            role=outside(),
-        )
-
-    @staticmethod
-    def recorded(journal: Journal) -> "Plan":
-        first, *_ = journal.sealed().values()
-        if not isinstance(first, Planned):
-            raise InputError(f"{journal.path}: expected a journal that starts with the plan of a run")
-        if first.plan.get("format") != PLAN_FORMAT:
-            raise InputError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
+    def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
+        """Take the folder of ``--out`` or ``--resume``, or a new one; one ``anew`` keeps an unfinished run beside."""
+        path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
-            return msgspec.convert(first.plan, Plan, strict=True)
-        except msgspec.ValidationError as error:
-            raise InputError(f"{journal.path}: malformed plan: {error}") from error
+            path = Path(os.path.realpath(path))
+            fresh = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDONLY)
+            if not os.access(path, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise InputError(f"--out {path}: expected a writable folder: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(f"--out {path}: another run is writing into it; name another folder") from None
+        folder = RunFolder(path, lock, fresh, Journal(path / JOURNAL_NAME))
+        if not (resume or anew) and folder.journal.path.exists() and not folder.journal.is_finished():
+            raise InputError(
+                f"--out {path}: it holds an unfinished run; "
+                f"--resume {path} continues it, --fresh sets it aside and starts another"
+            )
+        return folder
 
-    def differences(self, current: "Plan") -> list[str]:
-        found = []
-        for name in Plan.__struct_fields__:
-            old, new = getattr(self, name), getattr(current, name)
-            if isinstance(old, dict):
-                changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-                found += [f"{name}: {key} was {old.get(key, 'absent')}, is {new.get(key, 'absent')}" for key in changed]
-            elif old != new:
-                was, now = (list(value) if isinstance(value, tuple) else value for value in (old, new))
-                found.append(f"{name}: was {was}, is {now}")
-        return found
+    def begin(self) -> None:
+        """Keep an earlier run's files in a folder beside, and let ``latest`` name this run."""
+        earlier = [path for name in _FILES if (path := self.path / name).exists()] + self.journal.seals
+        if earlier:
+            moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(min(file.stat().st_mtime for file in earlier)))
+            beside = self.path.with_name(f"{self.path.name}-{moment}-{secrets.token_hex(2)}")
+            beside.mkdir()
+            for file in earlier:
+                shutil.move(file, beside / file.name)
+        if self.path.parent == RUNS.resolve():
+            link = self.path.with_name(f"{LATEST}-{secrets.token_hex(2)}")
+            with contextlib.suppress(OSError):  # a system without links
+                link.symlink_to(self.path.name)
+                link.replace(self.path.with_name(LATEST))
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.fresh:
+                self.path.rmdir()
+
+
+@dataclass
+class Findings:
+    verdicts: dict[RecordKey, Record] = field(default_factory=dict)
+    code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
+    further: dict[RecordKey, Found] = field(default_factory=dict)  # of backends, without a case, and of cases
+    given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
+
+    def of(self, backend: str, case: str = "") -> Found:
+        return self.further.get((backend, case), Found())
+
+    def keep(self, event: JournalEvent) -> None:
+        if isinstance(event, Judgement):
+            self.verdicts[event.record.record_key] = event.record
+        elif isinstance(event, Learned):
+            self.further[event.backend, event.case] = self.of(event.backend, event.case).joined(event.found)
+        elif isinstance(event, CodeLoaded):
+            self.code.add(event.loaded)
+        elif isinstance(event, GaveUp):
+            earlier = self.given_up.get(event.backend)
+            self.given_up[event.backend] = f"{earlier}; {event.reason}" if earlier else event.reason

@@ -24,7 +24,6 @@ _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16  # bytes at once
 KEPT_BYTES = 16 * 2**20  # of what the processes print
-_TAIL_LINES = 12
 _MOST_STACKS = 2**10
 _COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
 _IN_COMPILER = re.compile(
@@ -76,7 +75,7 @@ class BoundedLog:
     def tail(self) -> str:
         with self._lock:
             text = self._path.read_bytes() if self._path and self._path.exists() else self._early
-        return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
+        return "\n".join(text.decode("utf-8", "replace").splitlines()[-12:])
 
 
 @dataclass(eq=False)
@@ -203,8 +202,7 @@ class WorkerSlot:
         if self._started is None:
             return None
         if self._killed:
-            stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
-            detail = stacks or "no stacks: it did not answer the signal"
+            detail = b"\n".join(self._stacks).decode("utf-8", "replace") or "no stacks: it did not answer the signal"
             compiling = self._programs & _COMPILERS or any(map(_IN_COMPILER.search, self._stacks))
             cut = Verdict(Status.UNAVAILABLE, COMPILING) if compiling else Verdict(Status.TIMEOUT, HUNG, detail=detail)
             return self._started.with_verdict(cut, self.timeout)

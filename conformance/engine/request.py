@@ -1,29 +1,39 @@
-"""What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch."""
+"""What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch.
+
+And the plan, which its journal begins with: what a run must be to go on with another one.
+"""
 
 import ast
+import hashlib
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
 from mla_conformance.backends import references
 from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.sharding import ROUND, Extent, Shard
+from mla_conformance.engine.journal import Journal, Planned
 from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
+from mla_conformance.version import __version__
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
 _PARTS = 4  # of an exploration of each role for each worker at most, some of which take longer than others
 DEVICES = ("cpu", "cuda")
+PLAN_FORMAT = 4
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
 
 
@@ -191,3 +201,67 @@ def require_salt(salt: str) -> str:
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise InputError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
     return salt
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    format: int  # version of this form
+    suite: str
+    torch: str
+    device: str
+    device_name: str
+    tier: str
+    backends: dict[str, str]  # what tells that each backend, by reference, is still the same
+    capabilities: dict[str, str]  # number and digest of each capability's cases
+    cases: tuple[str, ...]  # ids of cases that were asked for one by one
+    explore: str  # how much is drawn for each backend; 0 for nothing
+    shard: Shard | None = None
+    deployment: Deployment | None = None
+    salt: str = ""
+    role: str = ""  # the file of one from outside
+
+    @staticmethod
+    def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
+        lists = {}
+        for name in request.capabilities:
+            ids = [case.id for case in request.cases_of(name)]
+            lists[name] = f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
+        return Plan(
+            format=PLAN_FORMAT,
+            suite=__version__,
+            torch=environment["torch"],
+            device=device,
+            device_name=environment["device"],
+            tier=request.tier.value,
+            backends={x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts},
+            capabilities=lists,
+            cases=tuple(case.id for case in request.cases),
+            explore=str(request.explore) if any(request.explore) else "0",
+            shard=request.shard,
+            deployment=request.deployment,
+            salt=request.salt,
+            role=outside(),
+        )
+
+    @staticmethod
+    def recorded(journal: Journal) -> "Plan":
+        first, *_ = journal.sealed().values()
+        if not isinstance(first, Planned):
+            raise InputError(f"{journal.path}: expected a journal that starts with the plan of a run")
+        if first.plan.get("format") != PLAN_FORMAT:
+            raise InputError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
+        try:
+            return msgspec.convert(first.plan, Plan, strict=True)
+        except msgspec.ValidationError as error:
+            raise InputError(f"{journal.path}: malformed plan: {error}") from error
+
+    def differences(self, current: "Plan") -> list[str]:
+        found = []
+        for name in Plan.__struct_fields__:
+            old, new = getattr(self, name), getattr(current, name)
+            if isinstance(old, dict):
+                changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                found += [f"{name}: {key} was {old.get(key, 'absent')}, is {new.get(key, 'absent')}" for key in changed]
+            elif old != new:
+                was, now = (list(value) if isinstance(value, tuple) else value for value in (old, new))
+                found.append(f"{name}: was {was}, is {now}")
+        return found

@@ -16,17 +16,17 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends import foreign, references
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
+from mla_conformance.driving.loaded import deciding_files
 from mla_conformance.engine import journal
-from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
-from mla_conformance.engine.folder import LOG_NAME, Findings, RunFolder, deciding_files
+from mla_conformance.engine.confirm import MOST_EXPLAINED, Attempts, compared, comparisons, confirmation
+from mla_conformance.engine.journal import LOG_NAME, Findings, RunFolder
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
 from mla_conformance.engine.messages import Describe, Examine, Explore, Fit, Found, Judge, Step, TakeTimes, Told, Trace
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
 from mla_conformance.expectations.apply import Expectations
@@ -46,8 +46,7 @@ from mla_conformance.vocabulary.capabilities import FITTED, Tier
 
 # Distributions that compile kernels on a GPU when they are called, which may take longer than all else.
 _COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
-APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
-# What it says of a run whose journal a kernel could have written, seal and all.
+# What the environment says of a run whose journal a kernel could have written, seal and all.
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
 
 
@@ -98,12 +97,12 @@ class Run:
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
         self.device = hello.device
-        unsealed = "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        told |= {"salt": self.request.salt, "judge": APART, "role": outside(), "journal": unsealed}
+        told |= {"salt": self.request.salt, "judge": "kernel and judge apart", "role": outside()}
+        told |= {"journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED}
         self.environment = {**{name: value for name, value in told.items() if value}, **hello.facts}
         self.describe()
-        self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
+        self.plan = Plan.of(self.request, self.device, self.environment, self.facts)
 
     def outcomes(self, tasks: Tasks, part: GpuPart | None = None) -> Iterator[TaskOutcome]:
         """Have tasks carried out, without a part of a GPU as cases that share one; what their processes load is kept.
@@ -169,7 +168,7 @@ class Run:
     def available(self) -> list[BackendFacts]:
         return [facts for facts in self.facts if not facts.reasons]
 
-    def begin(self, resumed: journal.Plan | None = None) -> list[int]:
+    def begin(self, resumed: Plan | None = None) -> list[int]:
         """Write what the run is, or go on with one of the same code; the numbers of lines that no run wrote."""
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
@@ -296,8 +295,7 @@ class Run:
             name = outcome.task.reference
             seen[name] = seen[name].joined(outcome.answer.found.traced or NOTHING_TRACED)
         for name, traced in seen.items():
-            in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
-            self._learn(name, Found(in_order))
+            self._learn(name, Found(msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))))
 
     def _take_times(self) -> None:
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
@@ -317,17 +315,16 @@ class Run:
                 # Whose code has to be what was judged; what a timer or larger shapes load beside it was not.
                 judged = {x: new for x, new in outcome.answer.loaded.found.items() if x in self.found.code.digests}
                 self.found.code.add(msgspec.structs.replace(outcome.answer.loaded, found=judged))
-                ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
+                ended = Speed(why=foreign.cut(f"its process ended while it was timed: {outcome.ended}"))
                 self._learn(reference, Found(speed=outcome.answer.found.speed or ended))
 
     def first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         for facts in self.available:  # of a role that a backend lacks no process need be asked
-            missing, backend = self._missing[facts.reference], parse_reference(facts.reference)
+            missing, backend = self._missing[facts.reference], references.parse_reference(facts.reference)
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
                 if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
                     begun, lacking = Record.begun(backend, case, self.request.salt), missing[case.role]
-                    lacks = begun.with_verdict(Verdict(Status.UNSUPPORTED, lacking), 0.0)
-                    self._write(journal.Judgement(lacks))
+                    self._write(journal.Judgement(begun.with_verdict(Verdict(Status.UNSUPPORTED, lacking), 0.0)))
         tasks, deaths = self._left(), Counter[tuple[str, str, str]]()
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
@@ -355,7 +352,7 @@ class Run:
                 continue
             if (crashed := shared.get(key)) and not record.failed:
                 said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
-                record = record.with_fields(message=said, confirmation=UNREPEATED)
+                record = record.with_fields(message=said, confirmation="unrepeated")
             self._write(journal.Judgement(record))
             if record.failed:
                 failures[record.record_key] = outcome
@@ -406,8 +403,7 @@ class Run:
             is_first = record.is_wrong_number and kind not in kinds
             if explain := self.explains and is_first and len(set(kinds)) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
-            unhurried = len(self.request.cases) == 1
-            found.append((explain, confirmation(record, history, explain, unhurried)))
+            found.append((explain, confirmation(record, history, explain, len(self.request.cases) == 1)))
             done |= {key} - misled
         return found
 

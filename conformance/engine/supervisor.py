@@ -24,14 +24,12 @@ from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
-LEAST_MEMORY = 2 * 2**30
 _MOST_ON_CPU = 4
 _MOST_ON_GPU = 6  # workers: more are no faster, since contexts take turns, and each has less of the GPU's memory
 _MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
 _WORKER_BYTES = 12 * 2**30  # for each: 2 GiB of kept inputs and golden results, two contexts, and most cases
 _AHEAD_BYTES = 8 * 2**30  # what a GPU has for each worker where some compile
 _WORTH = 20  # pairs of a case and a backend that are worth a worker's start, which takes 1.5 s of a core
-_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
 POLL_SECONDS = 0.3  # between two looks whether somebody has a run end
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -155,9 +153,7 @@ class Supervisor:
                         room = part.share + part.common - sum(max(0, more) for more in others)
                     if not (task := tasks.take(place.number, room, part.is_alone)):
                         break
-                    is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or (
-                        isinstance(task, messages.Judge) and task.fresh
-                    )
+                    is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or getattr(task, "fresh", False)
                     if place.history and is_fresh:
                         place.renew()
                         tasks.put_back(place.number, task)
@@ -253,8 +249,7 @@ class Pool:
             self._add_place(request.device, workers)
         self.workers = len(supervisor.places)  # how many judge; further places compile ahead
         # While they import torch; of a role whose case cannot be called no other case need be.
-        examples = {case.role: case.id for case in map(Case.parse, reversed(request.judged_ids))}
-        self.examples = tuple(examples.values())
+        self.examples = tuple({case.role: case.id for case in map(Case.parse, reversed(request.judged_ids))}.values())
         self.hello = supervisor.hello()
         if not self.hello.device:
             raise InputError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
@@ -295,9 +290,9 @@ class Pool:
         """
         # Of a CPU one: several wait for each other over small tensors, on a busy machine longer than one computes.
         threads = {machine.THREADS: 1 if self._on_cpu else max(1, machine.machine_cores() // workers)}
-        own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
+        own = threads if self._on_cpu or workers == 1 else threads | {"TORCHINDUCTOR_COMPILE_THREADS": 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
-        share = max(LEAST_MEMORY, machine.machine_memory() // (self.limits.workers or self._most_on_cpu))
+        share = max(2 * 2**30, machine.machine_memory() // (self.limits.workers or self._most_on_cpu))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))

@@ -20,6 +20,7 @@ _PIECE = 20  # tasks of which a place compiles for one after the other, while ot
 ENOUGH = 200
 # Capabilities that watch for races, or take much of a GPU's memory: their cases have a GPU for themselves.
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
+Group = Sequence[Task]
 CaseGroup = Sequence[Judge | Explore]  # what one worker takes: a case of several backends, which share what is made
 
 
@@ -33,10 +34,7 @@ class TaskOutcome:
 
 class Tasks:
     def __init__(
-        self,
-        groups: Iterable[Sequence[Task]],
-        later: Iterable[Sequence[Task]] = (),
-        rounds: Iterable[Iterable[Sequence[Task]]] = (),
+        self, groups: Iterable[Group], later: Iterable[Group] = (), rounds: Iterable[Iterable[Group]] = ()
     ) -> None:
         self.dropped: set[tuple[str, str]] = set()  # given up calls of backends, by the backend's reference
         self.groups = deque(map(list, groups))
@@ -79,9 +77,12 @@ class Tasks:
     def set_apart(self) -> list[list[Task]]:
         """Take what is to have its GPU for itself out of the groups; of what is to follow, behind the rest of it."""
 
+        def is_apart(task: Task) -> bool:
+            return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
+
         def taken_out(groups: deque[list[Task]]) -> list[list[Task]]:
-            apart = [[task for task in group if _is_undisturbed(task)] for group in groups]
-            rest = [[task for task in group if not _is_undisturbed(task)] for group in groups]
+            apart = [[task for task in group if is_apart(task)] for group in groups]
+            rest = [[task for task in group if not is_apart(task)] for group in groups]
             groups.clear()
             groups.extend(filter(None, rest))
             return list(filter(None, apart))
@@ -101,10 +102,6 @@ class Tasks:
 
     def is_left(self) -> bool:
         return bool(self.groups or self._large or (self.later and not self.ahead)) or any(self._own.values())
-
-
-def _is_undisturbed(task: Task) -> bool:
-    return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
 
 
 def call_of(case: str) -> str:

@@ -20,24 +20,20 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from mla_conformance.backends import loading
+from mla_conformance.backends import foreign, loading, roles
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.fitting import Region
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.reach import heat_of, with_reach
-from mla_conformance.driving import driver, remote
+from mla_conformance.driving import driver, remote, shared
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
-from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
 from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
+from mla_conformance.judging import golden, tolerance
 from mla_conformance.judging.explored import Explored
-from mla_conformance.judging.golden import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
-from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
@@ -50,7 +46,6 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import lists_of
 
 _STACK_SECONDS, _PIECE_SECONDS, _MOST_STACKS = 0.5, 0.05, 2**16
-_STANDARD = 2
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be timed
 _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
@@ -61,8 +56,8 @@ def load_all(setup: messages.Setup) -> None:
     loading.load_adapters()
     if setup.role:
         role_file.take_up(setup.role, setup.array)
-    tolerance()
-    for role in ("", *ROLES):
+    tolerance.tolerance()
+    for role in ("", *roles.ROLES):
         lists_of(role)
     load_procedures()
     wanted = ["torch.utils._device"]
@@ -110,14 +105,14 @@ def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
 
 def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> remote.RemoteExecutor:
     # The memory between two processes must be there before they part.
-    shared, (stacks, reported), (mine, theirs) = Shared(machine.machine_memory()), os.pipe(), socket.socketpair()
+    memory, (stacks, reported), (mine, theirs) = shared.Shared(machine.machine_memory()), os.pipe(), socket.socketpair()
     judge, kernel = os.getpid(), os.fork()
     if not kernel:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         machine.end_with_parent(judge, signal.SIGKILL)
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if number > _STANDARD and number not in (theirs.fileno(), reported):
+            if number > 2 and number not in (theirs.fileno(), reported):
                 with contextlib.suppress(OSError):  # the folder's own
                     os.close(number)
         try:  # nothing that is raised may lead back into what the process that forked was doing
@@ -127,7 +122,7 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> re
             machine.prctl(machine.DUMPABLE, 1)
             machine.renounce_rights()
             faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
-            remote.serve(theirs, shared)
+            remote.serve(theirs, memory)
         except BaseException as error:
             traceback.print_exc()
             machine.leave(machine.LACKED_MEMORY if out_of_memory(error) else 1)
@@ -136,7 +131,7 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> re
     os.close(reported)
     signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
     machine.prctl(machine.DUMPABLE, 0)
-    return remote.RemoteExecutor(mine, shared, partial(machine.end_as, kernel), machine.end_of(kernel))
+    return remote.RemoteExecutor(mine, memory, partial(machine.end_as, kernel), machine.end_of(kernel))
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: object) -> None:
@@ -178,7 +173,7 @@ class Worker:
         need = 0
         if isinstance(task, messages.Judge):
             if share is not None or self.device.type == "cuda":
-                need = memory_need(Case.parse(task.case), self.device.type)
+                need = golden.memory_need(Case.parse(task.case), self.device.type)
                 if not self._has_room(task, need, share):
                     return messages.TaskReply(wants=need + _KEPT)
             self._last, done = task.case, self._judged(task)
@@ -187,8 +182,7 @@ class Worker:
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self.executor.make_room()
-        loaded = self.executor.query(newly_loaded, Loaded).value
-        return msgspec.structs.replace(done, loaded=loaded or Loaded())
+        return msgspec.structs.replace(done, loaded=self.executor.query(newly_loaded, Loaded).value or Loaded())
 
     def _has_room(self, task: messages.Judge, need: int, share: int | None) -> bool:
         """Whether a case fits what is left for it; alone on the GPU, whether it does without what this process holds.
@@ -220,7 +214,7 @@ class Worker:
         if isinstance(task, messages.TakeTimes):
             anew = Subject.of(task.reference, self.device, self.executor)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
-            speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
+            speed = done.value or Speed(why=foreign.cut(f"its times are lost: {done.error}"))
             return messages.TaskReply(found=Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, messages.Describe):

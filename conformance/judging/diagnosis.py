@@ -57,7 +57,7 @@ def reach_of(affected: torch.Tensor, name: str) -> str:
     places = affected.nonzero().flatten().tolist()
     count, first, last = len(places), places[0], places[-1]
     text = f"{count} of {len(affected)} {name}s"
-    if count < _SEVERAL or count == len(affected):
+    if count == 1 or count == len(affected):
         return text
     if last - first != count - 1:
         return f"{text} ({', '.join(map(str, places))})" if count <= _LISTED else text
@@ -75,7 +75,6 @@ def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
 
 TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
 UNWRITTEN = "the last heads are 0 in every row, as if they were not written"
-_SEVERAL = 2
 _LISTED = 6
 _CLOSE = 1e-3
 _MANY = 8

@@ -100,8 +100,7 @@ class Explorations:
 
     def record(self, reference: str, unfinished: str = "") -> Record:
         parts = (part for _, part in sorted(self._parts[reference].items()))
-        found = reduce(Explored.joined, parts, Explored(unfinished=unfinished))
-        return found.record(parse_reference(reference))
+        return reduce(Explored.joined, parts, Explored(unfinished=unfinished)).record(parse_reference(reference))
 
     def cut_short(self) -> list[Record]:
         """The records of a run that ended before them."""
@@ -114,5 +113,4 @@ def cause_of(record: Record) -> tuple[str, str]:
 
 
 def _larger(one: Used, other: Used) -> Used:
-    found = {**one, **other}
-    return {rule: written(max(float(each.get(rule, 0.0)) for each in (one, other))) for rule in found}
+    return {rule: written(max(float(each.get(rule, 0.0)) for each in (one, other))) for rule in {**one, **other}}

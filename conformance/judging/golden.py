@@ -72,8 +72,7 @@ def choose_rows(problem: Problem) -> JudgedRows:
     in_turn = (row for layer in zip_longest(*edges) for row in layer if row is not None)
     telling = set(islice(dict.fromkeys(chain(ends, in_turn)), TELLING_ROWS))
     rest = [row for row in range(starts[-1]) if row not in telling]
-    seed = hashlib.sha256(problem.key.encode()).digest()
-    drawn = random.Random(seed).sample(rest, DRAWN_ROWS)
+    drawn = random.Random(hashlib.sha256(problem.key.encode()).digest()).sample(rest, DRAWN_ROWS)
     return JudgedRows(starts, tuple(sorted([*telling, *drawn])), DRAWN_ROWS)
 
 
@@ -131,8 +130,7 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     states = tuple(golden_state(problem, rows, call.operands()) for call in problem.attention)
     merged = golden_state(problem, rows, operands_of(problem, None)) if problem.case.is_merged else None
     if merged and problem.case.own_merge:
-        new, *chunks = states
-        parts = [*chunks, new]
+        parts = [*states[1:], states[0]]  # new tokens come last
         terms = merged_states([part.output for part in parts], [part.lse for part in parts], merged.lse)
         merged = replace(merged, merging=terms)
     if not torch.stack([x.output.isfinite().all() for x in (*states, *([merged] if merged else []))]).all():
@@ -174,10 +172,9 @@ def visible_to(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | l
     if operands.selected is not None:
         # On the CPU, since a GPU is waited for in each row.
         return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]
-    bounds = zip(segments(operands.query_start_loc), segments(operands.key_start_loc), strict=True)
     seen = [
         slice(keys.start, max(keys.start, keys.stop - (queries.stop - 1 - row) * operands.causal))
-        for queries, keys in bounds
+        for queries, keys in zip(segments(operands.query_start_loc), segments(operands.key_start_loc), strict=True)
         for row in range(queries.start, queries.stop)
     ]
     return [seen[rows.number(judged)] for judged in range(rows.start_loc[-1])]

@@ -137,8 +137,7 @@ class AttentionJudge(Steps):
         found, largest = compared
         if largest["infinite"]:
             output = part.whole.double()
-            every = JudgedRows(self.rows.query_start_loc)
-            place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
+            place = Position.of(JudgedRows(self.rows.query_start_loc), (~output.isfinite()).nonzero()[0].tolist())
             value = output[place.row, place.head, place.column or 0].item()
             vectors, hint = part.whole.isnan().all(dim=-1), ""
             for lost, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):

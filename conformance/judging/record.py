@@ -174,12 +174,6 @@ class Record(Said, frozen=True):
         return replace(self, **content, seconds=seconds)
 
 
-def describe_failure(record: Record) -> str:
-    where = f"{record.backend} {record.capability} · case {record.case}"
-    remarks = "".join(f"\n     {remark}" for remark in record.remarks)
-    return f"FAIL {where} · {record.message}{remarks}\n     replay: {record.replay}"
-
-
 # Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing, matrix products.
 _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "nvjet", "Memcpy", "Memset")
 

@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import type_name
-from mla_conformance.driving.driver import Observation, Returned, is_tensor, kind_of, parts_of, why_not_plain
+from mla_conformance.driving.driver import Instead, Observation, Returned, is_tensor, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import TRANSPOSED, Position, extent
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.tolerance import Tolerance
@@ -52,9 +52,6 @@ class Steps:
         sampled = {"rows": len(self.rows.numbers), "of": self.rows.query_start_loc[-1], "drawn": self.rows.drawn}
         return replace(found, sampled=sampled)
 
-    def has_form(self, observation: Observation) -> bool:
-        return all(self._form(returned) is None for returned in observation.returned)
-
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """The numbers that were returned, as far as they can be compared; of an observation whose form is right."""
         return iter(())
@@ -68,7 +65,7 @@ class Steps:
         return iter(())
 
     def _steps(self, observation: Observation) -> Iterator[Verdict | None]:
-        yield from map(self._form, observation.returned)
+        yield from map(self.form, observation.returned)
         wrong = [(returned.call.name, returned.miswritten) for returned in observation.returned if returned.miswritten]
         miswritten = [failed(self.writes, f"{name}: {what}") for name, what in wrong]
         yield from miswritten if self.writes_first else ()
@@ -87,13 +84,12 @@ class Steps:
         if observation.disturbed:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
-    def _form(self, returned: Returned) -> Verdict | None:
+    def form(self, returned: Returned) -> Verdict | None:
         name = returned.call.name
         if returned.error and returned.out_of_memory:
             return Verdict(Status.UNAVAILABLE, f"{name}: out of memory: {returned.error}")
         if returned.error:
-            verdict = failed(Check.CALL, f"{name}: the call raised {returned.error}")
-            return replace(verdict, detail=returned.traceback)
+            return replace(failed(Check.CALL, f"{name}: the call raised {returned.error}"), detail=returned.traceback)
         expected, values = self._expected_form(returned), parts_of(returned.value)
         if not expected:
             return None
@@ -101,7 +97,7 @@ class Steps:
             what = f"a {type_name(returned.value)} of {len(values)}"
             return failed(Check.SHAPE, f"{name}: expected the {expected[0][0]} itself, got {what}")
         if len(values) != len(expected) or not all(map(is_tensor, values)):
-            got = ", ".join(map(kind_of, values))
+            got = ", ".join(each.kind if type(each) is Instead else type_name(each) for each in values)
             return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
         for (what, shape, dtype), value in zip(expected, values, strict=True):
             if instead := why_not_plain(value):
@@ -140,18 +136,8 @@ class SelectionSteps(Steps):
     ) -> Iterator[Verdict | None]:
         for reason, wrong in _wrong_tokens(numbers, positions, golden):
             yield self._misnamed(name, reason, wrong)
-        yield self._margin(name, positions, golden, budget)
-
-    def _misnamed(self, name: str, reason: Callable[[int], str], wrong: torch.Tensor) -> Verdict | None:
-        if not bool(wrong.any()):
-            return None
-        row = int(wrong.nonzero()[0])
-        verdict = self._wrong(f"{name}: {reason(row)}, at {self._at(row)}", wrong, Check.SELECTION)
-        return replace(verdict, used=BudgetUse())
-
-    def _margin(self, name: str, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
         if not golden.scores.numel():
-            return None
+            return
         chosen = torch.zeros_like(golden.visible)
         rows, columns = (positions >= 0).nonzero().unbind(1)
         chosen[rows, positions[rows, columns]] = True
@@ -162,15 +148,21 @@ class SelectionSteps(Steps):
         allowed = budget.gather(1, left) + budget.gather(1, best)
         share = share_of(gap.clamp(min=0.0), allowed)[:, 0].masked_fill(~compared, 0.0)
         self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
-        if self.used.element <= 1:
+        if self.used.element > 1:
+            row = int(share.argmax())
+            out, inside = int(left[row]), int(best[row])
+            yield self._wrong(
+                f"{name}: token {out} with score {golden.scores[row, out]:.5g} is left out for token {inside} with "
+                f"{golden.scores[row, inside]:.5g} at {self._at(row)}: {share[row]:.3g} × the error budget of both",
+                share > 1,
+            )
+
+    def _misnamed(self, name: str, reason: Callable[[int], str], wrong: torch.Tensor) -> Verdict | None:
+        if not bool(wrong.any()):
             return None
-        row = int(share.argmax())
-        out, inside = int(left[row]), int(best[row])
-        return self._wrong(
-            f"{name}: token {out} with score {golden.scores[row, out]:.5g} is left out for token {inside} with "
-            f"{golden.scores[row, inside]:.5g} at {self._at(row)}: {share[row]:.3g} × the error budget of both",
-            share > 1,
-        )
+        row = int(wrong.nonzero()[0])
+        verdict = self._wrong(f"{name}: {reason(row)}, at {self._at(row)}", wrong, Check.SELECTION)
+        return replace(verdict, used=BudgetUse())
 
     def _wrong(self, message: str, wrong: torch.Tensor, check: Check = Check.SCORE) -> Verdict:
         place = Position.of(self.rows, [int(wrong.nonzero()[0]), 0])

@@ -12,7 +12,7 @@ import torch
 from msgspec import Meta, Struct, defstruct
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
-from mla_conformance.files.whole import InputError, convert
+from mla_conformance.files.whole import convert
 from mla_conformance.reference.error_budget import Roundoffs
 
 
@@ -41,10 +41,7 @@ _Table = defstruct("_Table", [(name, _Entry) for name in Tolerance.__dataclass_f
 
 
 def read_tolerance(text: str, source: str) -> Tolerance:
-    try:
-        table = convert(tomllib.loads(text), _Table, source)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not TOML: {error}") from error
+    table = convert(tomllib.loads(text), _Table, source)
     return Tolerance(**{name: getattr(table, name).value for name in Tolerance.__dataclass_fields__})
 
 

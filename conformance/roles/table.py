@@ -49,6 +49,6 @@ def measure(
 ) -> list[steps.Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
     examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance.tolerance())
-    if observation.merge_error or not examined.has_form(observation):
+    if observation.merge_error or any(map(examined.form, observation.returned)):
         return []
     return list(examined.measured(observation))

@@ -13,8 +13,7 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.commands import defects
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import JOURNAL_NAME, Completed, Journal, Reported
+from mla_conformance.engine.journal import JOURNAL_NAME, Completed, Journal, Reported, RunFolder
 from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.request import RunRequest

@@ -26,9 +26,9 @@ from mla_conformance.certificate.verify import problems, seal
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.commands.verify import rerun
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Planned
 from mla_conformance.engine.machine import device_facts
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.files.installed import Installed
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced

@@ -15,8 +15,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
+from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent, RunFolder
 from mla_conformance.engine.machine import ALONE, CLEARED, VISIBLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.messages import Hello, Judge, Setup, Task, TaskReply
 from mla_conformance.engine.place import WorkerSlot

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Judgement, Plan
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.journal import Judgement, RunFolder
+from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
 from mla_conformance.expectations.grammar import CaseQuery, Condition

@@ -20,7 +20,7 @@ from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.sharding import Extent
 from mla_conformance.cases.space import Row
 from mla_conformance.cases.work import LARGE_CPU_WORK
-from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import RunFolder
 from mla_conformance.engine.messages import Step, Told
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run

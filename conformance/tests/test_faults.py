@@ -19,8 +19,7 @@ from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.journal import JOURNAL_NAME
+from mla_conformance.engine.journal import JOURNAL_NAME, LOG_NAME, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.place import KEPT_BYTES
 from mla_conformance.engine.request import RunRequest

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.engine import folder
-from mla_conformance.engine.folder import deciding_files
+from mla_conformance.driving import loaded
+from mla_conformance.driving.loaded import deciding_files
 from mla_conformance.files.places import harness_files, load_all_again, refuse_written_since
 from mla_conformance.tests.reports import unexplained
 
@@ -75,7 +75,7 @@ def test_an_installation_that_is_another_at_the_end_has_no_report(here: Path, mo
     (here / "kernel.py").write_text(WRONG + FORGES)
     decides = here / "decides.toml"
     decides.touch()
-    monkeypatch.setattr(folder, "harness_files", lambda: {"decides.toml": decides})
+    monkeypatch.setattr(loaded, "harness_files", lambda: {"decides.toml": decides})
     asked = "--backend=kernel.py:Wrong --capability=new_tokens --tier=smoke --device=cpu -n1 --out=out"
     with unexplained():
         status, _, said = ours("certify", *asked.split())

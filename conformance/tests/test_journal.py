@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed
+from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed, RunFolder
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

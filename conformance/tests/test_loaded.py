@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mla_conformance.driving.driver import IN_PROCESS
-from mla_conformance.driving.loaded import Loaded
-from mla_conformance.engine.folder import LoadedCode
+from mla_conformance.driving.loaded import Loaded, LoadedCode
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.places import file_digest

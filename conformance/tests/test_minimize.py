@@ -74,10 +74,10 @@ def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
             return record(case, Status.FAIL, Check.LSE)
         return record(case, Status.FAIL, Check.OUTPUT) if case.heads > 1 else record(case)
 
-    minimum = minimize(LARGE, judge, limit=1000)
-    assert minimum.complete and minimum.record.check == Check.LSE and minimum.record.case == minimum.case.id
+    found, failure, _, complete = minimize(LARGE, judge, limit=1000)
+    assert complete and failure.check == Check.LSE and failure.case == found.id
     expected = Case.of(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
-    assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
+    assert sorted(found.kv) == [0, 20] and replace(found, kv=expected.kv) == expected
     with pytest.raises(InputError, match="expected a case that fails, got pass of chunked_context"):
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 

@@ -20,7 +20,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine import journal as journals
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.engine.messages import Found
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.whole import InputError
@@ -72,7 +72,7 @@ def journal(folder: Path) -> str:
     written = Journal(folder / JOURNAL_NAME)
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
-    plan = journals.Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
+    plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
     written.append(journals.Planned(msgspec.to_builtins(plan)))
     written.append(journals.CaseStarted(CASES[0], "EAGER"))
     written.append(journals.Judgement(run_of_a_shard().records[1]))

@@ -34,7 +34,8 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
         trial = begun(subject, context, case)
         if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
             return Repeated(failed="its calls write into memory and return nothing to compare")
-        other = None if trial.unsupported(trial.case.varied()) else trial.other_problem()
+        varied = trial.case.varied()
+        other = None if trial.unsupported(varied) else trial.build(varied)
         differing, *kept = trial.call("repeated calls", partial(launched, trial.backend, trial.problem, calls, other))
     except Nonconformance as failure:
         return Repeated(failed=str(failure))

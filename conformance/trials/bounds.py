@@ -7,7 +7,7 @@ first; ``rows31`` puts the judged rows behind as many others. On a CPU what lies
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import call_once
+from mla_conformance.driving.driver import Step, call_once
 from mla_conformance.judging.golden import Reach, rows_before
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.cached_batch import int32
@@ -30,12 +30,11 @@ from mla_conformance.problems.written import CacheImage, WrittenEntries
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.problem import PrefillCall
-from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.trials.graph import cut, observed, prepared_call
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
-_SECONDS = 300
+_Place = Fence | Buffers
 _BESIDE = {Side.END: "behind the end of", Side.BEGINNING: "before the beginning of"}
 
 
@@ -44,13 +43,7 @@ class OutOfBoundsError(Exception):
 
 
 def call_moved(
-    place: Fence | Buffers,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
+    place: _Place, first: Step, backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
     """As :func:`call_once`, over operands that lie elsewhere; a fault on a GPU loses the context, which is seen."""
     moved, fenced = MovedCall(place, call, out), isinstance(place, Fence)
@@ -86,7 +79,7 @@ def _named_apart(trial: Trial, side: Side) -> str:
     told = (trial.subject.backend.reference, str(trial.subject.device), trial.case.id, trial.context.salt, side)
     command = [sys.executable, "-m", __name__, *told]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.splitlines()[-1] if done.returncode and done.stdout else ""
@@ -115,13 +108,7 @@ def far(trial: Trial) -> None:
 
 
 def call_far(
-    reach: Reach,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
+    reach: Reach, first: Step, backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
     """As :func:`call_once`, over operands whose rows or blocks are far apart, made where it is called."""
     first()
@@ -165,13 +152,12 @@ def _spread(x: torch.Tensor, reach: Reach) -> torch.Tensor:
 
 def _behind_others(near: Problem, rows: int) -> Problem:
     """The request of ``near`` behind one of so many rows, which see one key."""
-    call = near.attention[0]
+    call: Any = near.attention[0]
     q = _behind_ones(call.q, rows)
     k, v = (torch.cat([x[:1], x]) for x in (call.k, call.v))
     lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
     queries, keys = map(start_loc, lengths)
     chunk = ContextChunk((0, 0), lengths[1])
-    assert isinstance(call, PrefillCall) and call.metadata.chunked_context is not None
     width = call.metadata.chunked_context.workspace.shape[1]
     metadata = prefill_metadata(
         lengths[0],
@@ -185,8 +171,7 @@ def _behind_others(near: Problem, rows: int) -> Problem:
 
 
 def _lists_behind_others(near: Problem, rows: int) -> Problem:
-    call = near.calls[0]
-    assert isinstance(call, SparseCall) and call.metadata.workspace_starts is not None
+    call: Any = near.calls[0]
     assert call.case.space == IndexSpace.SLOT and call.topk_length is None
     query, keys = (_behind_ones(call.given[name], rows) for name in ("q", "kv"))
     others = torch.full((rows, call.topk_indices.shape[1]), NO_KEY, dtype=torch.int32, device=near.device)

@@ -17,8 +17,6 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, OnStarted, judge_one
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
-_MOST_CAUSES = 8
-
 
 def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
     """What a backend declares of a space, with cases fitted to it; nothing of a role that cannot run here."""
@@ -41,7 +39,7 @@ def reachable(space: Space, most: float) -> covering.Pairs:
 
 def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
     answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
-    return answered.value if not answered.error else [False] * len(cases)
+    return [False] * len(cases) if answered.error else answered.value
 
 
 def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
@@ -62,13 +60,7 @@ def explore(
     ``started`` is told of every case before anything of it is launched, ``so_far`` now and then, ever more rarely, what
     the answer would be if the last case had been the last.
     """
-    pace = Pace()
-
-    def judged() -> None:
-        if pace.is_due():
-            so_far(exploration.found)
-
-    exploration = _Exploration(subject, region, context, started, judged)
+    exploration = _Exploration(subject, region, context, started, so_far)
     if region.rows:
         exploration.search(extent, turn)
     return exploration.found
@@ -84,7 +76,8 @@ class _Exploration:
     region: fitting.Region
     context: Context
     started: OnStarted
-    judged: Callable[[], None]
+    so_far: Callable[[Explored], None]
+    pace: Pace = field(default_factory=Pace)
     records: dict[str, Record] = field(default_factory=dict)
     causes: dict[tuple[str, str], Record] = field(default_factory=dict)
     _device_lost: bool = False
@@ -109,7 +102,7 @@ class _Exploration:
         while (time.monotonic() < until if extent.seconds else number * ROUND < draws) and not self._device_lost:
             drawn = given(case=cases(self.region.space, self.region.classes))(holds)
             drawn = seed(number)(profile(min(ROUND, draws - number * ROUND) if draws else ROUND)(drawn))
-            while len(self.causes) < _MOST_CAUSES and not self._device_lost:
+            while len(self.causes) < 8 and not self._device_lost:
                 self._sought: tuple[str, str] | None = None
                 try:
                     drawn()
@@ -117,22 +110,20 @@ class _Exploration:
                     (case,) = found.args
                     first = self.records[case.id]
                     # Its smallest case is run once more, where that is possible.
-                    again = first if self._device_lost else self._judge(case)
+                    again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
                     passed = first.with_fields(message=f"{first.message}; when run again the case passed")
                     self.causes[cause_of(first)] = again if again.failed else passed
                 else:
                     break
             number += turns
 
-    def _judge(self, case: Case) -> Record:
-        return judge_one(self.subject, case, self.context, self.started)
-
     def _fails(self, case: Case) -> bool:
         """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
         if case.id not in self.records and not self._device_lost:
-            self.records[case.id] = self._judge(case)
+            self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
             self._device_lost = self.records[case.id].failed and self.subject.executor.lost(self.subject.device)
-            self.judged()
+            if self.pace.is_due():
+                self.so_far(self.found)
         record = self.records.get(case.id)
         if record is None or not record.failed or cause_of(record) in self.causes:
             return False

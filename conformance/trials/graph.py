@@ -23,7 +23,6 @@ from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.trials.trial import Trial
 
-_WARM_CALLS = 2
 MANY_BATCHES = 132  # between two calls: a kernel may remember 128, or number what it has met in seven bits
 _REQUESTS = (1, 2, 3, 5, 2, 4)  # of those, in turn
 WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
@@ -198,7 +197,7 @@ def captured(device: torch.device, call: Callable[[], Any]) -> _Captured:
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(_WARM_CALLS):
+        for _ in range(2):  # what is compiled or allocated then is in no graph
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -227,7 +226,7 @@ def streams(trial: Trial) -> None:
     value = trial.call("on a side stream: the call", partial(getitem, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
     # Two instances, each with its own problem on its own stream, launched one after the other and never waited for.
-    problems, backends = [problem, trial.other_problem()], [trial.backend, trial.create()]
+    problems, backends = [problem, trial.build(trial.case.varied())], [trial.backend, trial.create()]
     golden = [trial.context.expect(problem) for problem in problems]
     for problem, backend in zip(problems, backends, strict=True):
         # What is compiled or allocated at a first call is no part of the question.

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.calls import Problem
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison, storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
-from mla_conformance.roles.layer.call import Layer, LayerCall
+from mla_conformance.roles.layer.call import Layer
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured, observed
 from mla_conformance.trials.trial import Trial
@@ -22,12 +22,6 @@ _OPERANDS = ("query", "kv_c", "k_pe")
 _LONGER, _UNUSED_COLUMNS = 2, 8  # times a case's longest sequence that a replay may have; columns behind its pages
 
 
-def _call_of(problem: Problem) -> LayerCall:
-    (call,) = problem.calls
-    assert isinstance(call, LayerCall)
-    return call
-
-
 def cache_write(trial: Trial) -> None:
     """A layer's writes; that ``get_kv_cache_shape`` names the entries that the layout has; and copies of blocks.
 
@@ -35,7 +29,7 @@ def cache_write(trial: Trial) -> None:
     blocks, as a shared one is that two requests are about to write.
     """
     trial.conforms()
-    image = _call_of(trial.problem).image
+    image = trial.problem.calls[0].image
     case, cache, shape = image.case, image.cache, [*image.cache.shape]
     sizes = (*shape[:2], 1, case.kv_lora_rank + case.dimensions.qk_rope_head_dim)
     question = partial(_cache_shape, trial.backend, sizes, case.cache)
@@ -94,10 +88,10 @@ def weight_absorption(trial: Trial) -> None:
     other = trial.build(replace(trial.case, seed=trial.case.seed + 2))
     trial.conforms(other, step="after the weights were replaced in place")
     step = "with the weights in codes"
-    packed = replace(trial.problem, calls=(replace(_call_of(trial.problem), packed=True),))
+    call: Any = trial.problem.calls[0]
+    packed = replace(trial.problem, calls=(replace(call, packed=True),))
     layer = trial.query(f"{step}: the constructor", partial(trial.subject.create, trial.case))
-    expectation = trial.context.expect(packed)
-    trial.judged(packed, expectation, trial.run(layer, packed), step)
+    trial.judged(packed, trial.context.expect(packed), trial.run(layer, packed), step)
 
 
 def prefill_decode_agreement(trial: Trial) -> None:
@@ -109,7 +103,7 @@ def prefill_decode_agreement(trial: Trial) -> None:
 class CapturedLayer:
     """What the capture of a layer's call, whose tensors are the buffers, leaves where it was made."""
 
-    def __init__(self, layer: Any, call: LayerCall, device: torch.device) -> None:
+    def __init__(self, layer: Any, call: Any, device: torch.device) -> None:
         self._layer, size = layer, call.query.shape[0]
         module = layer.attention_layer(call.case)  # made before the capture, since its scales come from the host
         call.prepare(layer)
@@ -127,16 +121,14 @@ class CapturedLayer:
             )
         self._addresses = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
 
-    def load(self, call: LayerCall) -> None:
-        call.prepare(self._layer)
-        self.fill_buffers()
-        self._layer.impl.prepare(self._metadata)
-
     def fill_buffers(self) -> None:
         self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
 
-    def replayed(self, call: LayerCall) -> Any:
+    def replayed(self, batch: KernelCall, call: KernelCall) -> Any:
         """What a replay leaves in the captured output; ``call`` brings what its tensors, the buffers, hold now."""
+        batch.prepare(self._layer)
+        self.fill_buffers()
+        self._layer.impl.prepare(self._metadata)
         self._value.fill_(torch.nan)
         return self._replay()
 
@@ -146,15 +138,14 @@ class CapturedLayer:
 
 class LayerGraph:
     def __init__(self, trial: Trial, static: Problem) -> None:
-        call = _call_of(static)
+        call: Any = static.calls[0]
         self._trial, self._call = trial, replace(call, **{name: getattr(call, name).clone() for name in _OPERANDS})
         capture = partial(CapturedLayer, trial.backend, self._call, static.device)
         self._captured = trial.query("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
-        trial, call = self._trial, _call_of(problem)
+        trial, call = self._trial, problem.calls[0]
         expectation = trial.context.expect(problem)
-        trial.query(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
         rows, cache = call.query.shape[0], self._call.image.cache
         for name in _OPERANDS:
             buffer = getattr(self._call, name)
@@ -164,7 +155,7 @@ class LayerGraph:
         own, behind = cache[: len(call.image.cache)], cache[len(call.image.cache) :]
         own.copy_(call.image.cache)
         before = behind.clone()
-        replay = partial(CapturedLayer.replayed, self._captured, self._call)
+        replay = partial(CapturedLayer.replayed, self._captured, call, self._call)
         result = trial.call(f"{step}: the call", replay, [cache]).unflatten(-1, (problem.case.heads, -1))
         call.image.cache.copy_(own)
         trial.judged(problem, expectation, observed(problem, result[:rows].clone(), call.wrong_writes()), step)

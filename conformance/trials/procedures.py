@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
-from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, parts_of, states_of, why_not_plain
+from mla_conformance.driving.driver import itself, merged_by_its_own, parts_of, states_of, why_not_plain
 from mla_conformance.judging.verdict import REFUSED, Check, Status, Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
@@ -83,8 +83,7 @@ def merge_states(trial: Trial) -> None:
     states = [(o.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse) for o, lse in states]
     step = partial(merged_by_its_own, trial.backend, problem.case.merges_in_place, states)
     what = "with NaN behind every LSE of -inf"
-    merged = trial.call(f"{what}: merge_attn_states", step)
-    trial.judged(problem, expectation, replace(seen, merged=merged), what)
+    trial.judged(problem, expectation, replace(seen, merged=trial.call(f"{what}: merge_attn_states", step)), what)
 
 
 def v_linearity(trial: Trial) -> None:
@@ -102,8 +101,10 @@ def v_linearity(trial: Trial) -> None:
 def no_side_effects(trial: Trial) -> None:
     first = trial.conforms()
     before = returned_bytes(first)
-    trial.conforms(trial.other_problem())
-    same = returned_bytes(as_it_is_now(first, trial.subject.executor)) == before
+    trial.conforms(trial.build(trial.case.varied()))
+    executor = trial.subject.executor
+    now = [replace(each, value=executor.call(partial(itself, each.kept)).value) for each in first.returned]
+    same = returned_bytes(replace(first, returned=tuple(now))) == before
     trial.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
     trial.conforms()
 

@@ -6,7 +6,7 @@ Other batches are drawn by the id of the case, so that a line that runs it again
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
@@ -38,12 +38,11 @@ _STEPS = 3
 class Session:
     def __init__(self, trial: Trial) -> None:
         self.trial, self._count, self._before = trial, 0, ""
-        self._buffers: Any = None
 
     def call(self, problem: Problem, step: str, *, prepare: bool = True, in_place: bool = False) -> Observation:
         """Make one, and judge it, over operands at the addresses of those of other such calls if it is ``in_place``."""
         trial, expectation = self.trial, self.trial.context.expect(problem)
-        seen = trial.run(trial.backend, problem, prepare, self._perform() if in_place else None)
+        seen = trial.run(trial.backend, problem, prepare, self._perform if in_place else None)
         before, self._before = self._before, step
         self._count += 1
         try:
@@ -62,14 +61,13 @@ class Session:
         # What rows of padding hold, or logits behind a row's bound, is free.
         if not trial.declaration.deterministic or trial.case.pad or trial.case.call == Call.INDEX_LOGITS:
             return
-        new = trial.run(trial.create(), trial.problem, perform=self._perform())
+        new = trial.run(trial.create(), trial.problem, perform=self._perform)
         what = f"call {self._count} of this instance has other bits than the same call of a new one"
         trial.require(returned_bytes(new) == returned_bytes(seen), Check.NONDETERMINISM, what)
 
+    @cached_property
     def _perform(self) -> Any:
-        if self._buffers is None:
-            self._buffers = self.trial.query("buffers", Buffers)
-        return partial(call_moved, self._buffers)
+        return partial(call_moved, self.trial.query("buffers", Buffers))
 
     def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
         trial, executor = self.trial, self.trial.subject.executor
@@ -86,17 +84,17 @@ def session(trial: Trial) -> None:
     made, case = Session(trial), trial.case
     made.call(trial.problem, "first call")
     if case.role in (Role.CACHE, Role.COMPRESS):
-        made.call(trial.other_problem(), "other lengths")
+        made.call(trial.build(case.varied()), "other lengths")
     else:  # what only a kernel that is prepared has, or one that attends
         layout = Layout.PACKED if case.layout != Layout.PACKED else Layout.SLICED
         made.call(trial.build(replace(case, layout=layout)), "same shapes in another memory layout")
-        made.call(trial.other_problem(), "other lengths")
+        made.call(trial.build(case.varied()), "other lengths")
         made.call(trial.problem, "first call again")
         for number, batch in enumerate(_batches(case), 1):
             made.call(trial.build(batch), f"batch {number} of other lengths, of {len(batch.q)} requests")
         made.call(trial.problem, f"first call again, after {_BATCHES} other batches")
         _layers_of_a_step(made)
-        _interleaved(trial, trial.other_problem())
+        _interleaved(trial, trial.build(case.varied()))
         _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
         if case.call in (Call.DECODE, Call.SPARSE_DECODE) and not getattr(case, "has_extra", False):
             made.call(_scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
@@ -121,15 +119,13 @@ def many_batches(trial: Trial) -> None:
 
 
 def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
-    both = [
-        (instance, problem, trial.context.expect(problem))
-        for instance, problem in ((trial.backend, trial.problem), (trial.create(other.case), other))
-    ]
+    both = ((trial.backend, trial.problem), (trial.create(other.case), other))
+    golden = [trial.context.expect(problem) for _, problem in both]
     # In one step, so that metadata that they share are one object wherever it is carried out.
-    pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
+    pairs = [(instance, problem.calls[0]) for instance, problem in both]
     trial.query("prepare_metadata", partial(prepare_each, pairs))
     step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
-    for instance, problem, expectation in both:
+    for (instance, problem), expectation in zip(both, golden, strict=True):
         trial.judged(problem, expectation, trial.run(instance, problem, prepare=False), step)
 
 
@@ -225,8 +221,7 @@ def _layers_of_a_step(made: Session) -> None:
 
 
 def _lend(owner: Any, layer: Any, problem: Problem) -> None:
-    call: Any = problem.calls[0]
-    call.load(layer)
+    problem.calls[0].load(layer)
     layer.metadata = owner.metadata
 
 
@@ -235,8 +230,7 @@ def _scale_cache(problem: Problem, factor: float) -> Problem:
     case: Any = problem.case
     meant, calls = factor if case.cache == "fp8" else 1.0, []
     for call in problem.attention:
-        rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
-        calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
+        calls.append(replace(call.given_otherwise(k_scale=call.k_scale * factor), k=call.k * meant, v=call.v * meant))
     whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
     return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
 

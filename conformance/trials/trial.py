@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import inf
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from mla_conformance.backends.foreign import AnswerError, cut, one_line
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.driving.driver import Observation, parts_of, run_calls, why_not_plain
+from mla_conformance.driving.driver import Observation, Perform, Step, parts_of, run_calls, why_not_plain
 from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
@@ -32,23 +32,20 @@ from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, j
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
 
-Value = TypeVar("Value")
-
 # Memory that inputs and golden results may keep, by type of device; larger inputs are built each time, while the last
 # golden result is kept in any case.
 PROBLEM_BYTES, GOLDEN_BYTES = {"cpu": 2**26, "cuda": 2**30}, {"cpu": 2**28, "cuda": 2**30}
 
 
 @dataclass(eq=False)
-class BoundedCache(Generic[Value]):
+class BoundedCache:
     """Values by key and device, within so many bytes; the one that was used longest ago goes first."""
 
     limits: Mapping[str, int]  # by type of device
     keeps_large: bool  # whether the last one is kept whatever its size
-    entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
-    held: int = 0  # bytes of all of them
+    entries: OrderedDict[tuple[str, str], tuple[Any, int]] = field(default_factory=OrderedDict)  # and bytes
 
-    def get(self, key: str, device: torch.device, make: Callable[[], Value]) -> Value:
+    def get(self, key: str, device: torch.device, make: Callable[[], Any]) -> Any:
         place = (key, str(device))
         if place not in self.entries:
             value, limit = make(), self.limits[device.type]
@@ -57,9 +54,9 @@ class BoundedCache(Generic[Value]):
             size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             if size > limit and not self.keeps_large:
                 return value
-            self.entries[place], self.held = (value, size), self.held + size
-            while len(self.entries) > 1 and self.held > limit:
-                self.held -= self.entries.popitem(last=False)[1][1]
+            self.entries[place] = (value, size)
+            while len(self.entries) > 1 and sum(size for _, size in self.entries.values()) > limit:
+                self.entries.popitem(last=False)
         self.entries.move_to_end(place)
         return self.entries[place][0]
 
@@ -67,10 +64,8 @@ class BoundedCache(Generic[Value]):
 @dataclass(eq=False)
 class Context:
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
-    _problems: BoundedCache[memory.Original[Problem]] = field(
-        default_factory=partial(BoundedCache, PROBLEM_BYTES, False)
-    )
-    _golden: BoundedCache[Golden] = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
+    _problems: BoundedCache = field(default_factory=partial(BoundedCache, PROBLEM_BYTES, False))
+    _golden: BoundedCache = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
 
     def problem(self, case: Case, device: torch.device) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to: no backend gets what is kept."""
@@ -79,7 +74,7 @@ class Context:
             built = build_problem(case, device, self.salt)
             return memory.Original(built, [built.case])
 
-        made = self._problems.get(case.id, device, make)
+        made: memory.Original[Problem] = self._problems.get(case.id, device, make)
         return made.copy() if (case.id, str(device)) in self._problems.entries else made.value
 
     def expect(self, problem: Problem) -> Golden:
@@ -89,7 +84,6 @@ class Context:
     def forget(self) -> None:
         for kept in (self._problems, self._golden):
             kept.entries.clear()
-            kept.held = 0
 
 
 @dataclass(frozen=True)
@@ -120,9 +114,7 @@ class Trial:
 
     @cached_property
     def declaration(self) -> Declaration:
-        declared = self.query("asked what it declares, it", partial(self.subject.declared, self.case.role), Declaration)
-        assert isinstance(declared, Declaration)
-        return declared
+        return self.query("asked what it declares, it", partial(self.subject.declared, self.case.role), Declaration)
 
     @cached_property
     def backend(self) -> Any:
@@ -131,12 +123,10 @@ class Trial:
     def create(self, case: Case | None = None) -> Any:
         return self.query("the constructor", partial(self.subject.create, case or self.case))
 
-    def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
+    def call(self, what: str, call: Step, reached: Iterable[torch.Tensor] = ()) -> Any:
         return self.query(what, call, reached=reached)
 
-    def query(
-        self, what: str, step: Callable[[], Any], kind: Any = None, reached: Iterable[torch.Tensor] | None = None
-    ) -> Any:
+    def query(self, what: str, step: Step, kind: Any = None, reached: Iterable[torch.Tensor] | None = None) -> Any:
         """Plain data of this type, or what is for later steps; what it raises, or leaves changed, is a failure."""
         executor = self.subject.executor
         done = executor.query(step, kind) if reached is None else executor.call(step, reached)
@@ -168,12 +158,9 @@ class Trial:
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything; ``step`` says where this is in messages."""
         problem = problem or self.problem
-        expectation = self.context.expect(problem)
-        return self.judged(problem, expectation, self.run(self.backend, problem), step)
+        return self.judged(problem, self.context.expect(problem), self.run(self.backend, problem), step)
 
-    def run(
-        self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
-    ) -> Observation:
+    def run(self, instance: Any, problem: Problem, prepare: bool = True, perform: Perform | None = None) -> Observation:
         # The metadata of ranks are handed over before each call in any case, since the ranks share the instance.
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
@@ -187,9 +174,6 @@ class Trial:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self.settle(verdict)
         return observation
-
-    def other_problem(self) -> Problem:
-        return self.build(self.case.varied())
 
     def require(self, holds: bool, check: Check, message: str) -> None:
         if not holds:

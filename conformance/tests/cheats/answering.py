@@ -15,8 +15,7 @@ from types import CodeType
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.folder import RUNS
-from mla_conformance.engine.journal import JOURNAL_NAME
+from mla_conformance.engine.journal import JOURNAL_NAME, RUNS
 from mla_conformance.engine.messages import TaskReply, encode
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judge import AttentionJudge

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import RunFolder
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
