@@ -17,7 +17,7 @@ from pathlib import Path
 import lock
 
 from mla_conformance.backends.references import known_backends, known_variants
-from mla_conformance.certificate.certificate import RECORDS, Certificate, read_certificate
+from mla_conformance.certificate.certificate import RECORDS, read_certificate
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.certificate.verify import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.defects.report import deciding_digest
@@ -33,6 +33,7 @@ _GPU = "compute_capability"
 
 
 def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
+    """Why the sources are not listed; of records what one of both had no memory for is not compared."""
     (old, _), (new, _) = lock.read(before), lock.read(after)
     for name in LOCKED:
         if old["digests"][name] not in locked_digests()[name]:
@@ -43,27 +44,20 @@ def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str
     found = {certificate.backend: certificate for certificate in map(read_certificate, records)}
     if len(found) < LEAST_RECORDS:
         yield f"expected records of {LEAST_RECORDS} kernels or more, got {len(found)}"
-    for certificate in found.values():
-        yield from _unlike(certificate)
-
-
-def _unlike(here: Certificate) -> Iterator[str]:
-    """Where a record differs from that of its submission; what one of them had no memory for is not compared."""
-    if here.seal != seal(here):
-        yield f"{here.backend}: the seal does not fit the record: it was changed after it was issued"
-    known = [each.certificate for each in kept_records(ROOT / RECORDS) if each.certificate.backend == here.backend]
-    alike = [each for each in known if each.environment.get(_GPU) == here.environment.get(_GPU)]
-    submitted = max(alike, key=lambda each: (each.pins.versions == here.pins.versions, each.date), default=None)
-    if submitted is None or here.digests != installed_digests() | {FITTED: submitted.digests[FITTED]}:
-        devices = ", ".join(each.device for each in known) or "none"
-        yield f"{here.backend}: expected a record of these sources and a GPU like {devices}, got {here.device}"
-    if submitted is None:
-        return
-    for case, status in submitted.cases.items():
-        if contradicts(status, now := here.cases.get(case)):
-            yield f"{here.backend} {case}: {status} then, {now} now"
-    if here.worst != submitted.worst:
-        yield f"{here.backend}: worst uses {submitted.worst} then, {here.worst} now"
+    for backend, here in found.items():
+        if here.seal != seal(here):
+            yield f"{backend}: the seal does not fit the record: it was changed after it was issued"
+        known = [each.certificate for each in kept_records(ROOT / RECORDS) if each.certificate.backend == backend]
+        alike = [each for each in known if each.environment.get(_GPU) == here.environment.get(_GPU)]
+        submitted = max(alike, key=lambda each: (each.pins.versions == here.pins.versions, each.date), default=None)
+        if submitted is None or here.digests != installed_digests() | {FITTED: submitted.digests[FITTED]}:
+            devices = ", ".join(each.device for each in known) or "none"
+            yield f"{backend}: expected a record of these sources and a GPU like {devices}, got {here.device}"
+        for case, status in submitted.cases.items() if submitted else ():
+            if contradicts(status, now := here.cases.get(case)):
+                yield f"{backend} {case}: {status} then, {now} now"
+        if submitted and here.worst != submitted.worst:
+            yield f"{backend}: worst uses {submitted.worst} then, {here.worst} now"
 
 
 def append(records: Sequence[Path]) -> None:

@@ -5,7 +5,6 @@ import sys
 import torch
 
 LENGTH, STEP = 128, 32  # products of a sum, and of an instruction
-LARGE = 2.0**8
 BITS = 20  # looked for; float32 would keep 23
 
 
@@ -15,20 +14,13 @@ def small_is_kept(bits: int, place: int, fast: bool) -> bool:
     a[:, 0], b[:, 0] = 2.0**4, 2.0**4
     half = (8 - bits) // 2
     a[:, place], b[:, place] = 2.0**half, 2.0 ** (8 - bits - half)
-    one = torch.ones((), device="cuda")
-    e4m3 = torch.float8_e4m3fn
-    found = torch._scaled_mm(
-        a.to(e4m3), b.to(e4m3).T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast
-    )
-    return found[0, 0].item() > LARGE
+    one, operands = torch.ones((), device="cuda"), (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T)
+    found = torch._scaled_mm(*operands, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+    return found[0, 0].item() > 2.0**8
 
 
-def main() -> None:
+if __name__ == "__main__":
     for fast in (False, True):
         for place in (1, *range(STEP, LENGTH, STEP)):
             kept = max((bits for bits in range(1, BITS) if small_is_kept(bits, place, fast)), default=0)
             sys.stdout.write(f"fast accumulation {fast}, 2^8 at 0, 2^(8 - n) at {place}: kept up to n = {kept}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -21,28 +21,24 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-os.environ |= _ONE_THREAD  # read when torch is imported
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read when torch is imported
 
-import torch  # noqa: E402
+import torch
 
-from mla_conformance.backends.references import BackendReference  # noqa: E402
-from mla_conformance.certificate.verify import installed_digests  # noqa: E402
-from mla_conformance.defects.known import known_defects  # noqa: E402
-from mla_conformance.defects.report import MatrixKernel, emulated  # noqa: E402
-from mla_conformance.files.whole import InputError  # noqa: E402
-from mla_conformance.judging.verdict import Status  # noqa: E402
-from mla_conformance.report.differences import differing  # noqa: E402
-from mla_conformance.trials.subject import Subject  # noqa: E402
-from mla_conformance.trials.trial import Context, judge_one  # noqa: E402
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier  # noqa: E402
+from mla_conformance.backends.references import BackendReference
+from mla_conformance.certificate.verify import installed_digests
+from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.report import MatrixKernel, emulated
+from mla_conformance.files.whole import InputError
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.differences import differing
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 Row = dict[str, Any]
-_REAL = ("EAGER", "TORCH_SDPA")
-_NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 _OF_A_MACHINE = ("cpu", "torch", "threads", "small")
 _KEPT = ("case", "status", "check", "message", "where", "sampled", "finding")
-_MOST_SHOWN = 20
 _CPU = torch.device("cpu")
 
 
@@ -50,14 +46,15 @@ def rows_of(capability: str, small: bool) -> list[Row]:
     """The rows of one capability; the small part has its first case alone, and no honest kernel."""
     context, found = Context(), []
     cases = CAPABILITIES[capability].select(Tier.FULL)
-    of_here = [*(MatrixKernel(name, name) for name in _REAL), *(x for x in emulated() if x.killed_by or not small)]
+    of_here = [MatrixKernel(name, name) for name in ("EAGER", "TORCH_SDPA")]
+    of_here += [kernel for kernel in emulated() if kernel.killed_by or not small]
     asked = [kernel for kernel in of_here if kernel.killed_by in ("", capability)]
     subjects = {kernel.name: Subject(BackendReference(kernel.name, kernel.reference), _CPU) for kernel in asked}
     for case in islice(cases, 1 if small else None):
         records = [judge_one(subjects[kernel.name], case, context) for kernel in asked if case.role in kernel.roles]
         dead = {record.backend for record in records if record.failed}
         asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
-        if any(record.status not in _NOT_JUDGED for record in records):
+        if any(record.status not in (Status.UNSUPPORTED, Status.UNAVAILABLE) for record in records):
             problem = context.problem(case, _CPU)
             sums = {"problem": _checksum(problem.tensors()), "golden": _checksum(_tensors(context.expect(problem)))}
             found.append({"case": case.id, "kernel": "", **sums})
@@ -83,24 +80,18 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def header(small: bool) -> Row:
-    reported = Path("/proc/cpuinfo")
-    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    cpu, threads = f"{name}, {torch.backends.cpu.get_cpu_capability()}", torch.get_num_threads()
-    here = {"cpu": cpu, "torch": torch.__version__, "threads": threads}
-    return {**here, "small": small, "digests": installed_digests()}
-
-
 def write(path: Path, small: bool, workers: int) -> int:
     """Write all rows, each capability's from a process of its own, so that none follows from what ran before."""
     torch.set_num_threads(1)
     known_defects()
-    with (
-        path.open("w", encoding="utf-8") as file,
-        multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool,
-    ):
-        file.write(json.dumps(header(small)) + "\n")
+    reported = Path("/proc/cpuinfo")
+    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    cpu = f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    here = {"cpu": cpu, "torch": torch.__version__, "threads": torch.get_num_threads(), "small": small}
+    processes = multiprocessing.get_context("fork")
+    with path.open("w", encoding="utf-8") as file, processes.Pool(workers, maxtasksperchild=1) as pool:
+        file.write(json.dumps({**here, "digests": installed_digests()}) + "\n")
         for rows in pool.starmap(rows_of, [(name, small) for name in CAPABILITIES], chunksize=1):
             file.writelines(json.dumps(row, sort_keys=True) + "\n" for row in rows)
     return 0
@@ -121,7 +112,7 @@ def compare(before: Path, after: Path) -> int:
         told = "; ".join(f"{name} {then!r} -> {here!r}" for name, then, here in changed)
         said = told if row and other_row else "is missing in one"
         lines[{name for name, *_ in changed} == {"message"}].append(f"{' '.join(key[:2])}: {said}")
-    for line in [*lines[False], *lines[True]][:_MOST_SHOWN]:
+    for line in [*lines[False], *lines[True]][:20]:
         sys.stdout.write(f"{line}\n")
     different, messages = len(lines[False]) + len(lines[True]), len(lines[True])
     added = f", {len(now) - len(judged)} of cases that were added" if len(now) > len(judged) else ""
@@ -129,13 +120,10 @@ def compare(before: Path, after: Path) -> int:
     return 1 if lines[False] else 0
 
 
-Key = tuple[str, str, int]
-"""Case, kernel, and which of the rows of both: two honest kernels may share a class's name."""
-
-
-def read(path: Path) -> tuple[Row, dict[Key, Row]]:
+def read(path: Path) -> tuple[Row, dict[tuple[str, str, int], Row]]:
     """A lock's header, and its rows, of which there is at least one."""
-    found: dict[Key, Row] = {}
+    # By case, kernel, and which of the rows of both: two honest kernels may share a class's name.
+    found: dict[tuple[str, str, int], Row] = {}
     seen = Counter[tuple[str, str]]()
     try:
         first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -144,9 +132,8 @@ def read(path: Path) -> tuple[Row, dict[Key, Row]]:
             found[*named, seen[named]] = row
             seen[named] += 1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path}: expected a lock that ci/lock.py wrote, got {type(error).__name__}: {error}"
-        ) from error
+        said = f"expected a lock that ci/lock.py wrote, got {type(error).__name__}: {error}"
+        raise InputError(f"{path}: {said}") from error
     if not found:
         raise InputError(f"{path}: expected rows behind the header, got none; write the lock again")
     return first, found

@@ -39,21 +39,15 @@ _NOISE = re.compile(
 """Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
 _ENTRY = re.compile(r"^  (-\S.*|CASE_ID.*)\n(?:   .*\n)*", re.MULTILINE)
 _REST = re.compile("; |, (?:so that|such as|whose) ")  # where a reason goes into details
-_WIDTH = 80
 _ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
 
 
 def commands() -> str:
-    with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
+    """Each command's help without what stands word for word in that of an earlier one: entries, exit status."""
+    with patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}):
         parsers = commands_of(command_line(COMMANDS, GROUPS))
         texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in parsers]
-    seen, statuses = set[str](), dict[str, str]()
-    return "\n\n".join(f"## {name}\n\n```text\n{_without(seen, statuses, name, text)}\n```" for name, text in texts)
-
-
-def _without(seen: set[str], statuses: dict[str, str], command: str, text: str) -> str:
-    """A command's help without what stands word for word in that of an earlier one: entries, exit status."""
-    known = list[str]()
+    seen, known, statuses, sections = set[str](), list[str](), dict[str, str](), []
 
     def entry(found: re.Match[str]) -> str:
         name, words = found[0].split()[0].rstrip(","), " ".join(found[0].split())
@@ -63,49 +57,42 @@ def _without(seen: set[str], statuses: dict[str, str], command: str, text: str) 
         seen.add(words)
         return found[0]
 
-    text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
-    text, exit_status, after = text.partition("exit status: ")
-    above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) if known else ""
-    first = statuses.setdefault(after, command)
-    after = after if first == command else f"that of {first}"
-    return "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after if exit_status else "")))
+    for command, text in texts:
+        known.clear()
+        text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
+        text, exit_status, after = text.partition("exit status: ")
+        above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) if known else ""
+        first = statuses.setdefault(after, command)
+        after = after if first == command else f"that of {first}"
+        body = "\n\n".join(filter(None, (text.strip("\n"), above, exit_status + after if exit_status else "")))
+        sections.append(f"## {command}\n\n```text\n{body}\n```")
+    return "\n\n".join(sections)
 
 
 def case_fields() -> str:
     """Fields with their defaults: those that all cases have, those over a cache, and each role's own."""
-    common, cached = _names(Case), _names(CachedCase)
+    common, cached = ({field.name for field in fields(case)} for case in (Case, CachedCase))
     over = ", ".join(case.role for case in _ROLES if issubclass(case, CachedCase))
-    lists = [("All cases", Case, common), (f"Over a cache: {over}", CachedCase, cached - common)]
+    lists: list[tuple[str, type[Case], set[str]]] = [("All cases", Case, set())]
+    lists += [(f"Over a cache: {over}", CachedCase, common)]
     for case in _ROLES:
-        told = common | cached if issubclass(case, CachedCase) else common
-        lists.append((f"The role {case.role}", case, _names(case) - told))
-    return "\n\n".join(_list(title, case, names) for title, case, names in lists if names)
-
-
-def _names(case: type[Case]) -> set[str]:
-    return {field.name for field in fields(case)}
-
-
-def _list(title: str, case: type[Case], names: set[str]) -> str:
-    known = {field.name: field.default for base in case.__mro__[1:] if issubclass(base, Case) for field in fields(base)}
-    entries, others = [], []
-    for field in fields(case):
-        plain = int(field.default) if isinstance(field.default, bool) else field.default
-        default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id always says it
-        if field.name in names:
-            entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
-        elif field.default != known[field.name]:
-            others.append(f"`{field.name}{default}`")
-    entries += [f"- Other defaults in this role: {', '.join(others)}"] if others else []
-    return "\n".join([f"### {title}", "", *entries])
-
-
-def records_of(path: Path) -> Iterator[Certificate]:
-    """The records of a file. Raises InputError for a line that is refused, which a page would leave out unseen."""
-    for line in read_records(path):
-        if line.kept is None:
-            raise InputError(line.why)
-        yield line.kept.certificate
+        lists.append((f"The role {case.role}", case, common | cached if issubclass(case, CachedCase) else common))
+    parts = []
+    for title, case, told in lists:
+        bases = [base for base in case.__mro__[1:] if issubclass(base, Case)]
+        usual = {field.name: field.default for base in bases for field in fields(base)}
+        entries, others = [], []
+        for field in fields(case):
+            plain = int(field.default) if isinstance(field.default, bool) else field.default
+            default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id says it
+            if field.name not in told:
+                entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
+            elif field.default != usual[field.name]:
+                others.append(f"`{field.name}{default}`")
+        if entries:
+            entries += [f"- Other defaults in this role: {', '.join(others)}"] if others else []
+            parts.append("\n".join([f"### {title}", "", *entries]))
+    return "\n\n".join(parts)
 
 
 def newest(records: list[Certificate]) -> list[Certificate]:
@@ -149,7 +136,7 @@ def failures(records: list[Certificate]) -> str:
     return "\n".join(rows)
 
 
-def table_lines(role: str) -> list[str]:
+def table_of(role: str) -> str:
     """A table as a page shows it; inputs of which the same is said share a row."""
     rows = []
     for name, words in TABLES[role]["inputs"].items():
@@ -163,7 +150,8 @@ def table_lines(role: str) -> list[str]:
     for (says, when), same in groupby(rows, lambda row: row[1:]):
         names = ", ".join(f"`{name}`" for name, *_ in same)
         lines.append(f"| {names} | {says} | {when} |".replace("  |", " |"))
-    return lines + [f"| *returns* `{name}` | {what} | |" for name, what in TABLES[role]["returns"].items()]
+    lines += [f"| *returns* `{name}` | {what} | |" for name, what in TABLES[role]["returns"].items()]
+    return "\n".join(lines)
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
@@ -171,12 +159,17 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
     api, functions = root / "docs" / "python-api.md", root / "docs" / "examples" / "functions.py"
     for name in TABLES:
-        yield Section.of(api, name), "\n".join(table_lines(name))
-    shown = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
-    yield Section.of(api, "functions"), f"```python\n{shown}```"
+        yield Section.of(api, name), table_of(name)
+    code = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
+    yield Section.of(api, "functions"), f"```python\n{code}```"
     files = sorted((root / "fixtures" / "records").glob("*.jsonl"))
-    records = newest([record for path in files for record in records_of(path)])
-    for name, content in (("h200", kernels(records)), ("failures", failures(records))):
+    records = []
+    for line in (line for path in files for line in read_records(path)):
+        if line.kept is None:  # a page would leave it out unseen
+            raise InputError(line.why)
+        records.append(line.kept.certificate)
+    shown = newest(records)
+    for name, content in (("h200", kernels(shown)), ("failures", failures(shown))):
         yield Section.of(root / "docs" / "findings.md", name), content
 
 

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,35 +35,29 @@ def signatures(folder: Path | ZipPath, functions: Iterable[str]) -> dict[str, li
     for function in functions:
         file, _, name = function.partition(":")
         # A class may have moved to another file from one version to the next.
-        if (folder / file).is_file():
-            defined = dict(_functions(ast.parse((folder / file).read_text(encoding="utf-8"))))
-            found |= {function: _parameters(defined[name])} if name in defined else {}
+        if not (folder / file).is_file():
+            continue
+        tree = ast.parse((folder / file).read_text(encoding="utf-8"))
+        guarded = [node for block in tree.body if isinstance(block, ast.Try) for node in block.body]
+        defined: dict[str, ast.arguments] = {}  # by qualified name; of overloads the last, the implementation
+        for node in [*tree.body, *guarded]:
+            if isinstance(node, ast.FunctionDef):
+                defined[node.name] = node.args
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                inner = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                defined |= {f"{node.name}.{each.name}": each.args for each in inner}
+        if name in defined:
+            found[function] = _parameters(defined[name])
     return found
-
-
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.arguments]]:
-    """Functions by qualified name, in classes and functions too; of overloads the last, which is the implementation."""
-    guarded = [node for block in tree.body if isinstance(block, ast.Try) for node in block.body]
-    for node in [*tree.body, *guarded]:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node.args
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef):
-                    yield f"{node.name}.{inner.name}", inner.args
 
 
 def _parameters(arguments: ast.arguments) -> list[list[object]]:
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
-    listed: list[list[object]] = [
-        [argument.arg, "POSITIONAL_OR_KEYWORD", index >= required] for index, argument in enumerate(positional)
-    ]
-    if arguments.vararg:
-        listed.append([arguments.vararg.arg, "VAR_POSITIONAL", False])
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        listed.append([argument.arg, "KEYWORD_ONLY", default is not None])
-    return listed
+    listed: list[list[object]] = [[x.arg, "POSITIONAL_OR_KEYWORD", n >= required] for n, x in enumerate(positional)]
+    listed += [[arguments.vararg.arg, "VAR_POSITIONAL", False]] if arguments.vararg else []
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [*listed, *([x.arg, "KEYWORD_ONLY", default is not None] for x, default in keywords)]
 
 
 def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, bool]:
@@ -71,25 +65,20 @@ def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, b
     if label.split()[0] in _LARGE:
         return "not compared: its wheel is too large to fetch for this", False
     with tempfile.TemporaryDirectory() as folder:
-        problem = _fetch(label.replace(" ", "=="), folder)
-        if problem:
-            return f"not compared: {problem}", False
+        command = [sys.executable, *_FETCH, "--dest", folder, label.replace(" ", "==")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"not compared: no answer from the index in {_SECONDS} s", False
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            return f"not compared: {(errors or ['pip failed'])[-1]}", False
         (wheel,) = Path(folder).iterdir()
         found = signatures(ZipPath(wheel), expected)
     different = sorted(name for name in expected if found.get(name) != expected[name])
     if different:
         return f"DIFFERENT: {', '.join(different)}", True
     return f"{len(expected)} signatures as recorded", False
-
-
-def _fetch(requirement: str, folder: str) -> str:
-    command = [sys.executable, *_FETCH, "--dest", folder, requirement]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"no answer from the index in {_SECONDS} s"
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    return (errors or ["pip failed"])[-1] if done.returncode else ""
 
 
 def main(arguments: list[str]) -> int:

@@ -19,9 +19,7 @@ from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, first_cases
 
 HERE = Path(__file__).parent
-_WORDS_SHOWN = 9
-_UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
-"""How many of a field's units are 1."""
+_UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}  # how many of a field's units are 1
 _OF_LENGTHS = {
     "requests": lambda case: [len(case.q)],
     "tokens": lambda case: [sum(case.q)],
@@ -33,19 +31,18 @@ _OF_LENGTHS = {
 """Requests, new tokens and context tokens of a call; new, context and all tokens of a request."""
 
 
-class WordedValues:
+class WordedValues(list[Any]):
     """Distinct values in the order of their size, or of the cases if they are names.
 
     Formatted they are a list in words; with ``least`` or ``most`` the smallest or the largest of them.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        distinct = list(dict.fromkeys(values))
-        self._values = distinct if any(isinstance(value, str) for value in distinct) else sorted(distinct)
-
     def __format__(self, wanted: str) -> str:
-        chosen = {"": self._values, "least": self._values[:1], "most": self._values[-1:]}[wanted]
-        return in_words([_word(value) for value in chosen])
+        distinct = list(dict.fromkeys(self))
+        ordered = distinct if any(isinstance(value, str) for value in distinct) else sorted(distinct)
+        chosen = {"": ordered, "least": ordered[:1], "most": ordered[-1:]}[wanted]
+        words = (f"`{x}`" if isinstance(x, str) else f"{x:g}" if isinstance(x, float) else str(x) for x in chosen)
+        return in_words(list(words))
 
 
 class Facts:
@@ -69,25 +66,15 @@ def in_words(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _word(value: Any) -> str:
-    return f"`{value}`" if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _facts() -> dict[str, Any]:
-    """What sentences may name: capabilities, data regimes, a case of defaults, and what is captured on a GPU."""
-    named = {
-        name: Facts(entry.first_cases, " on a GPU" if entry.needs_cuda else "") for name, entry in CAPABILITIES.items()
-    }
-    every = first_cases()
-    regimes = {name: Facts(case for case in every if case.data == name) for name in REGIMES}
-    usual = Facts([PrefillCase(capability="new_tokens", q=(1,))])
-    captured = in_words([f"`{name}`" for name, entry in CAPABILITIES.items() if entry.captures])
-    return {**regimes, **named, "usual": usual, "captured": captured}
-
-
 def section_lines() -> Iterator[str]:
     """The list of hazards under its headings, then the table of data regimes."""
-    facts, hazards = _facts(), tomllib.loads((HERE / "hazards.toml").read_text(encoding="utf-8"))["hazard"]
+    # What sentences may name: data regimes, capabilities, a case of defaults, and what is captured on a GPU.
+    facts: dict[str, Any] = {name: Facts(case for case in first_cases() if case.data == name) for name in REGIMES}
+    for name, entry in CAPABILITIES.items():
+        facts[name] = Facts(entry.first_cases, " on a GPU" if entry.needs_cuda else "")
+    facts["usual"] = Facts([PrefillCase(capability="new_tokens", q=(1,))])
+    facts["captured"] = in_words([f"`{name}`" for name, entry in CAPABILITIES.items() if entry.captures])
+    hazards = tomllib.loads((HERE / "hazards.toml").read_text(encoding="utf-8"))["hazard"]
     for heading, group in groupby(hazards, itemgetter("group")):
         yield from (f"**{heading}**", "")
         for hazard in group:  # whose sentence says what generates it, or why nothing does; facts in braces
@@ -98,25 +85,18 @@ def section_lines() -> Iterator[str]:
     yield from (f"| `{name}` | {regime.sentence} |" for name, regime in REGIMES.items())
 
 
-def requirements(spec: str) -> dict[str, list[str]]:
-    """The sentences of each clause that say "must", which is what the suite judges."""
-    _, *parts = re.split(r"^### (\d+\.\d+) .*$", spec, flags=re.MULTILINE)
-    found = {}
-    for clause, text in zip(parts[::2], parts[1::2], strict=True):
-        sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z`*|-])", " ".join(text.partition("\n## ")[0].split()))
-        if musts := [sentence for sentence in sentences if re.search(r"\b[Mm]ust\b", sentence)]:
-            found[clause] = musts
-    return found
-
-
 def requirement_lines(spec: str) -> Iterator[str]:
-    """A row for each of these sentences, with its number, what decides it, and how many cases that are.
+    """A row for each sentence that says "must": its number, what decides it, and how many cases that are.
 
-    Raises:
-        InputError: the table has more or fewer entries for a clause than it has such sentences.
+    InputError if the table has more or fewer entries for a clause than it has such sentences.
     """
     decided = tomllib.loads((HERE / "requirements.toml").read_text(encoding="utf-8"))["decided"]
-    musts = requirements(spec)
+    _, *parts = re.split(r"^### (\d+\.\d+) .*$", spec, flags=re.MULTILINE)
+    musts = {}
+    for clause, text in zip(parts[::2], parts[1::2], strict=True):
+        sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z`*|-])", " ".join(text.partition("\n## ")[0].split()))
+        if found := [sentence for sentence in sentences if re.search(r"\b[Mm]ust\b", sentence)]:
+            musts[clause] = found
     for clause in {**musts, **decided}:
         want, got = len(musts.get(clause, [])), len(decided.get(clause, []))
         if want != got:
@@ -125,7 +105,7 @@ def requirement_lines(spec: str) -> Iterator[str]:
     for clause, sentences in musts.items():
         for letter, sentence, by in zip(ascii_lowercase, sentences, decided[clause], strict=False):
             number = f"{clause}{letter if len(sentences) > 1 else ''}"
-            begins = " ".join(sentence.removeprefix("- ").replace("|", "").split()[:_WORDS_SHOWN])
+            begins = " ".join(sentence.removeprefix("- ").replace("|", "").split()[:9])
             if by == "every":
                 by, cases = "every case", str(len(first_cases()))
             elif by.startswith("excluded: "):

@@ -6,9 +6,7 @@ judge alike are appended to the version's lists by ``ci/accept.py``. A case that
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mla_conformance.certificate.verify import LOCKED, SOURCES, version_digests
 from mla_conformance.files.whole import read_text, write_whole
@@ -20,14 +18,12 @@ from mla_conformance.vocabulary.capabilities import first_cases
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def write(name: str, change: Callable[[Any], Any]) -> None:
-    path = FIXTURES / name
-    stored = json.loads(read_text(path)) if path.exists() else {}
-    write_whole(path, to_text({**stored, SUITE_VERSION: change(stored.get(SUITE_VERSION, {}))}))
-
-
 if __name__ == "__main__":
-    write("mustpass.json", lambda _: MustPass.of_cases(first_cases()).digest)
+    stored = {name: json.loads(read_text(FIXTURES / name)) for name in ("mustpass.json", "suites.json")}
+    stored["mustpass.json"][SUITE_VERSION] = MustPass.of_cases(first_cases()).digest
     # Of a version that is known the sources that judge alike are kept.
-    kept = (*LOCKED, SOURCES)
-    write("suites.json", lambda known: {**version_digests(), **{name: known[name] for name in kept if name in known}})
+    known = stored["suites.json"].get(SUITE_VERSION, {})
+    kept = {name: known[name] for name in (*LOCKED, SOURCES) if name in known}
+    stored["suites.json"][SUITE_VERSION] = version_digests() | kept
+    for name, versions in stored.items():
+        write_whole(FIXTURES / name, to_text(versions))

@@ -21,15 +21,25 @@ from mla_conformance.report.terminal import counted, say
 from mla_conformance.speed.times import Speed, columns_of
 
 _SIDES = "before", "after"
-_JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
-_REGRESSED, _NOTHING_JUDGED = 1, 3
 
 
 def bump(options: argparse.Namespace) -> int:
     pins = two_versions(options.before, options.after)
     if not options.backend:
         raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
-    _require_device(options)
+
+    from mla_conformance.backends.kernel import get_device_capability
+    from mla_conformance.backends.loading import unavailable_reasons  # with torch
+    from mla_conformance.engine.machine import find_device
+
+    device = find_device(options.device or "")
+    if device is None:
+        raise InputError(f"--device {options.device}: torch finds no such device here; nothing was installed")
+    for backend in map(parse_reference, options.backend):  # one without a kernel for it, before minutes of installing
+        found = [unavailable_reasons(backend, get_device_capability(device), each.role) for each in backend.members()]
+        lacking = [next((each for each in reasons if "compute capability" in each), "") for reasons in found]
+        if lacking and all(lacking):
+            raise InputError(f"--backend {backend.name}: {lacking[0]}; nothing was installed")
     out = options.out or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -44,27 +54,11 @@ def bump(options: argparse.Namespace) -> int:
         environments.append(Environment.make((out / side).resolve() / "environment", pin, options.find_links))
         environments[-1].require_installed()
     names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
-    found = Bump(*(_judged(environment, names, options) for environment in environments))
-    say(*bump_lines(found), f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
+    compared = Bump(*(_judged(environment, names, options) for environment in environments))
+    say(*bump_lines(compared), f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
     if options.markdown:
-        write_output(options.markdown, bump_markdown(found))
-    return found.exit_status
-
-
-def _require_device(options: argparse.Namespace) -> None:
-    """Refuse a backend that has no kernel for the device here, before minutes of installing."""
-    from mla_conformance.backends.kernel import get_device_capability
-    from mla_conformance.backends.loading import unavailable_reasons  # with torch
-    from mla_conformance.engine.machine import find_device
-
-    device = find_device(options.device or "")
-    if device is None:
-        raise InputError(f"--device {options.device}: torch finds no such device here; nothing was installed")
-    for backend in map(parse_reference, options.backend):
-        found = [unavailable_reasons(backend, get_device_capability(device), each.role) for each in backend.members()]
-        lacking = [next((each for each in reasons if "compute capability" in each), "") for reasons in found]
-        if lacking and all(lacking):
-            raise InputError(f"--backend {backend.name}: {lacking[0]}; nothing was installed")
+        write_output(options.markdown, bump_markdown(compared))
+    return compared.exit_status
 
 
 def _judged(environment: Environment, names: Sequence[str], options: argparse.Namespace) -> "JudgedVersion":
@@ -75,7 +69,7 @@ def _judged(environment: Environment, names: Sequence[str], options: argparse.Na
     selection = [f"--{name}={value}" for name, values in asked.items() for value in values]
     selection += ["--speed"] if options.speed else []
     status = environment.run("mla_conformance", "certify", *selection, "--out", str(folder)).returncode
-    if status not in _JUDGED:
+    if status not in (0, 1, 3):  # with which it leaves a report
         raise InputError(f"certify with {pin} ended with status {status}")
     versions = {name: found.version for name, found in environment.find(names).items()}
     judged = JudgedVersion(pin, json_report.load_report(folder), versions)
@@ -137,7 +131,7 @@ class Bump:
     def exit_status(self) -> int:
         """0: no regression; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
         regressed = any(changes[0].regression for changes in self.kinds)
-        return _REGRESSED if regressed else _NOTHING_JUDGED if self.unjudged else 0
+        return 1 if regressed else 3 if self.unjudged else 0
 
     @property
     def sentence(self) -> str:
@@ -152,7 +146,7 @@ class Bump:
             rest = f"none newly fails, is missing or uses over {DRIFT} more of its error budget"
             return f"no regression · {alike} · {rest}"
         kinds = [f"{len(changes)} {changes[0].kind}" for changes in self.kinds]
-        verdict = "REGRESSED" if self.exit_status == _REGRESSED else "NOT JUDGED"
+        verdict = "REGRESSED" if self.exit_status == 1 else "NOT JUDGED"
         return " · ".join([verdict, *kinds, alike, *(f"{name} could not be compared" for name in self.unjudged)])
 
     @property

@@ -21,7 +21,7 @@ import torch
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.models.profile import dims_of
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.vocabulary.capabilities import place_of, write_case
+from mla_conformance.vocabulary.capabilities import write_case
 
 VARIABLE, LIMIT = "MLA_CONFORMANCE_CAPTURE", 1000
 _PREPARE = "prepare_metadata"
@@ -85,7 +85,7 @@ class _Capture:
             if case.id in self._seen:
                 return
             self._seen.add(case.id)
-        path = place_of(case, self.directory)
+        path = self.directory / f"{case.capability}-{case.digest}.json"
         if path.exists():  # another rank has written it
             return
         seen: dict[str, Any] = {"backend": type(backend).__name__}  # and every tensor of the call, as it was

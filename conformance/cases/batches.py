@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from operator import attrgetter
 from typing import NamedTuple
 
+from mla_conformance.cases import space
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.classes import PLAIN, SOME, Draw, Labels, Numbers
 from mla_conformance.cases.grammar import Fields, Lengths
@@ -35,23 +36,13 @@ REQUESTS = Numbers(
     },
     most=1100,
 )
-QUERIES = Numbers(
-    {
-        **exactly(1, 2, 3, 4),
-        "5 to 8": (range(5, 9),),
-        "9 to 16": (range(9, 17),),
-        "17 to 4,096": ((40,), range(17, 4097)),
-    }
-)
+QUERIES = Numbers({**exactly(1, 2, 3, 4), **space.spans("5 to 8", "9 to 16"), "17 to 4,096": ((40,), range(17, 4097))})
 MIXED = "mixed"
 DECODE_QUERIES = ("1", "2", MIXED, "3", "4", "5 to 8", "9 to 16")
 ROW_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")  # of rows that do not attend: a few, or many
 LONGEST = Numbers(
     {
-        "65 to 256": (range(65, 257),),
-        "1 to 16": (range(1, 17),),
-        "17 to 64": (range(17, 65),),
-        "257 to 1,024": (range(257, 1025),),
+        **space.spans("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
         **{f"> 2^{least}": (range(2**least + 1, 2**most + 1),) for least, most in ((10, 12), (12, 15), (15, 16))},
         "> 2^16": (range(2**16 + 1, 2**20 + 1),),
     }
@@ -64,26 +55,23 @@ _RUNS_FROM = 64  # requests whose drawn lengths may come in runs
 _LONG_OTHER = 320  # tokens of a drawn one that is not the longest
 MOST_TOKENS = 2**19  # of a batch in the covering arrays
 
-_RESTS = tuple(
-    next((f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0), "between")
-    for length in range(TILES[0])
-)
 
-
+@cache
 def tile_class(length: int) -> str:
     """What a length leaves of the largest tile that it fills, or fills but for one, or exceeds by one."""
-    return _RESTS[length % len(_RESTS)]
+    left = (f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0)
+    return next(left, "between")
 
 
 TILE = Labels(("between", *(f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1))), tile_class)
 
 
-def last_page(length: int, page: int) -> str:
+def last_of(length: int, page: int) -> str:
     return {page - 1: "all but one", 1: "one token", 0: "full"}.get(length % page, "between")
 
 
 # Of lengths, each with the tokens of a page.
-LAST_PAGE = Labels(("between", "full", "one token", "all but one"), lambda of: last_page(*of))
+LAST_PAGE = Labels(("between", "full", "one token", "all but one"), lambda of: last_of(*of))
 
 
 def query_class(q: Lengths) -> str | None:
@@ -99,7 +87,6 @@ def others_class(case: Case, lengths: Sequence[int] | None = None) -> str:
 
 
 OTHERS = ("shorter", "alone", "equal", "no context")
-OTHERS_BESIDE = tuple(label for label in OTHERS if label != "alone")
 SEVERAL = tuple(label for label in REQUESTS.parts if label != "1")
 
 
@@ -150,7 +137,7 @@ def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 @cache
 def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Sequence[int]:
-    found = (n for n in numbers[:_SCANNED] if tile_class(n) == tile and last_page(n, page) == last)
+    found = (n for n in numbers[:_SCANNED] if tile_class(n) == tile and last_of(n, page) == last)
     return tuple(islice(found, SOME))
 
 
@@ -201,18 +188,9 @@ class Shape(NamedTuple):
     longest: int  # tokens of its longest request
 
 
-def shapes(
-    queries: str,
-    heads: str,
-    product: str,
-    others: str,
-    longest: str,
-    tile: str,
-    page: str = "1",
-    last: str = "full",
-    *,
-    draw: Draw = PLAIN,
-) -> Iterator[Shape]:
+def shapes(*classes: str, draw: Draw = PLAIN) -> Iterator[Shape]:
+    """Shapes of the classes that ``PAGED_SHAPE`` names, or ``SHAPE`` where a batch lies in no pages."""
+    queries, heads, product, others, longest, tile, page, last = (*classes, "1", "full")[: len(PAGED_SHAPE)]
     for tokens, number in rows_and_heads(queries, heads, product, draw):
         for size in draw.some(PAGES, page):
             for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last, draw):
@@ -221,10 +199,6 @@ def shapes(
 
 SHAPE = ("queries", "heads", "rows x heads", "others", "longest", "tile")
 PAGED_SHAPE = (*SHAPE, "page", "last page")
-
-
-def _exists(*classes: str) -> bool:
-    return next(shapes(*classes), None) is not None
 
 
 def most_queries(queries: str) -> int:
@@ -236,8 +210,8 @@ def _long_enough(queries: str, others: str, longest: str, tile: str) -> bool:
     return bool(lengths(longest, tile, fewest + BEYOND[others]))
 
 
-def _ends(longest: str, tile: str, page: str, last: str) -> bool:
-    return any(lengths(longest, tile, 1, size, last) for size in PAGES.some[page])
+def _ends(longest: str, tile: str, page: str, last_page: str) -> bool:
+    return any(lengths(longest, tile, 1, size, last_page) for size in PAGES.some[page])
 
 
 FEW_REQUESTS = ("2 to 7", "1", "8 to 63")
@@ -253,20 +227,21 @@ SMALL_BATCHES = {  # classes of batches that are little work
 UNMIXED = never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)})
 NOT_BOTH = never("one request does not both", {"requests": ("1",), KIND.name: ("both",)})
 LONE_RULES: tuple[Rule, ...] = (  # of batches of one request
-    never("one request has no others", {"requests": ("1",), "others": OTHERS_BESIDE}),
+    never("one request has no others", {"requests": ("1",), "others": ("shorter", "equal", "no context")}),
     never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
     UNMIXED,
     never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
 )
 
-IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile)))
+_NO_ROOM = "no such length has room for the query tokens"
+IN_BOTH = space.rule("no length is in both classes", lambda longest, tile: bool(lengths(longest, tile)))
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
     Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
     IN_BOTH,
-    Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
-    Rule("no such length has room for the query tokens", SHAPE, _exists),
+    space.rule(_NO_ROOM, _long_enough),
+    Rule(_NO_ROOM, SHAPE, lambda *classes: any(shapes(*classes))),
     Rule(
         f"more than {MOST_TOKENS:,} tokens",
         ("requests", "others", "longest"),
@@ -274,19 +249,17 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
 )
 END_RULES: tuple[Rule, ...] = (
-    Rule(
+    space.rule(
         "no page of this size is filled so far",
-        ("page", "last page"),
-        lambda page, last: any(last == last_page(n, size) for size in PAGES.some[page] for n in range(size)),
+        lambda page, last_page: any(last_page == last_of(n, size) for size in PAGES.some[page] for n in range(size)),
     ),
-    Rule(
+    space.rule(
         "no length leaves so much of a tile and of a page",
-        ("tile", "page", "last page"),
-        lambda tile, page, last: _ends("257 to 1,024", tile, page, last),
+        lambda tile, page, last_page: _ends("257 to 1,024", tile, page, last_page),
     ),
-    Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), _ends),
+    space.rule("no such length leaves so much of a tile and of a page", _ends),
 )
-PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists))
+PAGE_RULES = (*END_RULES, Rule(_NO_ROOM, PAGED_SHAPE, lambda *classes: any(shapes(*classes))))
 LONE_PADDING = never(
     "rows of padding have one query token each",
     {"queries": tuple(label for label in QUERIES.parts if label != "1"), "padding": ("some",)},

@@ -12,6 +12,12 @@ TAILS = ("stale", "null", "minus", "huge")
 _USUAL_PAGE = 64
 
 
+def has_room(layout: str, latent_dims: tuple[int, int], dtype: str) -> bool:
+    """Whether the entries of a cache hold such latents; those of 16-bit models alone, where they hold some plain."""
+    form = TILED_FORMATS.get(layout)
+    return form is None or (latent_dims in form.dims and (not form.plain or dtype in ("bf16", "fp16")))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CachedCase(Case):
     cache: str = one_of(CACHES, "auto", "layout of the latent cache")
@@ -88,11 +94,10 @@ class CachedCase(Case):
         if self.scales != "float32" and (form is None or form.scales != "float32"):
             yield f"field scales: the entries of cache {self.cache} have no float32 scales"
         for layout in (getattr(self, name) for name in self.layouts):
-            form = TILED_FORMATS.get(layout)
-            if form and (self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16"))):
-                held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
-                got, ((latent, rope), *_) = self.latent_dims, form.dims
-                fit = "" if got in form.dims else f"; dims={self.dimensions.qk_nope_head_dim}-{rope}-128-{latent} fit"
+            if not has_room(layout, self.latent_dims, self.dtype):
+                got, dims = self.latent_dims, TILED_FORMATS[layout].dims
+                held, (latent, rope) = " or ".join(f"{latent} + {rope}" for latent, rope in dims), dims[0]
+                fit = "" if got in dims else f"; dims={self.dimensions.qk_nope_head_dim}-{rope}-128-{latent} fit"
                 yield f"{layout} holds {held} values of a 16-bit model, got {got} of {self.dtype}{fit}"
 
 

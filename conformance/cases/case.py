@@ -200,13 +200,22 @@ class Case(ABC):
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Case":
         """The case that :meth:`to_json` wrote, else CaseError."""
+        import msgspec  # which may stand in the current folder, that is not forgotten yet when this module loads
+
         values = dict(data)
         if values.pop("format", None) != CASE_FORMAT:
             raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
         _require_known(values)
         if "capability" not in values:
             raise CaseError("expected a field 'capability' in the case")
-        return Case.of(**{name: grammar.from_plain(name, FIELDS[name], value) for name, value in values.items()})
+        for name, value in values.items():
+            kind = FIELDS[name]
+            try:
+                values[name] = msgspec.convert(value, kind)  # a tuple is a list there
+            except msgspec.ValidationError:
+                expected = {int: "an integer", bool: "true or false", str: "a string"}.get(kind, "a list of integers")
+                raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
+        return Case.of(**values)
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.defaults()}

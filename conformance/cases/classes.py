@@ -59,12 +59,8 @@ class Numbers:
     def first(self, label: str) -> int:
         return self.some[label][0]
 
-    @cached_property
-    def _least(self) -> Mapping[str, int]:
-        return {label: min(map(min, parts)) for label, parts in self.parts.items()}
-
     def least(self, label: str) -> int:
-        return self._least[label]
+        return min(part[0] if isinstance(part, range) else min(part) for part in self.parts[label])
 
 
 class Labels(NamedTuple):

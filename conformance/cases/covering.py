@@ -1,6 +1,6 @@
 """Covering arrays: few rows that together hold every pair, or many triples, of the classes of a space. No torch."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -17,14 +17,11 @@ from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
 _T = TypeVar("_T")
 _MOST_REGIMES = 16  # data regimes that requests of a case have in turn
-# Of what part of the longest lengths other requests are, at most; the next one where they are too much work.
-_PARTS = (1, 4, 16, 64)
 _ENDS = sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
 _DRAWN, _CANDIDATES = 60, 300  # lengths that are drawn besides, and requests of which the best one is taken
 _ANY = 0  # in place of a number of new tokens, where a request may have any
 _COMPARED = 4  # rows of which the one that holds most of what is missing is taken
 Pair = tuple[ClassOf, ClassOf]  # in the order of their dimensions
-Triple = tuple[ClassOf, ClassOf, ClassOf]
 Numbered = tuple[list[int], int]  # classes as their numbers, and a mask of what they hold together
 
 
@@ -59,11 +56,10 @@ class Missing:
         return sum(map(self.held_by, rows))
 
     def held_by(self, row: Row) -> int:
-        return self.held_among(self.numbered(row))
+        return self.held_among(*self.numbered(row))
 
-    def held_among(self, classes: Numbered) -> int:
+    def held_among(self, numbers: list[int], mask: int) -> int:
         """A number that grows with those that a row's classes hold."""
-        numbers, mask = classes
         return sum((self.masks[number] & mask).bit_count() for number in numbers)
 
     def dense(self, name: str, labels: Sequence[str], row: Row, small: bool = False) -> list[str]:
@@ -172,7 +168,7 @@ class Triples(Missing):
         every, own = (1 << self._width) - 1, self.masks[number]
         return [own >> other * self._width & every for other in range(self._width)]
 
-    def densest(self) -> Triple | None:
+    def densest(self) -> tuple[ClassOf, ClassOf, ClassOf] | None:
         """A triple of the two classes that are in most; None if there is none left."""
         for number, mask in enumerate(self.masks):
             if number not in self._most or self._most[number][0] is not mask:
@@ -222,7 +218,8 @@ def filled(space: Space, case: Case, left: Missing, fits: Callable[[Case], bool]
     They become shorter until the case ``fits``. A case that others add nothing to stays as it is.
     """
     row, before = space.row_of(case), left.new_in(space.rows((case,)))
-    for part in (*_PARTS, 0) if len(case.q) > 1 else ():
+    # Of what part of the longest lengths others are, at most; the next one where they are too much work.
+    for part in (1, 4, 16, 64, 0) if len(case.q) > 1 else ():
         with suppress(CaseError):
             other = _with_requests(space, case, row, left, part)
             if left.new_in(space.rows((other,))) > before and fits(other) and space.row_of(other) == row:
@@ -250,7 +247,7 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
         slot, asked, best = request % slots, (q[request], regimes.get(request % slots, "")), None
         if numbered(*asked) and q[request] and (not kv or kv[request]):  # those without keys stay so
             if asked not in most:
-                gains = ((missing.held_among(classes), lengths, of) for lengths, of, classes in numbered(*asked))
+                gains = ((missing.held_among(*classes), lengths, of) for lengths, of, classes in numbered(*asked))
                 most[asked] = max(gains, key=itemgetter(0))
             gain, lengths, of = most[asked]
             if gain:
@@ -294,14 +291,3 @@ def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Map
 def _lengths(most: int, draw: Draw) -> list[int]:
     drawn = (draw.near(1, max(1, most), "length", number) for number in range(_DRAWN))
     return [length for length in dict.fromkeys((*_ENDS, *drawn)) if length <= most] or [1]
-
-
-def choose(cases: Sequence[Collection[ClassOf]], costs: Sequence[float], given: Iterable[ClassOf]) -> list[int]:
-    """Numbers of cheap cases that, with the ``given`` classes, hold every class that all of them hold."""
-    missing = set().union(*cases) - set(given)
-    chosen = []
-    while missing:
-        best = max(range(len(cases)), key=lambda number: len(missing.intersection(cases[number])) / costs[number])
-        chosen.append(best)
-        missing.difference_update(cases[best])
-    return sorted(chosen)

@@ -19,9 +19,7 @@ from mla_conformance.cases.work import is_light
 
 Classes = Mapping[str, Sequence[str]]  # of each dimension, those that are wanted
 _BATCHES, _TRIES = 24, 80  # dense batches of a role, and how often one is drawn until a CPU is asked for it
-_FITTED_TRIES = 4
 _REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
-_TREES = (2, 2, 3, 4, 5, 9, 17, 33)
 _EDGES = (0, 0, 1, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 191, 192, 255, 256, 257)
 # Positions, where the context of a request is nothing but one.
 _FAR = (255, 256, 257, 2047, 2048, 2049, 32_767, 32_768, 40_000, 65_535, 65_536, 70_000)
@@ -34,8 +32,6 @@ _REGIMES = (1, 2, 5, 9, 16)  # how many data regimes requests have in turn
 _POSITIONS, _SMALL = "positions", "small"
 _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)  # roles whose requests have any number of new tokens, or none
 PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
-_SHORT = 43
-_RUN = (33, 40, 48)
 
 
 def dense_cases(space: Space) -> list[Case]:
@@ -51,7 +47,7 @@ def drawn_case(space: Space, name: str, classes: Classes) -> Case | None:
     kinds = (_dense, _dense, _wide, _wide, *(partial(_long, length=length, any_heads=True) for length in _LONG))
     kind = Draw(name).pick(kinds, "kind")
     what = _SMALL if kind is _wide else "rows" if Draw(name).below(2, "rows") else "keys"
-    return next(_drawn(space, f"{what} {name}", kind, classes=classes, tries=_FITTED_TRIES), None)
+    return next(_drawn(space, f"{what} {name}", kind, classes=classes, tries=4), None)
 
 
 def _drawn(
@@ -88,12 +84,12 @@ def _preferred(space: Space, draw: Draw, classes: Classes | None, small: bool) -
 def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
     """Tens of requests with lengths of their own: mixed, in runs beyond a warp, or two long ones with short between."""
     trees = case.role is Role.TREE  # few of them with many tokens, since it is trees that differ
-    number = draw.pick(_TREES if trees else _REQUESTS, "requests")
+    number = draw.pick((2, 2, 3, 4, 5, 9, 17, 33) if trees else _REQUESTS, "requests")
     most = draw.pick((8, 16, 40, 65) if trees else (1, 1, 2, 4, 8, 16), "queries")
     one = case.pad or draw.below(2, "one")
     q = [most if one and not case.pad else 1 if case.pad else 1 + draw.below(most, "new", n) for n in range(number)]
     far = any(each.name == _POSITIONS for each in space.dimensions)
-    run = draw.pick((1, 1, 1, 1, *_RUN, number), "runs")
+    run = draw.pick((1, 1, 1, 1, 33, 40, 48, number), "runs")
     kv = [draw.pick(_FAR if far and draw.below(2, n // run) else _EDGES, "kv", n // run) for n in range(number)]
     # As long as engines have them, above all where a key is a number.
     if draw.below(2 if case.role is Role.TOPK else 6, "larger") == 0:
@@ -102,7 +98,7 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
         first, second = draw.below(number, "first"), draw.below(number, "second")
         kv[first], kv[second] = draw.pick((513, 700, 1100), "longer"), draw.pick((513, 1000, 1025), "longest")
     if case.role is Role.SPARSE_LAYER:  # whose keys are made from hidden states, which takes long
-        kv = [tokens % _SHORT for tokens in kv]
+        kv = [tokens % 43 for tokens in kv]
     if draw.below(6, "whole tiles") == 0:  # that all requests fill, with their new tokens
         tile = draw.pick((16, 64, 128), "tile")
         kv = [max(0, -(-(tokens + new) // tile) * tile - new) for tokens, new in zip(kv, q, strict=True)]

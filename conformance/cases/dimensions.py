@@ -1,15 +1,14 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from mla_conformance.cases import batches, space
-from mla_conformance.cases.cached import TAILS, CachedCase
-from mla_conformance.cases.case import POISON, Case, Layout
+from mla_conformance.cases.cached import TAILS, CachedCase, has_room
+from mla_conformance.cases.case import POISON, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
-from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
+from mla_conformance.reference.entry_formats import TILE_SCALES
 
 
 def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dimension:
@@ -56,8 +55,7 @@ PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), ran
 POISONS = space.values("poison", "poison", *POISON)
 LSE = space.plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
 MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,), range(2, 2**31))}, most=200))
-AROUND = (PADDING, POISONS)
-"""What is around a batch in memory."""
+AROUND = (PADDING, POISONS)  # what is around a batch in memory
 
 
 def storage(only: Only = ALWAYS) -> tuple[Dimension, ...]:
@@ -80,10 +78,8 @@ def ranks(only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 
 def room(layout: str, dims: str, dtype: str) -> bool:
-    form = TILED_FORMATS.get(layout)
     head, rank = dimensions_of(dims)
-    latent = (rank, head.qk_rope_head_dim)
-    return form is None or (latent in form.dims and (not form.plain or dtype in ("bf16", "fp16")))
+    return has_room(layout, (rank, head.qk_rope_head_dim), dtype)
 
 
 ROOM = Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room)
@@ -160,23 +156,20 @@ def _rows(requests: str, queries: str) -> int:
     return batches.REQUESTS.first(requests) * batches.most_queries(queries)
 
 
-SCORES_RULE = Rule(  # of an indexer, whose rows score every token
+SCORES_RULE = space.rule(  # of an indexer, whose rows score every token
     f"more than {_MOST_SCORES:,} scores",
-    ("requests", "queries", "longest"),
     lambda requests, queries, longest: _rows(requests, queries) * batches.LONGEST.least(longest) <= _MOST_SCORES,
 )
 LIST_RULES = (
-    Rule(
+    space.rule(
         f"more than {_MOST_NAMED:,} entries of lists",
-        ("requests", "queries", "columns"),
         lambda requests, queries, columns: _rows(requests, queries) * COLUMNS.first(columns) <= _MOST_NAMED,
     ),
-    Rule(
+    space.rule(
         "no list is so long",
-        ("longest", "keys"),
         lambda longest, keys: any(_lists_beside(longest, columns, keys) for columns in COLUMNS.parts),
     ),
-    Rule("no list is so long, or so short", ("longest", "columns", "keys"), _lists_beside),
+    space.rule("no list is so long, or so short", _lists_beside),
     Rule(
         "no list of such columns leaves so much of a tile",
         ("columns", "keys", "named"),
@@ -185,21 +178,18 @@ LIST_RULES = (
     Rule(
         "no columns are so many",
         ("longest", "tile", "columns", "keys", "named"),
-        lambda longest, tile, *classes: any(
-            column_counts(length, *classes) for length in batches.lengths(longest, tile, 1)
-        ),
+        lambda longest, tile, *of: any(column_counts(length, *of) for length in batches.lengths(longest, tile, 1)),
     ),
     Rule("no columns are so many", ("columns", "keys", "named", *batches.PAGED_SHAPE), _listed, always=True),
 )
 
 
 def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    def beside(case: Any, total: int) -> tuple[int, int]:
-        return total, case.topk
-
-    columns = counted("columns", COLUMNS, lambda case: case.topk, only)
-    lists = (by_length(name, kinds, batches.totals, only, beside) for name, kinds in (("keys", KEYS), ("named", NAMED)))
-    return columns, *lists
+    return (
+        counted("columns", COLUMNS, lambda case: case.topk, only),
+        by_length("keys", KEYS, batches.totals, only, lambda case, total: (total, case.topk)),
+        by_length("named", NAMED, batches.totals, only, lambda case, total: (total, case.topk)),
+    )
 
 
 def residues() -> Iterator[Dimension]:
@@ -208,9 +198,6 @@ def residues() -> Iterator[Dimension]:
     No row asks for one; among the members that are drawn for a row those with new pairs of residues are taken.
     """
     fourths = Labels(("0", "1", "2", "3"), lambda number: str(number % 4))
-
-    def tiles(size: int) -> Callable[[Case], int]:  # those that the longest request fills or begins
-        return lambda case: -(-max(case.totals) // size)
 
     def groups(size: int) -> Labels:
         near = {0: "0", 1: "1", size - 1: "-1"}
@@ -224,8 +211,10 @@ def residues() -> Iterator[Dimension]:
     yield counted("magnitude of rows", magnitudes, lambda case: sum(case.q))
     yield counted("magnitude of the longest", magnitudes, lambda case: max(case.totals))
     yield counted("magnitude of slots", magnitudes, lambda case: getattr(case, "spare", 0) * case.page)
-    for size in (64, 128, 512):
-        yield counted(f"tiles of {size} mod 4", fourths, tiles(size))
+    # Those that the longest request fills or begins.
+    yield counted("tiles of 64 mod 4", fourths, lambda case: -(-max(case.totals) // 64))
+    yield counted("tiles of 128 mod 4", fourths, lambda case: -(-max(case.totals) // 128))
+    yield counted("tiles of 512 mod 4", fourths, lambda case: -(-max(case.totals) // 512))
     yield counted("requests mod 32", groups(32), lambda case: len(case.q))
     yield counted("rows mod 64", groups(64), lambda case: sum(case.q))
     yield counted("heads mod 4", fourths, lambda case: case.heads)

@@ -161,7 +161,7 @@ class _Fitting:
         pairs.leave(value for value in space.values if value[0] in _SURROUNDINGS)
         claimed, left = len(Triples(pairs)), self._without_held(pairs)
         before, enough, self._needs = claimed - len(left), len(fitted) + many, False
-        self._left, self._most, self._fine = left, CPU_WORK, FinePairs(space, light)
+        self._left, self._most, self._fine = left, CPU_WORK, (fine := FinePairs(space, light))
 
         def found_in(case: Case) -> set[tuple[str, Any]]:
             return {*space.row_of(case).items(), ("heads", case.heads), ("q", case.q[:1])}
@@ -172,7 +172,14 @@ class _Fitting:
                 bases = [row for value in cell.items() for row in self._with[value][-1:]]
                 if self._try([*cell.items()], bases, numbers):
                     known.append(found_in(fitted[-1]))
-        self._find_dense(self._fine, many * 2 // 5)
+        classes, batches = self.region.classes, many * 2 // 5  # dense ones, of several that are drawn for each
+        drawn = (drawn_case(space, f"{self._salt}|{n}", classes) for n in range(_DENSE_DRAWS * batches))
+        found = [*dict.fromkeys(filter(None, drawn))]
+        rows = {case: space.row_of(case) for case in compress(found, self._supports(found))}
+        for _ in range(min(batches, len(rows))):
+            best = max(rows, key=lambda case: fine.held_by(rows[case], case))
+            self._take(best)
+            del rows[best]
         # In turn a class that is more work than usual: long batches, many heads and so on.
         small, classes = space.small, self.region.classes
         larger = [(name, label) for name in small for label in classes.get(name, ()) if label not in small[name]]
@@ -205,16 +212,6 @@ class _Fitting:
             else:
                 left.drop(dict(pairs[0]))
         self.region.rows = rows  # a session is no verdict on a pair that nothing else holds
-
-    def _find_dense(self, fine: FinePairs, many: int) -> None:
-        space, classes = self.region.space, self.region.classes
-        drawn = (drawn_case(space, f"{self._salt}|{number}", classes) for number in range(_DENSE_DRAWS * many))
-        found = [*dict.fromkeys(filter(None, drawn))]
-        rows = {case: space.row_of(case) for case in compress(found, self._supports(found))}
-        for _ in range(min(many, len(rows))):
-            best = max(rows, key=lambda case: fine.held_by(rows[case], case))
-            self._take(best)
-            del rows[best]
 
     def _without_held(self, pairs: Pairs) -> Triples:
         found = Triples(pairs)

@@ -16,9 +16,6 @@ Data = StrEnum(  # what the values of a case's inputs are like
 MOST_REQUESTS = 2**16  # of a case; the longest list of the suite has 16,500
 LARGEST = 2**31  # any number of a case, and the tokens of all its requests; the suite's largest batch has 1,049,190
 _LONGEST_ID = 2**20
-_SHORTEST_RUN = 4
-_FEWEST_ROUNDS = 8
-_INTEGER = re.compile("-?[0-9]+")
 _LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", re.ASCII)
 _ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]", re.ASCII)
 
@@ -43,12 +40,12 @@ def format_value(value: object) -> str:
     """
     if not isinstance(value, tuple):
         return str(int(value)) if isinstance(value, bool) else str(value)
-    for size in range(2, len(value) // _FEWEST_ROUNDS + 1) if len(set(value)) > 1 else ():
+    for size in range(2, len(value) // 8 + 1) if len(set(value)) > 1 else ():
         first, times = value[:size], len(value) // size
         if first * times == value:
             return f"[({','.join(map(str, first))})x{times}]"
     runs = [(length, len(list(group))) for length, group in groupby(value)]
-    listed = ([f"{length}x{n}"] if n >= _SHORTEST_RUN else [str(length)] * n for length, n in runs)
+    listed = ([f"{length}x{n}"] if n >= 4 else [str(length)] * n for length, n in runs)
     return f"[{','.join(chain.from_iterable(listed))}]"
 
 
@@ -59,7 +56,7 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
             return text
         if kind is bool:
             return {"0": False, "1": True}[text]
-        if kind is int and _INTEGER.fullmatch(text):
+        if kind is int and re.fullmatch("-?[0-9]+", text):
             return int(text)
         if kind is not int and (rounds := _ROUNDS.fullmatch(text)):
             runs = [(tuple(map(int, rounds[1].split(","))), int(rounds[2]))]
@@ -79,17 +76,6 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
 def require_requests(name: str, count: int) -> None:
     if count > MOST_REQUESTS:
         raise CaseError(f"field {name}: expected at most {MOST_REQUESTS:,} requests, got {count:,}")
-
-
-def from_plain(name: str, kind: Any, value: Any) -> Any:
-    """A value of a field's type ``kind`` from JSON, where a tuple is a list, else CaseError."""
-    import msgspec  # which may stand in the current folder, that is not forgotten yet when this module loads
-
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        expected = {int: "an integer", bool: "true or false", str: "a string"}.get(kind, "a list of integers")
-        raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
 
 
 @cache

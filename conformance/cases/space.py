@@ -51,19 +51,11 @@ class Dimension:
     def has_say(self, row: Row) -> bool:
         return not self.only.name or row.get(self.only.name) in self.only.classes
 
-    def fields_of(self, label: str, draw: Draw) -> Fields:
-        if self.drawn and label in self.classes:
-            field_name, numbers = self.drawn
-            return {field_name: draw.of(numbers, label, self.name)}
-        return self.classes.get(label, {})
-
 
 def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dimension:
     def class_of(case: Case) -> str | None:
-        for label, fields in classes.items():
-            if all(getattr(case, name) == value for name, value in fields.items()):
-                return label
-        return None
+        fits = (label for label, own in classes.items() if all(getattr(case, name) == own[name] for name in own))
+        return next(fits, None)
 
     return Dimension(name, classes, class_of, only)
 
@@ -73,11 +65,7 @@ def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension
     if field != DATA:
         return plain(name, classes, only)
     known = {label: label for label in classes}.get
-
-    def of_request(case: Case, request: int) -> str | None:
-        return known(case.data_of(request))
-
-    return Dimension(name, classes, lambda case: known(case.regimes[0]), only, of_request=of_request)
+    return Dimension(name, classes, lambda x: known(x.regimes[0]), only, of_request=lambda x, n: known(x.data_of(n)))
 
 
 def measured(
@@ -178,7 +166,11 @@ class Space:
         """A case of a row that has every dimension; CaseError if none can be this row with the drawn members."""
         fields: Fields = {"capability": self.capability}
         for each in self.dimensions:
-            fields |= each.fields_of(row[each.name], draw)
+            if each.drawn and row[each.name] in each.classes:
+                name, numbers = each.drawn
+                fields[name] = draw.of(numbers, row[each.name], each.name)
+            else:
+                fields |= each.classes.get(row[each.name], {})
         case = Case.of(**{**fields, **self.shape(row, draw), **(further or {})})
         if draw and self.row_of(case) != row:
             raise CaseError(f"{case.id}: other classes than those that its members were drawn from")

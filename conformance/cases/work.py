@@ -1,10 +1,12 @@
-"""What a case takes, in useful operations and in elements. No torch."""
+"""What a case takes, in useful operations and in elements, and simpler cases that take less. No torch."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Call, Case
+from mla_conformance.cases.case import Call, Case, CaseError
 
 CPU_WORK = 2e8  # of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU
 LARGE_CPU_WORK = 3e9
@@ -19,8 +21,9 @@ _OF_A_LAYERS_ROW, _OF_A_LAYERS_OPERATION = 1e6, 100
 """What each takes on one core, the golden result and all that is judged of it included, about: in nanoseconds. Of a
 decode rows and values of their outputs, of lists their entries, which name keys of so many elements where these are
 attended to, of an indexer scores, and of a sparse layer rows of each rank and operations as well."""
-
 _DECODES = (Role.DECODE, Role.TREE)
+_STRUCTURE = {"capability", "call", "q", "kv", "heads", "dims"}
+_SMALL = "small"
 
 
 def work_of(case: Case) -> float:
@@ -68,3 +71,38 @@ def _chunks(case: Case) -> int:
 def is_light(case: Case) -> bool:
     """Whether a CPU is asked for a case of so much work, beside what only a few large ones hold."""
     return work_of(case) <= CPU_WORK
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Valid cases one step simpler, the boldest first: fewer requests, tokens or heads, or fewer unusual fields."""
+    for changes in _steps(case):
+        try:
+            candidate = replace(case, **changes)
+        except CaseError:
+            continue
+        if candidate != case:
+            yield candidate
+
+
+def _steps(case: Case) -> Iterator[dict[str, Any]]:
+    size = len(case.q) // 2
+    while size:  # without half of the requests, a quarter, and so on down to one
+        yield from (case.without(range(start, start + size)) for start in range(0, len(case.q), size))
+        size //= 2
+    yield from ({"data": regime} for regime in case.regimes if regime != case.data)
+    if case.dims != _SMALL:
+        yield {"dims": _SMALL}
+    yield from ({"heads": heads} for heads in _smaller(case.heads, 1))
+    yield from ({name: default} for name, default in case.defaults().items() if name not in _STRUCTURE)
+    for name, lengths, least in (("q", case.q, 1), ("kv", case.kv, 0)):
+        for index, length in enumerate(lengths):
+            for shorter in _smaller(length, least):
+                yield {name: (*lengths[:index], shorter, *lengths[index + 1 :])}
+
+
+def _smaller(value: int, least: int) -> Iterator[int]:
+    """The least value, then half of the way back, a quarter, and so on to one less."""
+    distance = value - least
+    while distance > 0:
+        yield value - distance
+        distance //= 2

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import simpler
 from mla_conformance.commands.console import BROKEN, Progress, clock, live, run_and_report
 from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.journal import RUNS

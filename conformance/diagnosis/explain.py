@@ -23,8 +23,7 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.shrink import simpler
-from mla_conformance.cases.work import work_of
+from mla_conformance.cases.work import simpler, work_of
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs
 from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS

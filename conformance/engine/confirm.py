@@ -11,7 +11,7 @@ from itertools import accumulate
 from time import monotonic
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import simpler
 from mla_conformance.engine.messages import Judge
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey

@@ -170,9 +170,6 @@ class Expectations:
                     yield entry, f"stale: no case of the suite matches {query.text}"
 
 
-_DEFAULTS = Expectation(backend="*", case="*")
-
-
 @dataclass(frozen=True)
 class Update:
     kept: tuple[Expectation, ...]  # entries that still hold, or that the report says nothing about
@@ -222,12 +219,12 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
 def to_toml(entry: Expectation) -> str:
     """The entry as TOML, without what is as by default; the reason always stands, for a person to fill."""
     always = ("backend", "case", "status", "reason", "category")
-    written = [n for n in FIELDS if n in always or getattr(entry, n) != getattr(_DEFAULTS, n)]
-    lines = [f"{name} = {_value(getattr(entry, name))}" for name in written]
-    return "\n".join(["[[expectation]]", *lines]) + "\n"
-
-
-def _value(value: str | tuple[str, ...] | bool) -> str:
-    if isinstance(value, tuple):
-        return "\n".join(["[", *(f"    {_value(text)}," for text in value), "]"])
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    lines = ["[[expectation]]"]
+    for name in FIELDS:
+        value = getattr(entry, name)
+        if name in always or value != getattr(Expectation, name):
+            texts = value if isinstance(value, tuple) else (value,)
+            told = [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts]
+            listed = [f"{name} = [", *(f"    {text}," for text in told), "]"]
+            lines += listed if isinstance(value, tuple) else [f"{name} = {told[0]}"]
+    return "\n".join(lines) + "\n"

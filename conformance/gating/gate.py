@@ -1,7 +1,7 @@
 """The gate: whether a run may be merged, judged by its report, a baseline, the expectations and a must-pass list."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -86,7 +86,15 @@ class Gate:
             changes = compare(_joined(self.baseline, self.expectations), now, limit)
         newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
         found = [*self._missing(), *self._incomplete()]
-        found += [row for each in now.records for row in _of_record(each, newly)]
+        for each in now.records:
+            if each.status is Status.UNEXPECTED_PASS:
+                found.append(GateRow(GateFinding.UNEXPECTED_PASS, each.backend, each.case, each.expectation))
+            elif each.failed:
+                kind = GateFinding.NEWLY_FAILING if (each.backend, each.key) in newly else GateFinding.FAILING
+                found.append(GateRow(kind, each.backend, each.case, " ".join(filter(None, (each.status, each.check)))))
+            elif each.status is Status.UNAVAILABLE:
+                kind = GateFinding.TOO_LARGE if each.too_large else GateFinding.UNAVAILABLE
+                found.append(GateRow(kind, each.backend, each.case, each.message))
         found += [GateRow(GateFinding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
         found += [GateRow(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
@@ -99,12 +107,6 @@ class Gate:
     @cached_property
     def now(self) -> RunSummary:
         return _joined(self.reports, self.expectations)
-
-    @property
-    def terms(self) -> list[str]:
-        suites = {f"suite {report.environment['suite']}": "" for report in self.reports}
-        tier = f"{self.tier} tier required" if self.tier else "any selection accepted"
-        return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
 
     def blocks(self, row: GateRow) -> bool:
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
@@ -175,17 +177,6 @@ class Gate:
                     yield GateRow(GateFinding.BITWISE, name, question, f"{found.role}: {found.why}")
 
 
-def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[GateRow]:
-    if record.status is Status.UNEXPECTED_PASS:
-        yield GateRow(GateFinding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
-    elif record.failed:
-        kind = GateFinding.NEWLY_FAILING if (record.backend, record.key) in newly else GateFinding.FAILING
-        yield GateRow(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
-    elif record.status is Status.UNAVAILABLE:
-        kind = GateFinding.TOO_LARGE if record.too_large else GateFinding.UNAVAILABLE
-        yield GateRow(kind, record.backend, record.case, record.message)
-
-
 def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
     wanted, left = ([key for key in keys if key != EXPLORED] for keys in (wanted, left))
     capabilities, lacking = ({key.partition(":")[0] for key in keys} for keys in (wanted, left))
@@ -234,4 +225,7 @@ def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[s
             yield f"{'cause':<16} {cut(backend.name, _NAME):<{width}} {cause}"
     verdicts, waived = sum(len(report.records) for report in gate.reports), gate.now.counts.waived
     counts = [counted(verdicts, "verdict"), *([counted(waived, "expected failure")] if waived else []), *found]
-    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *counts])
+    terms = [*dict.fromkeys(f"suite {report.environment['suite']}" for report in gate.reports)]
+    terms += [f"{gate.tier} tier required" if gate.tier else "any selection accepted"]
+    terms += [f"must-pass {gate.must_pass.name}"] if gate.must_pass else []
+    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*terms, *counts])

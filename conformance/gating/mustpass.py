@@ -26,12 +26,13 @@ _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "in
 
 
 def profile_of(case: Case) -> str:
-    capability = CAPABILITIES[case.capability]
-    if capability.probes_refusals:
+    entry = CAPABILITIES[case.capability]
+    if entry.probes_refusals:
         return case.profile or CORE
     dims = f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else ""
     dtype, gpu = case.dtype if case.dtype != "bf16" else "", "gpu" if is_due_on_gpu(case) else ""
-    asked = (case.profile, capability.needs, dims, dtype, capability.profile, gpu, *case.asks)
+    device = "graph" if entry.captures else "cuda" if entry.needs_cuda else "large" if entry.large else ""
+    asked = (case.profile, entry.needs, dims, dtype, device, gpu, *case.asks)
     return "+".join(filter(None, asked)) or CORE
 
 

@@ -4,7 +4,7 @@ What no configuration tells of an architecture is from transformers 5.17.0 and v
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -112,85 +112,76 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
             f"{name}: model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention; "
             f"expected one of {', '.join(FAMILIES)}"
         )
-    return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type)
+    config, family = convert(data, _Config, name), FAMILIES[model_type]
 
-
-@dataclass
-class _Reader:
-    name: str
-    config: _Config
-    family: Family
-
-    def profile(self, model_type: str) -> ModelProfile:
-        config, rotates, scale, words = self.config, self.family.rotates and self.config.qk_rope_head_dim, 1.0, "none"
-        # As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled.
-        reported = config.rope_parameters or config.rope_scaling or {}
-        reported = reported["compress"] if isinstance(reported.get("compress"), dict) else reported
-        rope = convert(reported, _Rope, f"{self.name}: rope parameters")
-        if rotates:
-            theta = rope.rope_theta or config.compress_rope_theta or config.rope_theta
-            factor, kind = f" × {rope.factor:g}" if rope.factor > 1 else "", rope.rope_type or rope.type or "default"
-            words = f"{kind}{factor}" + (f", theta {theta:g}" if theta else "")
-            if kind != "default":  # whatever the length is that YaRN extends
-                yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
-                scale = yarn.softmax_factor
-        if self.family.attends == "compressed":
-            whole = self._need("head_dim")  # rotated columns are among those of the value
-            dims = (whole, 0, whole, whole)
-        else:
-            value = config.v_head_dim
-            if value is None and self.family.shares_hidden_size:
-                value = config.hidden_size // config.num_attention_heads
-            value = value or self._need("v_head_dim")
-            dims = self._need("qk_nope_head_dim"), self._need("qk_rope_head_dim"), value, self._need("kv_lora_rank")
-        kinds = self._kinds()
-        return ModelProfile(
-            name=self.name,
-            model_type=model_type,
-            hidden_size=config.hidden_size,
-            heads=config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
-            dims=dims,
-            scale=round(100 * scale),
-            rope=words,
-            layers=tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items()),
-            selection=self._selection(kinds),
-            outside=(*self.family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
-        )
-
-    def _need(self, field: str) -> int:
-        if (value := getattr(self.config, field)) is None:
-            raise InputError(f"{self.name}: {field}: expected a number, got none")
+    def need(field: str) -> int:
+        if (value := getattr(config, field)) is None:
+            raise InputError(f"{name}: {field}: expected a number, got none")
         return int(value)
 
-    def _kinds(self) -> Sequence[str]:
-        linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
-        usual = "full_attention" if self.family.attends == "all" else "deepseek_sparse_attention"
-        kinds: Sequence[str] = [usual] * count
-        if self.config.layer_types:
-            kinds = self.config.layer_types[:count]
-        elif self.config.compress_ratios:
-            ratios = self.config.compress_ratios[:count]
-            if strange := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
-                known = ", ".join(map(str, _COMPRESSION))
-                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {strange[0]}")
-            kinds = [_COMPRESSION[ratio] for ratio in ratios]
-        elif linear:
-            kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
-        if len(kinds) != count:
-            raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
-        return kinds
+    # As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled.
+    reported = config.rope_parameters or config.rope_scaling or {}
+    reported = reported["compress"] if isinstance(reported.get("compress"), dict) else reported
+    rope, scale, words = convert(reported, _Rope, f"{name}: rope parameters"), 1.0, "none"
+    if family.rotates and config.qk_rope_head_dim:
+        theta = rope.rope_theta or config.compress_rope_theta or config.rope_theta
+        factor, kind = f" × {rope.factor:g}" if rope.factor > 1 else "", rope.rope_type or rope.type or "default"
+        words = f"{kind}{factor}" + (f", theta {theta:g}" if theta else "")
+        if kind != "default":  # whatever the length is that YaRN extends
+            yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
+            scale = yarn.softmax_factor
+    if family.attends == "compressed":
+        whole = need("head_dim")  # rotated columns are among those of the value
+        dims = (whole, 0, whole, whole)
+    else:
+        value = config.v_head_dim
+        if value is None and family.shares_hidden_size:
+            value = config.hidden_size // config.num_attention_heads
+        value = value or need("v_head_dim")
+        dims = need("qk_nope_head_dim"), need("qk_rope_head_dim"), value, need("kv_lora_rank")
+    kinds = _kinds(name, config, family)
+    return ModelProfile(
+        name=name,
+        model_type=model_type,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        dims=dims,
+        scale=round(100 * scale),
+        rope=words,
+        layers=tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items()),
+        selection=None if family.attends == "all" else _selection(config, family, kinds, need),
+        outside=(*family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
+    )
 
-    def _selection(self, kinds: Sequence[str]) -> Selection | None:
-        if self.family.attends == "all":
-            return None
-        heads, dim, topk = map(self._need, ("index_n_heads", "index_head_dim", "index_topk"))
-        pools, second = topk // self.config.index_kpool, tuple[int, ...]()
-        if self.family.attends == "compressed":
-            columns = {_COMPRESSION[4]: pools, _COMPRESSION[128]: _WHOLE_COMPRESSED}
-            topk, second = self._need("sliding_window"), tuple(columns[kind] for kind in columns if kind in kinds)
-        indexer = {"index_heads": heads, "index_dim": dim, "index_topk": pools}
-        return Selection(topk=topk, sinks=self.family.sinks, second=second, **indexer)
+
+def _kinds(name: str, config: _Config, family: Family) -> Sequence[str]:
+    linear, count = config.linear_attn_config, config.num_hidden_layers
+    usual = "full_attention" if family.attends == "all" else "deepseek_sparse_attention"
+    kinds: Sequence[str] = [usual] * count
+    if config.layer_types:
+        kinds = config.layer_types[:count]
+    elif config.compress_ratios:
+        ratios = config.compress_ratios[:count]
+        if strange := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
+            known = ", ".join(map(str, _COMPRESSION))
+            raise InputError(f"{name}: compress_ratios: expected numbers among {known}, got {strange[0]}")
+        kinds = [_COMPRESSION[ratio] for ratio in ratios]
+    elif linear:
+        kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
+    if len(kinds) != count:
+        raise InputError(f"{name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
+    return kinds
+
+
+def _selection(config: _Config, family: Family, kinds: Sequence[str], need: Callable[[str], int]) -> Selection:
+    heads, dim, topk = map(need, ("index_n_heads", "index_head_dim", "index_topk"))
+    pools, second = topk // config.index_kpool, tuple[int, ...]()
+    if family.attends == "compressed":
+        columns = {_COMPRESSION[4]: pools, _COMPRESSION[128]: _WHOLE_COMPRESSED}
+        topk, second = need("sliding_window"), tuple(columns[kind] for kind in columns if kind in kinds)
+    indexer = {"index_heads": heads, "index_dim": dim, "index_topk": pools}
+    return Selection(topk=topk, sinks=family.sinks, second=second, **indexer)
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

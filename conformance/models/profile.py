@@ -109,7 +109,20 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
     for layout in layouts:
         cached = {**common, "cache": layout}
         if selection:
-            yield from _over_lists(selection, cached)
+            is_packed = layout == "fp8_ds_mla"
+            fixed = {**cached, "topk": selection.topk, **({"scales": "pow2"} if is_packed else {})}
+            seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]
+            for second in seconds:
+                yield from _part("few_lists", {**fixed, **second})
+                yield from _part("lists", {**fixed, **second})
+            if selection.second:
+                yield from _part("few_lists", fixed)
+            if is_packed:
+                yield from _part("few_lists", {**fixed, "scales": "float32"})
+            if deployment.heads < _FEWEST_KERNEL_HEADS and layout in entry_formats.TILED_FORMATS:
+                filled_up = {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS}
+                yield from _part("few_lists", filled_up)
+                yield from _part("lists", filled_up)
         else:
             yield from _part("decodes", cached)
             nope, _, value, latent = profile.dims
@@ -123,23 +136,6 @@ def _listed(profile: ModelProfile, deployment: Deployment) -> Iterator[Fields]:
             yield from _part("gathered", {**gathered, "heads": _FEWEST_KERNEL_HEADS})
         dims = f"{selection.index_dim}-0-{selection.index_dim}-{selection.index_dim}"
         yield from _part("indexed", {"dims": dims, "heads": selection.index_heads, "topk": selection.index_topk})
-
-
-def _over_lists(selection: Selection, cached: Fields) -> Iterator[Fields]:
-    layout, is_packed = cached["cache"], cached["cache"] == "fp8_ds_mla"
-    fixed = {**cached, "topk": selection.topk, **({"scales": "pow2"} if is_packed else {})}
-    seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]
-    for second in seconds:
-        yield from _part("few_lists", {**fixed, **second})
-        yield from _part("lists", {**fixed, **second})
-    if selection.second:
-        yield from _part("few_lists", fixed)
-    if is_packed:
-        yield from _part("few_lists", {**fixed, "scales": "float32"})
-    if cached["heads"] < _FEWEST_KERNEL_HEADS and layout in entry_formats.TILED_FORMATS:
-        filled_up = {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS}
-        yield from _part("few_lists", filled_up)
-        yield from _part("lists", filled_up)
 
 
 def _part(name: str, further: Fields) -> Iterator[Fields]:

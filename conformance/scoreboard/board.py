@@ -20,6 +20,7 @@ from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
 from mla_conformance.version import SUITE_VERSION, numbers_of
 
+_NUMBERS = 6  # of a version, by which records are in order
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 
 
@@ -88,9 +89,6 @@ class Entry:
                 summaries = summary.summarise(records, [record.case for record in records])
                 found[role] = {capability.name: capability for capability in summaries}
         return found
-
-
-_NUMBERS = 6  # of a version, by which records are in order
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RecordLine]]:

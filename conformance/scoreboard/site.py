@@ -39,7 +39,6 @@ from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _LETTER, _MARGIN = 6.6, 12  # pixels; the width of a letter is that of a common sans serif on average
-_LONGEST = 200
 _OTHER_RULE = "failure"  # the rule of a failure that names no check, such as a crash
 _SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
 
@@ -62,7 +61,7 @@ def scoreboard(options: argparse.Namespace) -> int:
         if (name := f"{plain or 'kernel'}.svg") in badges:
             raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
         badges[name] = badge(entry)
-    for name, text in badges.items():
+    for name, text in badges.items():  # once no name is taken twice
         write_output(options.out / "badges" / name, text)
     write_output(options.out / "scoreboard.sarif", to_text(sarif(board.newest)))
     write_output(options.out / "index.html", page(board))
@@ -94,7 +93,6 @@ def page(board: Board) -> str:
         cell=_cell,
         build=_build,
         anchor=lambda entry: anchors[id(entry)],
-        replay=_replay,
         replay_line=replay_line,
         served=served(board),
         places=lambda failure: " ".join(str(numbers[each.case]) for each in failure.findings if each.case in numbers),
@@ -109,10 +107,6 @@ def _cell(capability: CapabilitySummary) -> Cell:
     return replace(found, style="fail", sign="✘", note=f"{waived:,} known to fail") if waived else found
 
 
-def _replay(entry: Entry, case: str) -> str:
-    return replay_line(case, entry.record.reference, salt=entry.record.salt)
-
-
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     torch, own = entry.record.environment.get("torch", "not stated"), entry.versions
     if reported := ", ".join(f"{name} {version}" for name, version in candidate.packages.items()):
@@ -125,22 +119,22 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 def badge(entry: Entry) -> str:
     record = entry.record
     verdict = f"right on {entry.counts.passed:,} cases" if entry.verdict.startswith("right") else entry.verdict
-    texts = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
-    widths = [len(text) * _LETTER + _MARGIN for text in texts]
+    texts = (shown(text, 200) for text in (record.backend, f"{verdict} · {record.device} · {entry.state}"))
+    parts = [(text, len(text) * _LETTER + _MARGIN) for text in texts]
     colour = "#57606a" if entry.old else "#a8071a" if entry.is_wrong else "#12683a"
     template = pages("mla_conformance.scoreboard").get_template("badge.svg.j2")
-    return template.render(parts=list(zip(texts, widths, strict=True)), colour=colour, margin=_MARGIN) + "\n"
+    return template.render(parts=parts, colour=colour, margin=_MARGIN) + "\n"
 
 
 def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
     """A log with one run, as plain data; what an old record tells is a note, and says so."""
     results = []
     for entry in entries:
-        record = entry.record
-        about = record.backend, entry.versions, record.device
+        record, about = entry.record, (entry.record.backend, entry.versions, entry.record.device)
         for failure, finding in ((known, each) for known in entry.failures for each in known.findings):
             full = f"{record.backend}/{finding.case}"
-            said = f"{failure.reason}. {finding.message}. Replay: {_replay(entry, finding.case)}"
+            replay = replay_line(finding.case, record.reference, salt=record.salt)
+            said = f"{failure.reason}. {finding.message}. Replay: {replay}"
             same = "\n".join((*about, finding.case)).encode("utf-8", errors="replace")
             location = {"name": finding.case, "fullyQualifiedName": full, "kind": "member"}
             rule = finding.check if finding.check in set(Check) else _OTHER_RULE
@@ -159,36 +153,43 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
 
 _STATES = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}
 _NOT_SERVED = {"refusals": "refusals", "large_offsets": "tensors of 2^31 elements"}  # what no deployment asks
-Kind = tuple[str, int, str, str, str, str]
 
 
 def served(board: Board) -> Markup:
     """The data as JSON, packed by gzip, since ids of cases are long and alike, and by base64."""
     cases = cases_on(board)
-    kinds = list(dict.fromkeys(map(kind_of, cases)))
-    place = {kind: number for number, kind in enumerate(kinds)}
-    named, engines = _named(board, cases), []
+    # The cases whose ids the script may show: wrong ones, and those that differ between records of a kernel.
+    groups, named = grouped(board.entries, lambda entry: (entry.record.backend, entry.record.device)), set[str]()
+    for records in ([entry.record.cases for entry in group] for group in groups.values()):
+        named.update(case for each in records for case, status in each.items() if _STATES.get(status) == "w")
+        if len(records) > 1:
+            named.update(case for case in cases if len({each.get(case) for each in records} - {None}) > 1)
+    kinds, engines = list(dict.fromkeys(map(kind_of, cases))), []
     for profile in board.profiles:
         candidates = [msgspec.structs.asdict(each) for each in profile.candidates]
-        about = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
+        about: dict[str, Any] = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
         engines.append({**about, "candidates": candidates})
     data: dict[str, Any] = {"suite": SUITE_VERSION, "models": models(), "kinds": kinds}
+    place = {kind: number for number, kind in enumerate(kinds)}
     data["cases"] = [[case if case in named else "", place[kind_of(case)]] for case in cases]
-    data["records"] = [_record(entry, cases) for entry in board.entries]
-    data |= {"engines": engines, "runs": [_run(run, run.deployment) for run in board.deployed if run.deployment]}
+    data |= {"records": [], "engines": engines, "runs": []}
+    for entry in board.entries:
+        record = entry.record
+        # A dash for a status without a letter, such as unavailable; a blank for a case that the record does not list.
+        letters = (_STATES.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
+        runs = "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters))  # each with its number in a row
+        capability, renew = record.environment.get("compute_capability", ""), renewal(record.reference, record.device)
+        about = {"kernel": record.backend, "device": record.device, "capability": capability}
+        about |= {"versions": record.distributions, "suite": record.suite, "date": record.date, "old": bool(entry.old)}
+        data["records"].append({**about, "order": entry.order, "renew": renew, "statuses": runs})
+    for run in board.deployed:
+        if deployed := run.deployment:
+            device, suite = (run.environment.get(name, "") for name in ("device", "suite"))
+            about = {"model": deployed.model, "tp": deployed.tp, "cache": deployed.kv_cache, "device": device}
+            about |= {"date": run.date, "suite": suite, "old": suite != SUITE_VERSION, "kernels": answered(run)}
+            data["runs"].append(about)
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     return Markup(base64.b64encode(packed).decode())
-
-
-def _named(board: Board, cases: list[str]) -> set[str]:
-    """The cases whose ids the script may show: wrong ones, and those that differ between records of a kernel."""
-    groups = grouped(board.entries, lambda entry: (entry.record.backend, entry.record.device)).values()
-    found = set[str]()
-    for records in ([entry.record.cases for entry in group] for group in groups):
-        found.update(case for each in records for case, status in each.items() if _STATES.get(status) == "w")
-        if len(records) > 1:
-            found.update(case for case in cases if len({each.get(case) for each in records} - {None}) > 1)
-    return found
 
 
 def cases_on(board: Board) -> list[str]:
@@ -196,7 +197,7 @@ def cases_on(board: Board) -> list[str]:
 
 
 @lru_cache(8192)
-def kind_of(case: str) -> Kind:
+def kind_of(case: str) -> tuple[str, int, str, str, str, str]:
     """Role, heads, dims, dtype, cache, and what of it no deployment on one rank asks; of an old id nothing is known."""
     try:
         parsed = Case.parse(case)
@@ -223,23 +224,6 @@ def models() -> list[dict[str, Any]]:
         indexer = profile.selection.index_heads if profile.selection else 0
         found.append({**about, "caches": profile.cache_layouts, "indexer": indexer})
     return found
-
-
-def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
-    record = entry.record
-    # A dash for a status without a letter, such as unavailable; a blank for a case that the record does not list.
-    letters = (_STATES.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
-    runs = "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters))  # each with its number in a row
-    capability, renew = record.environment.get("compute_capability", ""), renewal(record.reference, record.device)
-    about: dict[str, Any] = {"kernel": record.backend, "device": record.device, "capability": capability}
-    about |= {"versions": record.distributions, "suite": record.suite, "date": record.date}
-    return {**about, "old": bool(entry.old), "order": entry.order, "renew": renew, "statuses": runs}
-
-
-def _run(run: RunSummary, deployment: Deployment) -> dict[str, Any]:
-    device, suite = (run.environment.get(name, "") for name in ("device", "suite"))
-    about = {"model": deployment.model, "tp": deployment.tp, "cache": deployment.kv_cache, "device": device}
-    return {**about, "date": run.date, "suite": suite, "old": suite != SUITE_VERSION, "kernels": answered(run)}
 
 
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from mla_conformance.driving.driver import run_calls
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import place_of, read_case, read_cases, write_case
+from mla_conformance.vocabulary.capabilities import read_case, read_cases, write_case
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1"]
@@ -173,7 +173,7 @@ def test_a_bad_case_file_is_named(tmp_path: Path, refused: Any, content: str | b
 
 def test_what_another_rank_wrote_is_kept(tmp_path: Path) -> None:
     case = Case.parse("new_tokens:q=[2]")
-    path = place_of(case, tmp_path)
+    path = tmp_path / f"{case.capability}-{case.digest}.json"
     write_case(path, case, {"note": "first"})
     with capture(EagerPrefillBackend, tmp_path):
         drive(case)

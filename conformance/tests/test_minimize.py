@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import simpler
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
 from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.messages import Hello

@@ -11,7 +11,7 @@ import torch
 
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import simpler
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question
 from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.problems import calls, operands

@@ -93,22 +93,14 @@ def found_array(space: Space, given: Sequence[Case]) -> tuple[list[Case], Pairs]
     kept = needed(space, given, found)
     light, every = held_by(filter(is_light, (*given, *kept))), held_by((*given, *kept))
     for few in _FOUND_AGAIN:
-        alone = held_alone(space, given, kept)
+        own, holders = _held(space, given, kept)  # what no other one holds, or no other that a CPU is asked for, counts
+        alone = {case: sum(holders[cpu][pair] == 1 for cpu in own[case] for pair in own[case][cpu]) for case in kept}
         rest = [case for case in kept if alone[case] > few]
         again, lost = covered(light - held_by(filter(is_light, (*given, *rest))), _LIGHT, CPU_WORK)
         more, lost_to_all = covered(every - held_by((*given, *rest, *again)), GPU_WORK, inf)
         again += [*more, *(x for x in kept if (lost if is_light(x) else lost_to_all).new_in(rows_of(x)))]
         kept = min(kept, needed(space, given, list(dict.fromkeys((*rest, *again)))), key=len)
     return kept, missing
-
-
-def held_alone(space: Space, given: Iterable[Case], cases: Iterable[Case]) -> dict[Case, int]:
-    """Of each of some cases how many pairs no other one holds, or no other that a CPU is asked for."""
-    found, holders = _held(space, given, cases)
-    return {
-        case: sum(holders[light][pair] == 1 for light, pairs in own.items() for pair in pairs)
-        for case, own in found.items()
-    }
 
 
 def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from mla_conformance.cases import covering, grammar
+from mla_conformance.cases import grammar
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
@@ -36,9 +36,14 @@ def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()
     """
     if capability in SPACES:
         space, light = SPACES[capability], [case for case in cases if work_of(case) <= CPU_WORK] or cases
-        given = chain.from_iterable(map(space.classes_of, before))
-        costs = [_OF_A_CASE + work_of(case) for case in light]
-        taken = {light[number] for number in covering.choose([space.classes_of(case) for case in light], costs, given)}
+        classes = {case: space.classes_of(case) for case in light}
+        costs = {case: _OF_A_CASE + work_of(case) for case in light}
+        taken, missing = set[Case](), set(chain.from_iterable(classes.values()))
+        missing.difference_update(*map(space.classes_of, before))
+        while missing:
+            best = max(light, key=lambda case: len(missing & classes[case]) / costs[case])
+            taken.add(best)
+            missing -= classes[best]
     else:
         known = {case.role for case in cases if case.id in killing()}
         alone = find_capability(capability).procedure == _LONG
@@ -112,11 +117,6 @@ class Capability:
     def smoke(self) -> tuple[Case, ...]:
         before = counted(SPACES[self.name], Tier.SMOKE) if self.name in SPACES else ()
         return smoke_of(self.name, self.cases, before)
-
-    @property
-    def profile(self) -> str:
-        """What it asks of a device, in the names of must-pass profiles; empty if nothing."""
-        return "graph" if self.captures else "cuda" if self.needs_cuda else "large" if self.large else ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         if tier is Tier.SMOKE:
@@ -261,7 +261,3 @@ def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"id": case.id, "case": case.to_json(), **({"observed": observed} if observed else {})}
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def place_of(case: Case, folder: Path) -> Path:
-    return folder / f"{case.capability}-{case.digest}.json"
