@@ -21,15 +21,8 @@ __all__ = [
     "judge", "roles",
 ]  # fmt: skip
 
-_LAZY = {
-    "FunctionCase": "function_case",
-    "FunctionVerdict": "verdicts",
-    "assert_close": "verdicts",
-    "assert_conforms": "verdicts",
-    "case": "function_case",
-    "golden": "golden",
-    "judge": "verdicts",
-}
+_LAZY = {"FunctionCase": "function_case", "case": "function_case", "golden": "golden"}
+_LAZY |= dict.fromkeys(("FunctionVerdict", "assert_close", "assert_conforms", "judge"), "verdicts")
 """Modules of the API's room, by the name that they give."""
 
 

@@ -44,17 +44,14 @@ def require_whole(backends: int, cases: Collection[str], drawn: bool = False) ->
         raise Refused("drawn cases are in no list; certify without --explore")
 
 
-def require_real(backend: BackendFacts) -> None:
-    """Refuse what cannot be certified by what is said of it, before anything of it is launched."""
+def require_real(backend: BackendFacts, certifies: bool = False) -> None:
+    """Refuse what cannot be recorded, or certified, by what is said of it, before anything of it is launched."""
     if backend.reasons:
         raise Refused(f"{backend.name} is unavailable: {'; '.join(backend.reasons)}")
     if backend.emulated:
         raise Refused(f"{backend.name} is an emulated kernel, which is judged but never certified")
-
-
-def require_core(backend: BackendFacts) -> None:
     roles = MustPass.of_suite().core_roles
-    if backend.declared.keys().isdisjoint(roles):
+    if certifies and backend.declared.keys().isdisjoint(roles):
         own, needed = ", ".join(backend.declared), " or ".join(roles)
         raise Refused(f"{backend.name} is {own}, a certificate needs {needed}; use --record FILE")
 

@@ -205,7 +205,6 @@ def _distribution(name: str, stated: str, pin: builds.Installed | None) -> Itera
 
 
 def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
-    """What a certificate's backend was seen to run and to load, beside what it runs and loads here."""
     for name in sorted(traced.libraries.keys() & here.libraries.keys()):
         yield from _library(name, f"loaded library {name}", traced.libraries[name], here.libraries[name])
     new = sorted(here.libraries.keys() - traced.libraries.keys())
@@ -219,7 +218,6 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
 
 
 def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Remark]:
-    """Where a run took place beside this machine, as far as either tells."""
     known = {name: value for name, value in here.items() if name in _OF_A_MACHINE and name in stated}
     if other := [name for name, *_ in differing(known, {name: stated[name] for name in known})]:
         then, now = (", ".join(f"{name} {each.get(name) or 'none'}" for name in other) for each in (stated, here))

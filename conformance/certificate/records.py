@@ -81,9 +81,13 @@ def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
 
     try:
         known += [*ids[: line.listed], *unfolded(line.fitted)]
-        statuses = dict(zip(known, _spread(line.statuses, len(known)), strict=True))
+        runs = re.findall(rf"([{''.join(_STATUSES)}])(\d{{1,9}})", line.statuses, re.ASCII)
+        if "".join(map("".join, runs)) != line.statuses or sum(int(times) for _, times in runs) != len(known):
+            raise ValueError(f"its statuses are not those of {len(known)} cases")
+        spread = (_STATUSES[letter] for letter, times in runs for _ in range(int(times)))
+        statuses = dict(zip(known, spread, strict=True))
         plain, sanitized = _mapped([line.record, [*line.sanitized]], meant)
-        _bounded(_strings((plain, sanitized)))
+        _require_few(sum(map(len, _strings((plain, sanitized)))))  # a text of the line may be named many times
     except (ValueError, IndexError, RecursionError) as error:
         raise InputError(f"{source}: expected a record as `certify --submission` writes it: {error}") from error
     if plain.get("schema") != RECORD_SCHEMA:
@@ -101,35 +105,20 @@ def folded(ids: Iterable[str]) -> Iterator[str]:
 
 
 def unfolded(texts: Iterable[str]) -> list[str]:
-    """The ids; ValueError if a text is none that was folded."""
-
-    def each() -> Iterator[str]:
-        id = ""
-        for text in texts:
-            shared, _, rest = text.partition(" ")
-            id = id[: int(shared)] + rest
-            yield id
-
-    return _bounded(each())
-
-
-def _bounded(texts: Iterable[str]) -> list[str]:
-    """The texts, of which a line may name many by little: a text twice, or an id by the one before."""
-    found, left = list[str](), _MOST_CHARACTERS
+    """The ids; ValueError if a text is none that was folded, or if they are too long, which takes little to say."""
+    found, id, length = list[str](), "", 0
     for text in texts:
-        found.append(text)
-        left -= len(text)
-        if left < 0:
-            raise ValueError(f"its texts have more than {_MOST_CHARACTERS:,} characters")
+        shared, _, rest = text.partition(" ")
+        id = id[: int(shared)] + rest
+        found.append(id)
+        length += len(id)
+        _require_few(length)
     return found
 
 
-def _spread(statuses: str, number: int) -> Iterator[Status | None]:
-    runs = re.findall(rf"([{''.join(_STATUSES)}])(\d{{1,9}})", statuses, re.ASCII)
-    if "".join(map("".join, runs)) != statuses or sum(int(times) for _, times in runs) != number:
-        raise ValueError(f"its statuses are not those of {number} cases")
-    for letter, times in runs:
-        yield from [_STATUSES[letter]] * int(times)
+def _require_few(characters: int) -> None:
+    if characters > _MOST_CHARACTERS:
+        raise ValueError(f"its texts have more than {_MOST_CHARACTERS:,} characters")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -167,7 +156,6 @@ def is_records(path: Path) -> bool:
 
 
 def read_records(path: Path) -> list[RecordLine]:
-    """The lines of a file, of which there is at least one behind the first."""
     lines = _read(path)[2]
     if not lines:
         raise InputError(f"{path}: expected a line for each record behind the first, got none")
@@ -175,7 +163,6 @@ def read_records(path: Path) -> list[RecordLine]:
 
 
 def kept_records(path: Path) -> list[KeptRecord]:
-    """The records of a file, whatever stands in lines that are refused."""
     return [line.kept for line in read_records(path) if line.kept]
 
 

@@ -139,7 +139,7 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
         found.append("the seal does not fit the content: it was changed after it was issued")
     if unknown := age(certificate):
         return [*found, unknown]
-    for check in (_unlike_digests, _cases, _verdicts, _findings, _real_kernel):
+    for check in (_digests_and_cases, _verdicts, _findings, _real_kernel):
         found += check(certificate)
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
     if stated != (certificate.device, certificate.suite):
@@ -159,7 +159,7 @@ def age(certificate: Certificate) -> str:
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
 
 
-def _unlike_digests(certificate: Certificate) -> Iterator[str]:
+def _digests_and_cases(certificate: Certificate) -> Iterator[str]:
     for name, here, stated in unlike(certificate):
         todo = ""
         if not certificate.is_current:
@@ -174,9 +174,6 @@ def _unlike_digests(certificate: Certificate) -> Iterator[str]:
         yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
     if certificate.tier != capabilities.Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
-
-
-def _cases(certificate: Certificate) -> Iterator[str]:
     listed = judged_list(certificate)
     fitted = sorted(certificate.cases.keys() - listed)
     foreign = {case for case in fitted if not arrays.could_be_fitted(case)}

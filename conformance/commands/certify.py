@@ -52,8 +52,7 @@ def certify(options: argparse.Namespace) -> int:
     else:
         if options.all and options.backend:
             raise InputError("--all: cannot be combined with --backend, which names what is judged")
-        named = [backend.name for backend in known_backends()] if options.all else options.backend
-        request = _deployed(options, named) if options.model or options.config else _new(options, named)
+        request = _new(options, [backend.name for backend in known_backends()] if options.all else options.backend)
     if options.speed:
         why = "{}: cannot be combined with --speed, which times what a whole run of our roles finds right"
         _refuse(options, ("sanitize", "shard", "role"), why)
@@ -88,7 +87,15 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 
 
 def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
-    cases, chosen = list[str](), options.capability
+    if options.model or options.config:
+        of_all = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
+        _refuse(options, of_all, "{}: cannot be combined with --model or --config, which choose the cases")
+        profile = read_config(options.config) if options.config else find_model(options.model)
+        deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
+        cases = [case.id for case in cases_of(profile, deployment)]
+        request = RunRequest.of(named, device=options.device, cases=cases, salt=options.salt or "")
+        return replace(request, deployment=deployment)
+    cases, chosen = [], options.capability
     if options.cases:
         cases = [case.id for case in read_cases(options.cases) if not chosen or case.capability in chosen]
         chosen = ()
@@ -102,16 +109,6 @@ def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
         raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
     seconds = load_report(options.durations).seconds if options.durations else {}
     return replace(request, shard=Shard.of(options.shard, request.case_ids, seconds))
-
-
-def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
-    of_all = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
-    _refuse(options, of_all, "{}: cannot be combined with --model or --config, which choose the cases")
-    profile = read_config(options.config) if options.config else find_model(options.model)
-    deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
-    cases = [case.id for case in cases_of(profile, deployment)]
-    request = RunRequest.of(named, device=options.device, cases=cases, salt=options.salt or "")
-    return replace(request, deployment=deployment)
 
 
 def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
@@ -155,9 +152,7 @@ class Issuing:
 
     def check(self, run: Run) -> None:
         with _refusals_of(self.kind):
-            issue.require_real(run.facts[0])
-            if self.kind == "certificate":
-                issue.require_core(run.facts[0])
+            issue.require_real(run.facts[0], self.kind == "certificate")
             self.pins = _pins(run.facts[0])
 
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:

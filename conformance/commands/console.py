@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 
@@ -42,15 +41,30 @@ def run_and_report(
     check: Callable[[Run], None] | None = None,  # refuses a prepared run that is not to be carried out at all
     detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
+    is_quiet = as_json or detail is Detail.QUIET
     with run:
-        refused = _prepare(run, resumed, check)
-        if refused:
-            say(f"mla-conformance: {refused[0]}", error=True)
-            return refused[1]
-        is_quiet = as_json or detail is Detail.QUIET
+        if status := _prepare(run, resumed, check):
+            return status
         if not is_quiet:
             _say_wrapped(*_header(run))
-        broken, status = _judge(run, is_quiet, keep_report)
+        broken = unwritten = ""
+        try:
+            if is_quiet:  # a machine reads the report
+                run.judge()
+            else:
+                earlier, asked = run.found.verdicts.values(), run.request
+                expected = {facts.name: len(asked.judged_of(facts)) + any(asked.explore) for facts in run.available}
+                progress = Progress(sum(expected.values()), len(earlier), sum(record.failed for record in earlier))
+                if len(expected) > 1:
+                    progress.left = Counter(expected) - Counter(record.backend for record in earlier)
+                run.on_record, run.on_phase = progress, progress.phase
+                with live(lambda: progress.line) as progress.tell:
+                    run.judge()
+        except RunError as error:
+            broken = str(error)
+        except Stopped as stop:
+            status = stop.exit_status
+            broken = f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keep_report else "")
         try:
             run.finish()
         except RunError as error:
@@ -58,28 +72,49 @@ def run_and_report(
             return status or BROKEN
         report = run.folder.path / REPORT_NAME
         summary = replace(run.summary(), source=str(near(report)) if keep_report else "")
-        digest, unwritten = _write(run, report, summary, views=keep_report)  # while the folder is this run's alone
-    if keep_report and (path := os.environ.get("GITHUB_STEP_SUMMARY")):
-        _write_step_summary(path, summary)
+        text = to_text(report_form(summary))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        try:  # while the folder is this run's alone
+            write_whole(report, text)
+            run.folder.journal.append(Reported(digest))  # after which nothing of the run goes on
+            if keep_report:
+                write_whole(report.with_name(PAGE_NAME), html(summary))
+        except OSError as error:
+            digest, why = "none", f"cannot write {error.filename or report}: {error.strerror}"
+            unwritten = f"{why}; the journal beside it holds the verdicts"
+    _say_outcome(run, summary, as_json, detail, digest if keep_report else "")
+    say(*(f"mla-conformance: {message}" for message in (broken, unwritten) if message), error=True)
+    return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
+
+
+def _say_outcome(run: Run, summary: RunSummary, as_json: bool, detail: Detail, digest: str) -> None:
+    """Of a report that is kept, which alone has a digest, also where it is, and a step's summary."""
+    is_quiet = as_json or detail is Detail.QUIET
+    if digest and (path := os.environ.get("GITHUB_STEP_SUMMARY")):
+        try:
+            # Nobody may read a FIFO.
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+                file.write(markdown(summary))
+        except OSError as error:
+            say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
     if as_json:
         put(json.dumps(msgspec.to_builtins(report_form(summary)), indent=1))
     else:
         say(*outcome_lines(summary, columns(), run.request.is_usual, detail))
-        if not is_quiet:
-            _say_wrapped(closing_line(summary))
-            if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
-                named = ", ".join(sorted(backend.name for backend in left_out))
-                _say_wrapped(
-                    f"not judged: {named}, which compiles for minutes;", f"to judge it: --all, or --backend {named}"
-                )
-            if run.request.deployment and not summary.environment.get("compute_capability"):
-                say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
-        if keep_report and (not is_quiet or summary.exit_status):
-            say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
-    if not keep_report and (printed := run.supervisor.log.tail):  # whose file goes with the run's folder
+    if not is_quiet:
+        _say_wrapped(closing_line(summary))
+        if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
+            named = ", ".join(sorted(backend.name for backend in left_out))
+            _say_wrapped(
+                f"not judged: {named}, which compiles for minutes;", f"to judge it: --all, or --backend {named}"
+            )
+        if run.request.deployment and not summary.environment.get("compute_capability"):
+            say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
+    if digest and not as_json and (not is_quiet or summary.exit_status):
+        say(f"report {near(run.folder.path / PAGE_NAME)}, and {REPORT_NAME} beside it, SHA-256 {digest}")
+    if not digest and (printed := run.supervisor.log.tail):  # whose file goes with the run's folder
         say("what the kernel printed last:", *(f"  {line}" for line in printed.split("\n")), error=True)
-    say(*(f"mla-conformance: {message}" for message in (broken, unwritten) if message), error=True)
-    return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
 def _header(run: Run) -> Iterator[str]:
@@ -102,7 +137,8 @@ def _header(run: Run) -> Iterator[str]:
             yield f"outside the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
 
 
-def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], None] | None) -> tuple[str, int] | None:
+def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], None] | None) -> int:
+    """The exit status of a run that cannot begin, of which it is said why; else 0."""
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
@@ -118,55 +154,10 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], None] | None
         run.folder.discard()
         if isinstance(error, InputError):
             raise
-        if isinstance(error, Stopped):
-            return f"ended by {error} before anything was judged", error.exit_status or BROKEN
-        return str(error), BROKEN
-    return None
-
-
-def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
-    earlier = run.found.verdicts.values()
-    asked = run.request
-    expected = {facts.name: len(asked.judged_of(facts)) + any(asked.explore) for facts in run.available}
-    progress = Progress(sum(expected.values()), len(earlier), sum(record.failed for record in earlier))
-    if len(expected) > 1:
-        progress.left = Counter(expected) - Counter(record.backend for record in earlier)
-    try:
-        if silent:  # a machine reads the report
-            run.judge()
-        else:
-            run.on_record, run.on_phase = progress, progress.phase
-            with live(lambda: progress.line) as progress.tell:
-                run.judge()
-    except RunError as error:
-        return str(error), 0
-    except Stopped as stop:
-        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), stop.exit_status
-    return "", 0
-
-
-def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:
-    """The report and, where it stays, its page; the SHA-256, which the journal holds as well, and what went wrong."""
-    text = to_text(report_form(summary))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        write_whole(path, text)
-        run.folder.journal.append(Reported(digest))  # after which nothing of the run goes on
-        if views:
-            write_whole(path.with_name(PAGE_NAME), html(summary))
-    except OSError as error:
-        return "", f"cannot write {error.filename or path}: {error.strerror}; the journal beside it holds the verdicts"
-    return digest, ""
-
-
-def _write_step_summary(path: str, summary: RunSummary) -> None:
-    try:
-        # Nobody may read a FIFO.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-        with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-            file.write(markdown(summary))
-    except OSError as error:
-        say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
+        is_stopped = isinstance(error, Stopped)
+        say(f"mla-conformance: {f'ended by {error} before anything was judged' if is_stopped else error}", error=True)
+        return BROKEN if not isinstance(error, Stopped) else error.exit_status or BROKEN
+    return 0
 
 
 def _say_wrapped(*texts: str) -> None:

@@ -65,8 +65,15 @@ def _package(facts: BackendFacts) -> str:
 def list_capabilities(options: argparse.Namespace) -> int:
     if options.backend is not None:
         return _list_declared(options.backend, options.device)
-    if options.excluded:
-        say(*excluded_lines())
+    if options.excluded:  # of each role, the pairs of classes that no case can hold, by the rule that excludes them
+        for space in SPACES.values():
+            excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
+            say(f"{space.role}: {len(excluded)} pairs excluded")
+            for reason, pairs in grouped(excluded, space.reason).items():
+                say(*wrapped(f"{reason}: {len(pairs)} pairs", _WIDTH, "  ", "    "))
+                for value, with_it in grouped(pairs, lambda pair: pair[0]).items():
+                    others = ", ".join("=".join(other) for _, other in with_it)
+                    say(*wrapped(f"{'='.join(value)} with {others}", _WIDTH, "    ", "      "))
         return 0
     roles = {name: sorted({case.role for case in capability.cases}) for name, capability in CAPABILITIES.items()}
     of_one = {name: found[0] if len(found) == 1 else "several roles" for name, found in roles.items()}
@@ -217,15 +224,3 @@ def tier_lines() -> Iterator[str]:
         for row in chain.from_iterable(rows.values()):
             left.drop(row)
         yield f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
-
-
-def excluded_lines() -> Iterator[str]:
-    """Of each role, the pairs of classes that no case can hold, by the rule that excludes them."""
-    for space in SPACES.values():
-        excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
-        yield f"{space.role}: {len(excluded)} pairs excluded"
-        for reason, pairs in grouped(excluded, space.reason).items():
-            yield from wrapped(f"{reason}: {len(pairs)} pairs", _WIDTH, "  ", "    ")
-            for value, with_it in grouped(pairs, lambda pair: pair[0]).items():
-                others = ", ".join("=".join(other) for _, other in with_it)
-                yield from wrapped(f"{'='.join(value)} with {others}", _WIDTH, "    ", "      ")

@@ -4,9 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
@@ -38,15 +36,10 @@ def seconds(text: str) -> float:
     return value
 
 
-@dataclass(frozen=True)
-class Number:
-    least: int
-    most: int = 10**9
-
-    def __call__(self, text: str) -> int:
-        if not (re.fullmatch("[0-9]{1,10}", text) and self.least <= int(text) <= self.most):
-            raise InputError(f"expected a number of at least {self.least} and at most {self.most:,}, got {text!r}")
-        return int(text)
+def number(text: str, least: int = 1, most: int = 10**9) -> int:
+    if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most):
+        raise InputError(f"expected a number of at least {least} and at most {most:,}, got {text!r}")
+    return int(text)
 
 
 def drift(text: str) -> float:
@@ -58,7 +51,7 @@ def drift(text: str) -> float:
 
 _PATHS = "AFTER BEFORE DIR FILE FILE|DIR KEY PATH RECORD REPORT SHARD"
 _TYPES: dict[str, Callable[[str], Any]] = dict.fromkeys(_PATHS.split(), Path)
-_TYPES |= {"K": Number(1), "N": Number(1), "N|TIME": Extent.of, "SHARE": drift, "TEXT": require_salt, "TIME": seconds}
+_TYPES |= {"K": number, "N": number, "N|TIME": Extent.of, "SHARE": drift, "TEXT": require_salt, "TIME": seconds}
 """What a value is, by what it is called in a usage; else a text."""
 
 
@@ -89,15 +82,15 @@ class Command:
         statuses: str = "0 done; 2 usage",  # what each exit status says
     ) -> None:
         self.words, _, self.run = entry.partition(" = ")
-        self.help, self.examples, self.statuses = help_text, examples, statuses
-        self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
-        heading = ""
+        self.help, self.examples, self.statuses, heading = help_text, examples, statuses, ""
+        self.options = list[Option]()
+        self.under = list[tuple[str, tuple[Option, ...]]]()  # alternatives, with what they stand under in the help
         for each in options:
             if isinstance(each, str):
                 heading = each
             else:
-                self.options.append(each if isinstance(each, tuple) else (each,))
-                self.headings.append(heading)
+                self.under.append((heading, each if isinstance(each, tuple) else (each,)))
+                self.options += self.under[-1][1]
 
 
 def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -169,7 +162,7 @@ def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Pars
         own = rooms[room].add_parser(word, help=command.help, description=description)
         within: dict[str, argparse._ActionsContainer] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
-        for heading, alternatives in zip(command.headings, command.options, strict=True):
+        for heading, alternatives in command.under:
             if heading not in within:
                 within[heading] = own.add_argument_group(heading)
             which = within[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else within[heading]
@@ -202,7 +195,7 @@ def _say_how_to_begin(options: argparse.Namespace) -> int:
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     usual = ((name, parser.get_default(name)) for name in vars(options))
     given = {f"--{name.replace('_', '-')}" for name, default in usual if getattr(options, name) != default}
-    for option in chain(*command.options):
+    for option in command.options:
         if option.names[-1] in given and option.only_with and given.isdisjoint(option.only_with):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:

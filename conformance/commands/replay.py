@@ -3,11 +3,11 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import cache_from_source
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
@@ -35,7 +35,20 @@ PROBABILITY = 0.95  # with which a race is said to be found
 
 
 def replay(options: argparse.Namespace) -> int:
-    case, reference, after, salt, confirmed = _replayed(options)
+    path, salt, confirmed = options.report, options.salt, ""
+    after: Sequence[str]
+    if (options.case is None) == (path is None):
+        raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
+    if path is None:
+        if not options.backend:
+            raise InputError("replay: expected --backend NAME beside a case")
+        case, reference, after = case_id(options.case), options.backend, list(map(case_id, options.after))
+    else:
+        found = load_report(path).causes
+        failure = chosen_failure(path, found, options.failure, "report", lambda cause: cause.headline).example
+        case, confirmed, salt = failure.case, failure.confirmed, failure.salt if salt is None else salt
+        reference, after = options.backend or failure.reference, options.after or failure.after
+    salt = salt or ""
     if options.repeats:
         with _one_case(case, reference, options, salt) as run:
             return _repeat(run, options.repeats)
@@ -62,20 +75,6 @@ def replay(options: argparse.Namespace) -> int:
 def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> AbstractContextManager[Run]:
     request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
     return passing_run(request, Limits(workers=1, timeout=options.timeout))
-
-
-def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str, str]:
-    path, number = options.report, options.failure
-    if (options.case is None) == (path is None):
-        raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
-    if path is None:
-        if not options.backend:
-            raise InputError("replay: expected --backend NAME beside a case")
-        return case_id(options.case), options.backend, list(map(case_id, options.after)), options.salt or "", ""
-    failure = chosen_failure(path, load_report(path).causes, number, "report", lambda cause: cause.headline).example
-    salt = failure.salt if options.salt is None else options.salt
-    reference, after = options.backend or failure.reference, options.after or failure.after
-    return failure.case, reference, after, salt, failure.confirmed
 
 
 def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, title: Callable[[_T], str]) -> _T:
@@ -137,10 +136,26 @@ def _repeat(run: Run, calls: int) -> int:
         while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
             if (again := repeated(candidate, found.calls)) and again.breaks:
                 smallest, candidates = candidate, simpler(candidate)
-    for text in _repeat_lines(found, calls):
-        say_wrapped(text)
     if found is None or found.failed:
-        return 1 if found is None else BROKEN
+        say_wrapped(f"not repeated: {found.failed}" if found else f"the process died within {calls:,} calls")
+        return BROKEN if found else 1
+    took = f"{found.calls:,} calls in {found.seconds:.1f} s"
+    if not found.differing:
+        say_wrapped(
+            f"{took}, all with the same bits: what happens in more than one of {1 / found.rarest(PROBABILITY):,.0f} "
+            f"calls would have shown with {PROBABILITY:.0%}"
+        )
+    else:
+        say_wrapped(
+            f"{found.differing:,} of {took} have other bits than the first, beginning with call {found.first:,}: "
+            f"{found.what}; {found.wrong or 'within the error budget'}"
+        )
+        needed = found.calls_for(PROBABILITY)
+        say_wrapped(
+            f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {needed * found.seconds / found.calls:.2g} s here"
+        )
+        if not found.breaks:
+            say_wrapped("the kernel does not declare equal bits: information, not a failure")
     if found.breaks:
         path = RUNS / f"race-{smallest.digest}.json"
         try:
@@ -152,60 +167,34 @@ def _repeat(run: Run, calls: int) -> int:
     return int(found.breaks)
 
 
-def _repeat_lines(found: Repeated | None, calls: int) -> Iterator[str]:
-    if found is None:
-        yield f"the process died within {calls:,} calls"
-    elif found.failed:
-        yield f"not repeated: {found.failed}"
-    elif not found.differing:
-        rarest = found.rarest(PROBABILITY)
-        yield (
-            f"{found.calls:,} calls in {found.seconds:.1f} s, all with the same bits: what happens in more than one of "
-            f"{1 / rarest:,.0f} calls would have shown with {PROBABILITY:.0%}"
-        )
-    else:
-        yield (
-            f"{found.differing:,} of {found.calls:,} calls in {found.seconds:.1f} s have other bits than the first, "
-            f"beginning with call {found.first:,}: {found.what}; {found.wrong or 'within the error budget'}"
-        )
-        needed = found.calls_for(PROBABILITY)
-        seconds = needed * found.seconds / found.calls
-        yield f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {seconds:.2g} s here"
-        if not found.breaks:
-            yield "the kernel does not declare equal bits: information, not a failure"
-
-
 def watch(options: argparse.Namespace) -> int:
     request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
     if (file := request.backends[0].file) is None:
         raise InputError(f"watch: expected a class in a file, as file.py:Class, got {options.backend}")
-    try:
-        with passing_run(request, Limits(timeout=options.timeout), explains=not options.no_explain) as run, run:
-            _go_on(run, file)
-    except Stopped as stop:
-        return stop.exit_status
 
-
-def _go_on(run: Run, file: Path) -> NoReturn:
     def has_changed() -> bool:
         return _state(file) not in (seen, ())
 
-    seen = _state(file)
-    with live(lambda: "starting processes"):
-        run.prepare()
-    run.begin()
-    while True:
-        _judge_anew(run, has_changed)
-        while not has_changed():
-            time.sleep(POLL_SECONDS)
-            if not is_read():
-                raise RunError("nobody reads the output")
-            if run.supervisor.signal:
-                raise Stopped(run.supervisor.signal)
-        seen = _state(file)
-        # Bytecode counts as current for a file of the same size and second, which two quick edits have.
-        Path(cache_from_source(file)).unlink(missing_ok=True)
-        run.begin_anew()
+    try:
+        with passing_run(request, Limits(timeout=options.timeout), explains=not options.no_explain) as run, run:
+            seen = _state(file)
+            with live(lambda: "starting processes"):
+                run.prepare()
+            run.begin()
+            while True:
+                _judge_anew(run, has_changed)
+                while not has_changed():
+                    time.sleep(POLL_SECONDS)
+                    if not is_read():
+                        raise RunError("nobody reads the output")
+                    if run.supervisor.signal:
+                        raise Stopped(run.supervisor.signal)
+                seen = _state(file)
+                # Bytecode counts as current for a file of the same size and second, which two quick edits have.
+                Path(cache_from_source(file)).unlink(missing_ok=True)
+                run.begin_anew()
+    except Stopped as stop:
+        return stop.exit_status
 
 
 def _state(file: Path) -> tuple[int, ...]:

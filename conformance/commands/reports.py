@@ -1,12 +1,14 @@
-"""The commands on reports, which take no torch: show, compare and join them, and decide by them."""
+"""The commands on reports, which take no torch, and those that judge the judge: by known kernels, and by cheats."""
 
 import argparse
 import json
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
+from mla_conformance.engine.machine import machine_cores
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations, plan_update
-from mla_conformance.files.whole import has_letters, write_output
+from mla_conformance.files.whole import InputError, Section, has_letters, require_writable, write_output
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging.traits import Question
@@ -101,5 +103,35 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 
 def list_must_pass(options: argparse.Namespace) -> int:
-    write_or_print(None, MustPass.of_vocabulary().to_text())
+    put(MustPass.of_vocabulary().to_text().rstrip("\n"))
     return 0
+
+
+def run_defects(options: argparse.Namespace) -> int:
+    from mla_conformance.defects.report import deciding_digest, run_matrix, summarise, terminal_lines
+    from mla_conformance.defects.report import markdown as section_of
+
+    tier = Tier(options.tier)
+    page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
+    if options.out:
+        require_writable(options.out)
+    digest = deciding_digest()  # of what the run begins with; files may change while it lasts
+    report = summarise(run_matrix(tier, machine_cores()), tier.value, digest)
+    if options.out:
+        write_output(options.out, to_text(report))
+    if page:
+        page.write(section_of(report))
+    say(*terminal_lines(report))
+    return 0 if report.holds else 1
+
+
+def try_cheats(options: argparse.Namespace) -> int:
+    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise."""
+    if not (files("mla_conformance") / "tests").is_dir():
+        why = "needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
+        raise InputError(f"cheats: {why}")
+    if options.out:
+        require_writable(options.out)
+    from mla_conformance.tests.cheats import report
+
+    return report.try_cheats(options)

@@ -3,7 +3,6 @@
 import argparse
 import datetime
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
@@ -38,11 +37,11 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
         return BROKEN
     check, records, statuses = options.sanitize, options.submission, []
     for backend in request.backends:
-        chosen = choose(request, bool(options.capability), records, backend.name)
-        if chosen.what:
-            _say(f"{check} {backend.name}: {chosen.what}")
+        cases, most, what = choose(request, bool(options.capability), records, backend.name)
+        if what:
+            _say(f"{check} {backend.name}: {what}")
         watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
-        found = watch.calls([case.id for case in chosen.cases], chosen.most)
+        found = watch.calls([case.id for case in cases], most)
         _say(*lines(watch, backend, found))
         watched = [each for each in found.cases if not each.unavailable]
         if watched and records:
@@ -69,9 +68,8 @@ def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[s
     by = f"{watch.tool}" + (f", torch of CUDA {torchs}" if other else "")
     if why := found.unavailable or ("" if found.cases else "it supports none of the cases here"):
         yield f"{who} unavailable: {by}: {why}"
-    for why, cases in grouped(
-        (each for each in found.cases if each.unavailable), lambda each: each.unavailable
-    ).items():
+    unwatched = (each for each in found.cases if each.unavailable)
+    for why, cases in grouped(unwatched, lambda each: each.unavailable).items():
         yield f"{who} unavailable for {counted(len(cases), 'case')}, such as {cases[0].case}: {by}: {why}"
     for each in found.cases:
         if each.is_clean:
@@ -109,31 +107,26 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
     )
 
 
-@dataclass(frozen=True)
-class ChosenCases:
-    cases: tuple[Case, ...]  # candidates, those to be called first in front
-    most: int = 0  # how many of each capability and role the backend has to support; 0 for all
-    what: str = ""  # in words, where something is left out
+def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> tuple[Sequence[Case], int, str]:
+    """Cases for a backend: those that are named, one for each set of kernels of its record, or small ones.
 
-
-def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
-    """Cases for a backend: those that are named, one for each set of kernels of its record, or small ones."""
+    Behind them how many of each capability and role it has to support, 0 for all, and what is left out, in words.
+    """
     if request.cases:
         cases = sorted(request.cases, key=work_of)
         left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
-        return ChosenCases(tuple(cases[:MOST]), what=left)
+        return cases[:MOST], 0, left
     kept = [] if named or records is None or not records.exists() else kept_records(records)
     traced = [
         each.certificate for each in kept if each.certificate.backend == backend and each.certificate.traced.kernels
     ]
     record = max(traced, key=lambda each: each.date, default=None)
     if record is not None and (found := _variants(record, request.cases_of)):
-        said = counted(len(found), "set"), min(MOST, len(found))
-        what = f"a case for {said[1]} of {said[0]} of kernels that a profiler saw for suite {record.suite}"
-        return ChosenCases(tuple(found[:MOST]), what=what)
+        sets, some = counted(len(found), "set"), min(MOST, len(found))
+        what = f"a case for {some} of {sets} of kernels that a profiler saw for suite {record.suite}"
+        return found[:MOST], 0, what
     names = request.capabilities if named else ("memory_bounds",)
-    small = (case for name in names for case in sorted(request.cases_of(name), key=work_of))
-    return ChosenCases(tuple(small), most=2)
+    return [case for name in names for case in sorted(request.cases_of(name), key=work_of)], 2, ""
 
 
 def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from mla_conformance.commands.parser import Command, Number, Option, several
+from mla_conformance.commands.parser import Command, Option, number, several
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.engine.machine import machine_cores
 from mla_conformance.engine.request import DEVICES
@@ -17,7 +17,7 @@ _SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
-_WORKERS = Number(1, 4 * machine_cores())  # more would wait for each other, until there is no memory left
+_WORKERS = partial(number, most=4 * machine_cores())  # more would wait for each other, until there is no memory left
 _WHICH_CASE = "a case's id, or its file"
 _CASE = Option("case CASE_ID|FILE.json", _WHICH_CASE)
 _CASE_IF_ANY = Option("case CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
@@ -194,7 +194,7 @@ COMMANDS = (
         examples=("", "deepseek-r1"),
     ),
     Command(
-        "defects = mla_conformance.commands.defects:run_defects",
+        "defects = mla_conformance.commands.reports:run_defects",
         "judge the judge: known wrong kernels and honest ones",
         Option(f"--tier {_TIERS}", "by default full", default="full"),
         _JSON,
@@ -203,7 +203,7 @@ COMMANDS = (
         statuses="0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
     Command(
-        "cheats = mla_conformance.commands.defects:try_cheats",
+        "cheats = mla_conformance.commands.reports:try_cheats",
         "try kernels that cheat, and say what catches each",
         _JSON,
         Option("--table FILE", _SECTION),
@@ -263,7 +263,7 @@ COMMANDS = (
         "verify = mla_conformance.commands.verify:verify",
         "check certificates and records, and what of them is here",
         Option("certificates FILE", "certificates or files of records", nargs="+"),
-        Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
+        Option("--rerun K", "also run K random judged cases of each again", type=partial(number, least=0), default=0),
         Option("--backend BACKEND", "run this backend again; by default the certificate's"),
         Option(_USES, "by default a GPU, if present", "--rerun"),
         Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun"),

@@ -40,25 +40,22 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def write_reasons(options: argparse.Namespace) -> int:
-    known = Expectations.load([KNOWN_FAILURES, *options.expectations])
+    known, today = Expectations.load([KNOWN_FAILURES, *options.expectations]), datetime.date.today()
+
+    def explained(kept: KeptRecord) -> KeptRecord:
+        before, after = kept.certificate, with_reasons(kept.certificate, known, today)
+        changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
+        said = f"{changed} of {len(after.findings)} failures have another reason than before"
+        say(f"{before.backend} on {before.device}: {said}")
+        return replace(kept, certificate=after, signature="") if changed else kept
+
     for path in options.records:
         if is_records(path):
-            change_records(path, lambda records: [_explained(each, known) for each in records])
-            continue
-        before = KeptRecord(read_certificate(path))
-        after = _explained(before, known)
-        if after is not before:
+            change_records(path, lambda records: list(map(explained, records)))
+        elif (after := explained(before := KeptRecord(read_certificate(path)))) is not before:
             write_output(path, to_text(after.certificate))
             signature_of(path).unlink(missing_ok=True)
     return 0
-
-
-def _explained(kept: KeptRecord, known: Expectations) -> KeptRecord:
-    before, after = kept.certificate, with_reasons(kept.certificate, known, datetime.date.today())
-    changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
-    said = f"{changed} of {len(after.findings)} failures have another reason than before"
-    say(f"{before.backend} on {before.device}: {said}")
-    return replace(kept, certificate=after, signature="") if changed else kept
 
 
 def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
@@ -72,11 +69,11 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
             yield 1
         return
     lines = read_records(path)
-    wanted = parse_reference(options.backend).name if options.backend else ""
-    if wanted:
+    if options.backend:
+        wanted = parse_reference(options.backend).name
         lines = [line for line in lines if line.kept and line.kept.certificate.backend == wanted]
-    if not lines:
-        raise InputError(f"{path}: expected a record of {wanted}, got none")
+        if not lines:
+            raise InputError(f"{path}: expected a record of {wanted}, got none")
     for line in lines:
         if line.kept is None:
             say(line.why, error=True)
@@ -186,10 +183,9 @@ def rerun(
     for case in cases:
         stated = certificate.cases[case]
         said = f"case {case}: the certificate says {stated}, run again it gives"
-        if case not in found:
+        if (now := found.get(case)) is None:
             yield Remark(Weight.AGAINST, f"{said} no verdict")
             continue
-        now = found[case]
         gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
         if contradicts(stated, now.status):
             excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt  # it may need its own inputs

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.reach import compared, heat_maps
 from mla_conformance.driving.driver import parts_of, why_not_plain
@@ -65,8 +64,23 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
         raise NotWritable("a script holds one call; this case was decided otherwise")
     made = called(trial.last)
     if case.is_merged:
-        alone = _wrong_call(made, trial.last, trial.declaration)
-        return Reproduced(subject, case, alone, record, is_redrawn=True)
+        # The first of several calls that is wrong by itself, on operands that its seed draws, since keys of a chunk
+        # come out of a cache and through a projection; whether it is wrong on these as well, only the script can tell.
+        wrong = {part.part for part in heat_maps(compared(trial.last, trial.declaration)) if part.wrong}
+        for call in made.calls:
+            if isinstance(call, PrefillCall) and wrong & {f"output of {call.name}", f"LSE of {call.name}"}:
+                generator = operands.Draw(made.case, torch.device("cpu")).generator
+                keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
+                for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):  # in the order of a script's draws
+                    x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
+                if call.metadata.chunked_context is not None:
+                    call.metadata.chunked_context.workspace.fill_(torch.nan)
+                alone = replace(made, calls=(replace(call, prepares=True),))
+                return Reproduced(subject, case, alone, record, is_redrawn=True)
+        raise NotWritable(
+            "the case merges what several calls return, none of which is wrong by itself; `replay --dump` writes all "
+            "of it"
+        )
     mine, judged, spoiled = made.attention[0], trial.last.problem.attention[0], list[int]()
     # The requests whose inputs differ, where a call was judged by what another one has to return.
     if mine is not judged and mine.query_start_loc == judged.query_start_loc:
@@ -78,25 +92,6 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
 def called(seen: Observed) -> calls.Problem:
     """The calls that were made, which may have other inputs than those they were judged by."""
     return replace(seen.problem, calls=tuple(returned.call for returned in seen.observation.returned))
-
-
-def _wrong_call(made: calls.Problem, seen: Observed, declaration: Declaration) -> calls.Problem:
-    """The first of several calls that is wrong by itself, on operands that its seed draws, since keys of a chunk come
-    out of a cache and through a projection; whether it is wrong on these as well, only the script can tell.
-    """
-    wrong = {part.part for part in heat_maps(compared(seen, declaration)) if part.wrong}
-    for call in made.calls:
-        if isinstance(call, PrefillCall) and wrong & {f"output of {call.name}", f"LSE of {call.name}"}:
-            generator = operands.Draw(made.case, torch.device("cpu")).generator
-            keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
-            for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):  # in the order in which a script draws
-                x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
-            if call.metadata.chunked_context is not None:
-                call.metadata.chunked_context.workspace.fill_(torch.nan)
-            return replace(made, calls=(replace(call, prepares=True),))
-    raise NotWritable(
-        "the case merges what several calls return, none of which is wrong by itself; `replay --dump` writes all of it"
-    )
 
 
 _TOLD = """# {case}

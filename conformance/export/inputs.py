@@ -53,18 +53,25 @@ def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Ten
         raise TooLong("its inputs are too large for a script")
     seed = Draw(case, torch.device("cpu")).generator.initial_seed()
     drawn = [f"generator = torch.Generator().manual_seed({seed})"]
-    lines = _decode_operands(call, drawn) if isinstance(call, DecodeCall) else _prefill_operands(call, drawn)
-    made = {"q", "k", "v"} if isinstance(call, PrefillCall) else {"ql_nope", "q_pe", "kv_cache", "block_table"}
+    if isinstance(call, DecodeCall):
+        made, lines = {"ql_nope", "q_pe", "kv_cache", "block_table"}, _decode_operands(call, drawn)
+    else:
+        rows = {"k": call.key_start_loc[-1], "v": call.key_start_loc[-1], "q": call.query_start_loc[-1]}
+        shapes = {name: (number, *getattr(call, name).shape[1:]) for name, number in rows.items()}
+        made, lines = {*rows}, [*drawn, *(_randn(name, shape, call.q.dtype) for name, shape in shapes.items())]
+        found = _carried_out(lines)
+        lines += [line for name in rows for line in _amended(name, found[name], getattr(call, name))]
     lines += [line for name in tensors if name in used and name not in made for line in _plain(name, tensors[name])]
-    return lines + _placed({name: tensors[name] for name in tensors if name in made})
-
-
-def _prefill_operands(call: AttentionCall, lines: list[str]) -> list[str]:
-    shapes = {"k": (call.key_start_loc[-1], *call.k.shape[1:]), "v": (call.key_start_loc[-1], *call.v.shape[1:])}
-    shapes["q"] = (call.query_start_loc[-1], *call.q.shape[1:])
-    lines += [_randn(name, shape, call.q.dtype) for name, shape in shapes.items()]
-    drawn = _carried_out(lines)
-    return lines + [line for name in shapes for line in _amended(name, drawn[name], getattr(call, name))]
+    placed = {}  # on the device, and in the memory layout, that the call had
+    for name, tensor in ((name, tensors[name]) for name in tensors if name in made):
+        there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"
+        text = f"{name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}{there}"
+        if not tensor.is_contiguous():
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            text = f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
+        if text != name:
+            placed[name] = text
+    return lines + assigned(placed)
 
 
 def _decode_operands(call: DecodeCall, lines: list[str]) -> list[str]:
@@ -95,7 +102,6 @@ def _randn(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:
-    """The names that statements of a script leave behind."""
     space: dict[str, Any] = {"torch": torch, "base64": base64, "zlib": zlib, "pairwise": pairwise, **names}
     exec("\n".join([LAID_OUT, UNPACKED, *lines]), space)
     return space
@@ -148,17 +154,6 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
     return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
 
 
-def _placed(operands: Mapping[str, torch.Tensor]) -> list[str]:
-    texts = {}
-    for name, tensor in operands.items():
-        there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"
-        texts[name] = f"{name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}{there}"
-        if not tensor.is_contiguous():
-            size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            texts[name] = f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
-    return assigned({name: text for name, text in texts.items() if text != name})
-
-
 def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], used: Iterable[str], **names: Any) -> None:
     """Carry statements out, and see that they make the inputs that the call was judged with."""
     made = _carried_out(lines, **names)
@@ -171,7 +166,6 @@ def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], use
 
 
 def by_request(call: AttentionCall) -> list[tuple[torch.Tensor, ...]]:
-    """Queries, and keys and values or cache entries, of each request."""
     rows, keys = list(segments(call.query_start_loc)), list(segments(call.key_start_loc))
     if isinstance(call, DecodeCall):
         entries = _cached_entries(call)

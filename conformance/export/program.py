@@ -46,25 +46,22 @@ class Program:
         returned = list(map(owner_of, results))
         self._uses = Counter([*(key for _, key in uses), *returned])
         self._returned = dict(zip(returned, ("output", "lse"), strict=False))
-        self._last = {key: index for index, key in uses}
-        self._effects = [index for index, step in enumerate(steps) if step.source is not None or step.writes]
+        last = {key: index for index, key in uses}
+        effects = [index for index, step in enumerate(steps) if step.source is not None or step.writes]
         for index, step in enumerate(steps):
-            self._write(index, step)
+            # As a statement, or by the name of what it made where that is mentioned once.
+            expression = self._expression(step)
+            key = owner_of(step.result) if isinstance(step.result, torch.Tensor) else 0
+            is_passing = step.source is None and self._uses[key] == 1 and key in last
+            if step.writes or not list(leaves(step.result)):
+                self.lines += folded(expression)
+            elif is_passing and len(expression) <= _INLINED and not any(index < at < last[key] for at in effects):
+                self._names[key] = expression
+            else:
+                target = self._named(step.result)
+                self.lines += folded(expression if target in ("_", "*_") else f"{target} = {expression}")
         self.results = tuple(map(self._text, results))  # expressions for what the call returned
         self.used &= inputs.keys()
-
-    def _write(self, index: int, step: Step) -> None:
-        """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
-        expression, key = self._expression(step), owner_of(step.result) if isinstance(step.result, torch.Tensor) else 0
-        last = self._last.get(key, 0)
-        is_passing = step.source is None and self._uses[key] == 1 and key in self._last
-        if step.writes or not list(leaves(step.result)):
-            self.lines += folded(expression)
-        elif is_passing and len(expression) <= _INLINED and not any(index < each < last for each in self._effects):
-            self._names[key] = expression
-        else:
-            target = self._named(step.result)
-            self.lines += folded(expression if target in ("_", "*_") else f"{target} = {expression}")
 
     def _named(self, result: Any) -> str:
         """Names for what came back: none for what nobody mentions again, or had one before."""

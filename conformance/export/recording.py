@@ -63,7 +63,10 @@ class Handle:
         return self._within(self._value[key], f"[{key!r}]")  # the grid of a Triton kernel
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._recorder.call(self, arguments, keywords)
+        with self._recorder.library():
+            result = self._recorder.handed(self._value(*bare(arguments), **bare(keywords)))
+        self._recorder.steps.append(Step(self._name, arguments, keywords, result, self._source))
+        return result
 
     def __eq__(self, other: object) -> bool:
         return bool(self._value == bare(other))
@@ -101,7 +104,7 @@ class Recorder(TorchFunctionMode):
 
         def handing_out(load: Any) -> Any:
             def handed_out(library: Library) -> Any:
-                with self._library():
+                with self.library():
                     return Handle(bare(load(library)), self, library.module)
 
             return handed_out
@@ -116,14 +119,8 @@ class Recorder(TorchFunctionMode):
         for cls, load in self._loads.items():
             setattr(cls, _LOAD, load)
 
-    def call(self, handle: Handle, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        with self._library():
-            result = self._handed(bare(handle)(*bare(arguments), **bare(keywords)))
-        self.steps.append(Step(handle._name, arguments, keywords, result, handle._source))
-        return result
-
     @contextmanager
-    def _library(self) -> Iterator[None]:
+    def library(self) -> Iterator[None]:
         """Without this mode: a library is left alone."""
         super().__exit__(None, None, None)
         try:
@@ -131,9 +128,9 @@ class Recorder(TorchFunctionMode):
         finally:
             super().__enter__()
 
-    def _handed(self, value: Any) -> Any:
+    def handed(self, value: Any) -> Any:
         if type(value) in (tuple, list):
-            return type(value)(map(self._handed, value))
+            return type(value)(map(self.handed, value))
         plain = isinstance(value, (*_PLAIN, tuple, list, dict, ModuleType))
         return value if plain else Handle(value, self, value)
 

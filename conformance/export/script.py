@@ -1,28 +1,34 @@
-"""The script: inputs, call, reference, budget and comparison of one call, in few lines; and running it."""
+"""The script of one call: inputs, a class of the user's own, call, reference, budget, comparison; and running it."""
 
+import ast
+import inspect
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mla_conformance.backends import hub, slots
 from mla_conformance.backends.kernel import describe_device
-from mla_conformance.backends.packaged import ENVIRONMENT, InterpretedKernel
+from mla_conformance.backends.packaged import ENVIRONMENT, InterpretedKernel, LibraryKernel
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
-from mla_conformance.export.own import OwnClass, own_class
-from mla_conformance.export.program import NotWritable, Program, TooLong, assigned
+from mla_conformance.export.program import LIBRARY, NotWritable, Program, TooLong, assigned, folded
 from mla_conformance.export.recording import Handle, Recorder
+from mla_conformance.files.installed import imports, is_followed, source_files
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.table import DEFINITIONS
-from mla_conformance.trials.subject import describe
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import __version__
 
 MOST_LINES = 120  # beside those that load a kernel of the user's own, and stand in for the interface that it imports
@@ -60,17 +66,25 @@ def script_of(found: Reproduced, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any]:
-    call, device = found.call, found.problem.device
+def _parts(found: Reproduced, own: "OwnClass | None", path: Path) -> dict[str, Any]:
+    case, call, device = found.problem.case, found.call, found.problem.device
+    cls: Any = found.subject.class_of(found.case.role)
     operands = "q[a:b], k[c:d], v[c:d]"
     if isinstance(call, DecodeCall):
         operands = f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"
     starts = {"QUERIES": call.query_start_loc, "KEYS": call.key_start_loc}
-    program, tensors = _written_call(found, own)
-    inputs = input_lines(found.problem.case, call, tensors, program.used)
+    out = call.output_buffer()
+    tensors = named_tensors(call) | ({"out": out.view} if out else {})
+    with Recorder() as recorder:  # of the call as a new instance makes it
+        loaded = Handle(cls, recorder, own.module, f".{cls.__name__}") if own else cls
+        instance = DEFINITIONS[case.role].kernel(loaded, case, found.problem.dtype, device)
+        call.prepare(instance)
+        value = call.invoke(instance, out)
+    program = Program(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value])
+    inputs = input_lines(case, call, tensors, program.used)
     require_equal(inputs, tensors, program.used, DEVICE=str(device), **starts)
     loads = own.load_lines(path) if own else []
-    if issubclass(found.subject.class_of(found.case.role), InterpretedKernel):  # set before a library is imported
+    if issubclass(cls, InterpretedKernel):  # set before a library is imported
         loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
     needs = dict.fromkeys(["torch", *(own.needs if own else found.subject.declared(found.case.role).distributions)])
@@ -84,21 +98,6 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     parts["operands"] = operands  # queries, keys and values of the request in rows a:b and c:d
     parts["codes_scale"] = repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.case.holds_codes else ""
     return {**parts, "budget": _budget(found)}
-
-
-def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dict[str, torch.Tensor]]:
-    """The call as a new instance makes it, and what the backend was handed, by the names that the program gives it."""
-    case, call = found.problem.case, found.call
-    out = call.output_buffer()
-    tensors = named_tensors(call) | ({"out": out.view} if out else {})
-    with Recorder() as recorder:
-        loaded: Any = found.subject.class_of(case.role)
-        if own is not None:
-            loaded = Handle(loaded, recorder, own.module, f".{loaded.__name__}")
-        instance = DEFINITIONS[case.role].kernel(loaded, case, found.problem.dtype, found.problem.device)
-        call.prepare(instance)
-        value = call.invoke(instance, out)
-    return Program(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors
 
 
 def _reported(found: Reproduced) -> list[str]:
@@ -165,3 +164,127 @@ def run_alone(script: Path) -> Ran:
     command = [sys.executable, "-P", "-c", _ALONE, str(script)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
     return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))
+
+
+_OURS = "mla_conformance"
+_INTERFACE = f"{_OURS}.backends."
+_STANDS_IN = {
+    "interface": "MLAPrefillBackend=Backend UnsupportedConfiguration=ValueError MLADimensions MLAPrefillSelectorConfig",
+    "decode": "MLADecodeBackend=Backend MLACommonDecodeMetadata=object MLADecodeSelectorConfig=object",
+    "checks": "check_decode_operands check_operands check_unquantised",
+    "kernel": "UnsupportedConfiguration=ValueError expect require_declared",
+    "metadata": "ChunkedContextMetadata=object MLACommonPrefillMetadata=object",
+    "platform": "DeviceCapability=tuple",
+    "slots": "slots_at=slots_at slots_of=slots_of",
+    "block_size": "MultipleOf",
+    "graph_support": "AttentionCGSupport",
+    "declaration": "Declaration Deviation LseClass Precision Rounding",
+}
+"""What a script has in the place of names of the interface, by module; where nothing is said, what takes every call.
+
+No declaration decides, and nothing is to be refused."""
+# Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone.
+_UNCALLED = ["cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree"]
+_BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
+    supported_dtypes = [torch.float16, torch.bfloat16]
+    supports_dtype = classmethod(lambda cls, dtype: dtype in cls.supported_dtypes)
+    __init__ = lambda self, *, vllm_config, **sizes: vars(self).update(sizes)
+    prepare_metadata = lambda self, given: vars(self).update(_prefill_metadata=given, _decode_metadata=given)
+
+"""
+_MADE = """    name = f"mla_conformance{name}"
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(names, __path__=[])"""
+
+
+def stand_ins(files: Iterable[Path]) -> list[str]:
+    """Statements that put modules in the place of those of this project that files import, if nothing computes."""
+    rooms: dict[str, None] = {}
+    wanted: dict[str, str] = {}
+    for path in files:
+        for module, name in (each for each in imports(path) if f"{each[0]}.".startswith(f"{_OURS}.")):
+            room, place = module.removeprefix(_INTERFACE), module
+            expression = _stands_in(room).get(name, "")
+            if room in _UNCALLED and (found := vars(import_module(module)).get(name)):
+                expression = "Backend" if inspect.isabstract(found) else "MagicMock()"
+            names = {name: expression}
+            if not expression:  # a module is taken whole, and what stands in for all of its names with it
+                place = f"{module}.{name}".rstrip(".")
+                names = _stands_in(place.removeprefix(_INTERFACE))
+            if not names:
+                what = f"{name} of {module}" if name else module
+                raise NotWritable(f"{path.name} computes with {what}, which a script cannot stand in for")
+            rooms[place.removeprefix(_OURS)] = None
+            wanted |= names
+    if not wanted:
+        return []
+    lines = _BASE.splitlines()
+    for function in (slots.slots_at, slots.slots_of) if wanted.keys() & _stands_in("slots").keys() else ():
+        (node,) = ast.parse(inspect.getsource(function)).body  # without description and types
+        assert isinstance(node, ast.FunctionDef)
+        node.body, node.returns = node.body[1:], None
+        for argument in node.args.args:
+            argument.annotation = None
+        lines += [*ast.unparse(node).splitlines(), ""]
+    given = ", ".join(f"{name}={expression}" for name, expression in wanted.items())
+    listed = ", ".join(f'"{room}"' for room in ("", _INTERFACE[len(_OURS) : -1], *rooms))
+    return [*lines, *folded(f"names = dict({given})"), *folded(f"for name in ({listed}):"), *_MADE.splitlines()]
+
+
+def _stands_in(room: str) -> dict[str, str]:
+    said = (each.partition("=") for each in _STANDS_IN.get(room, "").split())
+    return {name: expression or "MagicMock()" for name, _, expression in said}
+
+
+@dataclass(frozen=True)
+class OwnClass:
+    module: str  # its module, or the name of its file
+    path: Path | None  # its file; None for a module that is installed
+
+    @property
+    def files(self) -> list[Path]:
+        """Its file, and of what it imports, those of its package and those of no wheel."""
+        start = str(self.path or self.module)
+        package = start.partition(".")[0]
+
+        def is_own(name: str) -> bool:
+            return name.partition(".")[0] == package or (not name.startswith(f"{_OURS}.") and is_followed(name))
+
+        return list(source_files([start], is_own).values())
+
+    @property
+    def needs(self) -> list[str]:  # by whoever runs the script
+        beside = (os.path.relpath(file, self.path.parent) for file in self.files[1:]) if self.path else ()
+        return [self.module, *beside]
+
+    def load_lines(self, script: Path) -> list[str]:
+        """Statements that load its file, for a script that stands in a certain place; by its place, not its name."""
+        lines = stand_ins(self.files)
+        if self.path is None:
+            return lines
+        place = os.path.relpath(self.path, script.resolve().parent)
+        beside = f"Path(__file__).resolve().with_name({json.dumps(self.path.name)})"
+        return [
+            *lines,
+            f"file = Path(__file__).resolve().parent / {json.dumps(place)}",
+            *([f"file = file if file.exists() else {beside}"] if place != self.path.name else []),
+            "sys.path.append(str(file.parent))",
+            "spec = importlib.util.spec_from_file_location(file.name, file)",
+            f"{LIBRARY} = sys.modules[file.name] = importlib.util.module_from_spec(spec)",
+            f"spec.loader.exec_module({LIBRARY})",
+        ]
+
+
+def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
+    """The class, if it is a library of its own; None for an adapter, of which the script shows what it calls."""
+    module = loaded.__module__
+    if module.startswith(f"{_OURS}.backends.generations"):
+        raise NotWritable(
+            "its class is driven through another generation of the interface, which a script does not hold"
+        )
+    if subject.backend.reference.startswith(hub.HUB):
+        raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
+    if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
+        return None
+    path = subject.backend.file
+    return OwnClass(path.name if path else module, path)

@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -48,18 +48,32 @@ def installed(name: str) -> Installed | None:
         found = distribution(name)
     except (PackageNotFoundError, ValueError):  # or no name at all
         return None
-    folder = _editable(found)
-    if folder is None:
-        return _wheel(found)
-    commit, clean = commit_of(folder)
-    if commit:
-        return Installed(commit=commit, clean=clean)
-    sources = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in (".py", ".so")}
-    # Not of an environment that stands in the checkout, or of a tool.
-    own = {
-        name: path for name, path in sources.items() if not any(p[0] == "." or p == "site-packages" for p in name.parts)
-    }
-    return Installed(files=files_digest({name.as_posix(): path for name, path in own.items()}))
+    if folder := _editable(found):
+        commit, clean = commit_of(folder)
+        if commit:
+            return Installed(commit=commit, clean=clean)
+        sources = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in (".py", ".so")}
+        # Not of an environment that stands in the checkout, or of a tool.
+        foreign = {name for name in sources if any(part[0] == "." or part == "site-packages" for part in name.parts)}
+        return Installed(files=files_digest({x.as_posix(): path for x, path in sources.items() if x not in foreign}))
+    # Of a wheel by the package's own files: installers write scripts, and what they say of themselves, as they like.
+    tags = [line.partition(":")[2].strip() for line in (found.read_text("WHEEL") or "").splitlines() if "Tag:" in line]
+    lines = csv.reader((found.read_text("RECORD") or "").splitlines())
+    listed = [line for line in lines if len(line) == 3 and line[1]]
+    listed = [line for line in listed if not line[0].startswith("..") and ".dist-info/" not in line[0]]
+    content = "\n".join(sorted(f"{path} {reported}" for path, reported, _ in listed))
+    altered = []  # by the sizes of files that are there, and the bytes of modules; loaded libraries have own digests
+    for file, reported, size in listed:
+        path, algorithm = Path(str(found.locate_file(file))), reported.partition("=")[0]
+        if not path.is_file():
+            continue  # nothing can have run it
+        other = size.isdigit() and path.stat().st_size != int(size)
+        if not other and path.suffix == ".py":
+            with path.open("rb") as opened:
+                digest = base64.urlsafe_b64encode(hashlib.file_digest(opened, algorithm).digest())
+            other = f"{algorithm}={digest.rstrip(b'=').decode()}" != reported
+        altered += [file] if other else []
+    return Installed(" ".join(tags), hashlib.sha256(content.encode()).hexdigest(), tuple(altered))
 
 
 def _editable(found: Distribution) -> Path | None:
@@ -69,13 +83,7 @@ def _editable(found: Distribution) -> Path | None:
     return Path(unquote(urlsplit(reported["url"]).path))
 
 
-class _Told(NamedTuple):
-    commit: str
-    clean: bool | None
-    tracked: Mapping[str, Path]
-    digest: str
-
-
+_Told = tuple[str, bool | None, Mapping[str, Path], str]  # commit, whether clean, tracked files, their digest
 _told: dict[Path, _Told] | None = None  # of the harness and editable installations, while git is not to be asked
 
 
@@ -83,10 +91,10 @@ _told: dict[Path, _Told] | None = None  # of the harness and editable installati
 def git_asked_before() -> Iterator[None]:
     """Ask git now of all that may be asked, and not again: a kernel may write where git finds programs to run."""
     global _told
-    told = {}
+    told: dict[Path, _Told] = {}
     for folder in {harness_folder(), *filter(None, map(_editable, distributions()))}:
         tracked = {name: folder / name for name in filter(None, (_git(folder, "ls-files", "-z") or "").split("\0"))}
-        told[folder] = _Told(*commit_of(folder), tracked, files_digest(tracked))
+        told[folder] = (*commit_of(folder), tracked, files_digest(tracked))
     _told = told
     try:
         yield
@@ -100,8 +108,8 @@ def harness_folder() -> Path:
 
 def commit_of(folder: Path) -> tuple[str, bool | None]:
     if _told is not None:
-        said = _told.get(folder, _Told("", None, {}, ""))
-        return said.commit, said.clean and files_digest(said.tracked) == said.digest
+        said, clean, tracked, digest = _told.get(folder, ("", None, {}, ""))
+        return said, clean and files_digest(tracked) == digest
     commit, status = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
     return commit or "", None if status is None else not status
 
@@ -123,27 +131,6 @@ def _git(folder: Path, *command: str) -> str | None:
         return done.stdout.decode("utf-8", "replace").strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _wheel(found: Distribution) -> Installed:
-    """By the package's own files: installers write scripts, and what they say of themselves, as they like."""
-    tags = [line.partition(":")[2].strip() for line in (found.read_text("WHEEL") or "").splitlines() if "Tag:" in line]
-    lines = csv.reader((found.read_text("RECORD") or "").splitlines())
-    listed = [line for line in lines if len(line) == 3 and line[1]]
-    listed = [line for line in listed if not line[0].startswith("..") and ".dist-info/" not in line[0]]
-    content = "\n".join(sorted(f"{path} {reported}" for path, reported, _ in listed))
-    altered = []  # by the sizes of files that are there, and the bytes of modules; loaded libraries have own digests
-    for name, reported, size in listed:
-        path, algorithm = Path(str(found.locate_file(name))), reported.partition("=")[0]
-        if not path.is_file():
-            continue  # nothing can have run it
-        other = size.isdigit() and path.stat().st_size != int(size)
-        if not other and path.suffix == ".py":
-            with path.open("rb") as file:
-                digest = base64.urlsafe_b64encode(hashlib.file_digest(file, algorithm).digest())
-            other = f"{algorithm}={digest.rstrip(b'=').decode()}" != reported
-        altered += [name] if other else []
-    return Installed(" ".join(tags), hashlib.sha256(content.encode()).hexdigest(), tuple(altered))
 
 
 def source_digests(modules: Iterable[str]) -> dict[str, str]:

@@ -55,8 +55,6 @@ def has_letters(text: str) -> bool:
 
 
 def decode(text: str, kind: type[_T], source: str) -> _T:
-    """The value of a JSON text, of this type, from a file of this name, whoever wrote it."""
-
     def require_distinct(pairs: list[tuple[str, Any]]) -> None:  # which of the values counts would be our choice
         for name, times in Counter(name for name, _ in pairs).items():
             if times > 1:

@@ -162,7 +162,6 @@ def issues_of(run: RunSummary) -> list[Issue]:
 
 
 def issue_text(issue: Issue) -> str:
-    """Title, versions, reproducer, expected and seen, to be pasted."""
     example, machine = issue.example, {name: told for name in _MACHINE if (told := issue.environment.get(name))}
     found = {**issue.versions, **machine}
     found["mla-conformance"] = f"{__version__}, suite {issue.environment.get('suite', '')}"

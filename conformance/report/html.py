@@ -5,7 +5,6 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -42,22 +41,15 @@ def pages(room: str) -> Environment:
     return environment
 
 
-@dataclass(frozen=True)
-class Cell:
-    style: str  # class of styles
-    sign: str
-    counts: str
-    note: str
-
-
-def cell(capability: summary.CapabilitySummary) -> Cell:
+def cell(capability: summary.CapabilitySummary) -> dict[str, str]:
     outcome, counts = capability.outcome, capability.counts
     if outcome is summary.BackendOutcome.UNSUPPORTED:
-        return Cell(outcome, capability.sign, "", "unsupported")
+        return {"style": outcome, "sign": capability.sign, "counts": "", "note": "unsupported"}
     style = "waived" if capability.sign == summary.FORESEEN else outcome.value
     named = {"not_run": "not run", "unavailable": "unavailable", "unsupported": "unsupported"}
     notes = counts.noted(**named, waived="expected to fail")
-    return Cell(style, capability.sign, f"{counts.passed}/{counts.judged}", ", ".join(notes))
+    held = f"{counts.passed}/{counts.judged}"
+    return {"style": style, "sign": capability.sign, "counts": held, "note": ", ".join(notes)}
 
 
 def definition(name: str) -> str:
@@ -146,7 +138,15 @@ def html(run: summary.RunSummary) -> str:
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
     near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
-    budget = [(backend, found) for backend in run_backends if (found := distributions(backend))]
+    budget = []  # for each rule the passed cases that it applied to, by the 20th part of its limit that they used
+    for backend in run_backends:
+        used, bars = [record.shares for record in backend.records if record.status is Status.PASS], []
+        for rule, title in (("element", "each element"), ("row", "each row"), ("lse", "each LSE")):
+            if shares := [share[rule] for share in used if share.get(rule)]:
+                said = f"{len(shares)} cases, median {statistics.median(shares):.2f}, largest {max(shares):.2f}"
+                counts = Counter(min(int(share * 20), 19) for share in shares)
+                bars.append({"title": title, "words": said, "bins": [counts[number] for number in range(20)]})
+        budget += [(backend, bars)] if bars else []
     timed = [(backend.name, backend.speed) for backend in run_backends if backend.speed]
     told: dict[str, Any] = {"run": run, "deployment": str(run.deployment or ""), "closing": closing_line(run)}
     told["outcome"] = {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
@@ -185,14 +185,3 @@ def _verdict(backend: summary.BackendSummary) -> str:
         return f"right: {summary.right_on(backend.records)}"
     rest = counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
-
-
-def distributions(backend: summary.BackendSummary) -> list[dict[str, Any]]:
-    """For each rule the passed cases that it applied to, by the 20th part of its limit that they used."""
-    used, found = [record.shares for record in backend.records if record.status is Status.PASS], []
-    for rule, title in (("element", "each element"), ("row", "each row"), ("lse", "each LSE")):
-        if shares := [share[rule] for share in used if share.get(rule)]:
-            said = f"{len(shares)} cases, median {statistics.median(shares):.2f}, largest {max(shares):.2f}"
-            counts = Counter(min(int(share * 20), 19) for share in shares)
-            found.append({"title": title, "words": said, "bins": [counts[number] for number in range(20)]})
-    return found

@@ -214,7 +214,6 @@ class _Head(Struct):
 
 
 def load_report(path: Path) -> summary.RunSummary:
-    """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
     schema = decode(text := read_text(path), _Head, str(path)).schema
     name, _, version = schema.partition("/")
@@ -323,9 +322,23 @@ def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
     require_one_code(runs)
     _require_partition([(run.source, run.shard) for run in runs if run.shard], first.cases)
-    joined = tuple(_joined(parts, first.cases) for parts in zip(*(run.backends for run in runs), strict=True))
-    code = {place: digest for run in runs for place, digest in run.code.items()}
-    return summary.RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
+    joined = list[summary.BackendSummary]()
+    for parts in zip(*(run.backends for run in runs), strict=True):
+        facts = parts[0].facts
+        if facts.reasons:
+            joined.append(parts[0])
+            continue
+        position = {case: index for index, case in enumerate((*first.cases, *facts.fitted))}
+        records = sorted((record for part in parts for record in part.records), key=lambda each: position[each.case])
+        stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
+        traced = reduce(Traced.joined, (part.traced for part in parts))
+        heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
+        pairs = summary.judged_pairs(records, facts.fitted) if any(part.pairs for part in parts) else {}
+        traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
+        capabilities = summary.summarise(records, position)
+        joined.append(summary.BackendSummary(facts, capabilities, stopped, traced, heat, pairs, traits))
+    code, date = {place: digest for run in runs for place, digest in run.code.items()}, max(run.date for run in runs)
+    return summary.RunSummary(first.environment, tuple(joined), first.cases, date=date, code=code)
 
 
 def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
@@ -362,18 +375,3 @@ def _require_partition(shards: Sequence[tuple[str, sharding.Shard]], cases: Sequ
             owner[case] = name
     if absent := [case for case in cases if case not in owner]:
         raise InputError(f"{len(absent)} cases of the list are in no shard, the first is {absent[0]}")
-
-
-def _joined(parts: Sequence[summary.BackendSummary], cases: Sequence[str]) -> summary.BackendSummary:
-    first = parts[0]
-    if first.reasons:
-        return first
-    position = {case: index for index, case in enumerate((*cases, *first.facts.fitted))}
-    records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
-    stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
-    traced = reduce(Traced.joined, (part.traced for part in parts))
-    heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
-    pairs = summary.judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
-    traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
-    capabilities = summary.summarise(records, position)
-    return summary.BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

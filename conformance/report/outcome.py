@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
-from mla_conformance.judging.traits import ASKED, Answer, Question, Traits
+from mla_conformance.judging.traits import ASKED, Answer, Question
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report import causes, summary
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, Group, RunSummary
 from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
-from mla_conformance.speed.times import Kernels, remarks_of, table_of
+from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
@@ -70,25 +71,21 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
         for number, cause in enumerate(reported, start=before + 1):
             if numbered:
                 head = f"    {number}. {cause.cases}{cause.reserve}"
-            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
+            example = from_here(cause.example)
+            said = example.message.removesuffix(f" (SPEC {example.clause})")
+            simplest = "" if len(cause.failures) == 1 else "simplest case: "
+            seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
+            yield from wrapped(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", width, further=_INDENT)
+            raised, advice = causes.raised_at(cause.example), causes.advice(example)
+            for detail in (cause.only, seen, raised, example.confirmed, advice):
+                yield from wrapped(cut(detail), width, _INDENT, _INDENT)
+            command = example.replay
+            if run.source and len(example.after) > _MOST_AFTER:
+                command = f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
+            yield f"{_INDENT}replay: {command}"
         if hidden:
             yield f"    … and {counted(sum(len(each.failures) for each in hidden), 'more case')} in the report"
         before += len(backend.causes)
-
-
-def _cause(head: str, cause: causes.Cause, run: RunSummary, width: int) -> Iterator[str]:
-    example = from_here(cause.example)
-    said = example.message.removesuffix(f" (SPEC {example.clause})")
-    simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
-    yield from wrapped(head, width, further=_INDENT)
-    for detail in (cause.only, seen, causes.raised_at(cause.example), example.confirmed, causes.advice(example)):
-        yield from wrapped(cut(detail), width, _INDENT, _INDENT)
-    command = example.replay
-    if run.source and len(example.after) > _MOST_AFTER:
-        number = run.causes.index(cause) + 1
-        command = f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
-    yield f"{_INDENT}replay: {command}"
 
 
 def from_here(record: Record) -> Record:
@@ -150,7 +147,13 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
     found = answers(reported) if run.deployment else []
     timed = [backend for backend in reported.backends if backend.speed and backend.speed.has_times]
     if kernels := [(backend.name, backend.speed) for backend in reported.backends if backend.speed]:
-        yield from _speed_lines(kernels, width, detail)
+        rows = table_of(kernels)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, (name, *cells) in enumerate(rows):
+            padded = (cell.rjust(size) for cell, size in zip(cells, widths[1:], strict=True))
+            yield "  ".join([(f"  {name}" if number else name).ljust(widths[0] + 2), *padded])
+        remarks = remarks_of(kernels) if detail is not Detail.QUIET else ()
+        yield from chain.from_iterable(wrapped(cut(remark), width, "  ", 2 * "  ") for remark in remarks)
 
     def told(group: Group, head: str) -> Iterator[str]:
         listed = timed if group is Group.RIGHT and detail is not Detail.FULL else []  # in the table
@@ -179,17 +182,6 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
         sign = SIGN[BackendOutcome.UNAVAILABLE]
         head = f"{sign} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
         yield fitting(head, [backend.name for backend in absent], width)
-
-
-def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
-    rows = table_of(kernels)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, (name, *cells) in enumerate(rows):
-        name = name if not number else f"  {name}"
-        padded = (cell.rjust(size) for cell, size in zip(cells, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0] + 2), *padded])
-    for remark in remarks_of(kernels) if detail is not Detail.QUIET else ():
-        yield from wrapped(cut(remark), width, "  ", 2 * "  ")
 
 
 _TOUCHED, _SHOWN_KERNELS = 0.01, 2
@@ -229,31 +221,51 @@ def backend_lines(
     refused = [each.name for each in backend.capabilities if each not in applicable] if is_full else []
     for names, what in ((untouched, "? {} not begun: "), (refused, "– {} unsupported: ")):
         yield from [fitting(f"{_DETAIL}{what.format(len(names))}", names, width)] if names else []
+    for remark in _remarks(backend, with_reasons, is_full):
+        yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
+
+
+def _remarks(backend: BackendSummary, with_reasons: bool, is_full: bool) -> Iterator[str]:
     judged = {Case.parse(record.case).role for record in backend.records if record.status in _JUDGED}
     own = (record for record in backend.records if is_full or not judged or Case.parse(record.case).role in judged)
-    remarks = list(_reasons(own)) if with_reasons else []
-    remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
+    without = (record for record in own if with_reasons and record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE))
+    reasons = Counter((record.status, record.message) for record in without)
+    for (status, reason), count in reasons.most_common(_MOST_REASONS):
+        yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
+    if len(reasons) > _MOST_REASONS:
+        yield f"… and {counted(len(reasons) - _MOST_REASONS, 'more reason')} in the report"
+    if backend.stopped and backend.not_run:
+        yield cut(backend.not_run)
     if backend.pairs and (is_full or summary.total(backend.pairs).not_judged):
-        remarks.append(judged_of_claimed(backend.pairs, backend.records))
+        yield judged_of_claimed(backend.pairs, backend.records)
     if backend.facts.rounding and is_full and not (judged and judged <= _UNROUNDED):
-        remarks.append(declared(backend.facts))
+        yield declared(backend.facts)
     if chosen := [record.sampled for record in backend.records if record.sampled]:  # of which not every row was judged
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
         seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
-        remarks.append(
+        yield (
             f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
             f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
     if undecided := [record for record in backend.records if record.inconclusive]:
         rows, most = sum(each.inconclusive for each in undecided), max(undecided, key=lambda each: each.inconclusive)
-        remarks.append(
+        yield (
             f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget "
             f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(cut(most.case, _ID))}"
         )
-    remarks += [*ran(backend.traced), *traits_lines(backend.traits)]
-    remarks += ["an emulated kernel: judged, never certified"] if backend.facts.emulated else []
-    for remark in remarks:
-        yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
+    yield from ran(backend.traced)
+    for question in Question if backend.traits.bitwise else ():
+        answers = backend.traits.answers(question)
+        reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
+        yield f"same bits {ASKED[question]}: {reported}"
+        yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
+    for (role, dtype), spreads in causes.grouped(backend.traits.accuracy, lambda each: (each.role, each.dtype)).items():
+        largest = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
+        median, tail, worst = largest.budget
+        said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({largest.data})"
+        yield f"errors of {role} {dtype}: {said}"
+    if backend.facts.emulated:
+        yield "an emulated kernel: judged, never certified"
 
 
 def _verdict(backend: BackendSummary, applicable: int) -> str:
@@ -278,15 +290,6 @@ def refusing(backend: BackendSummary) -> str:
     if backend.outcome is BackendOutcome.PASS:
         return f"{refused}, nothing else was asked"
     return f"not judged: {refused}, and none of {counted(backend.counts.unsupported, 'other case')} is supported"
-
-
-def _reasons(records: Iterable[Record]) -> Iterator[str]:
-    without = (record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE))
-    found = Counter((record.status, record.message) for record in without)
-    for (status, reason), count in found.most_common(_MOST_REASONS):
-        yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
-    if len(found) > _MOST_REASONS:
-        yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
 
 
 def judged_of_claimed(pairs: Mapping[str, summary.JudgedPairs], records: Iterable[Record] = ()) -> str:
@@ -321,19 +324,6 @@ def ran(traced: Traced) -> Iterator[str]:
         yield f"kernels seen: {', '.join(names[:_SHOWN_KERNELS])}{more}"
     elif traced.kernels:
         yield "only generic kernels of torch were seen to run, none of a library"
-
-
-def traits_lines(traits: Traits) -> Iterator[str]:
-    for question in Question if traits.bitwise else ():
-        answers = traits.answers(question)
-        reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
-        yield f"same bits {ASKED[question]}: {reported}"
-        yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
-    for (role, dtype), spreads in causes.grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
-        most = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
-        median, tail, worst = most.budget
-        said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
-        yield f"errors of {role} {dtype}: {said}"
 
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:

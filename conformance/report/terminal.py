@@ -33,12 +33,10 @@ def shown(text: str, limit: int = MESSAGE) -> str:
 
 
 def shown_line(text: str) -> str:
-    """A text as a line of its own."""
     return _COMMAND_LINE.sub(r"\1\\x3a", shown(text, LINE))
 
 
 def shown_lines(text: str, limit: int = LINE) -> str:
-    """A text as several lines, where it has them."""
     return "\n".join(map(shown_line, cut(text, limit).split("\n")))
 
 

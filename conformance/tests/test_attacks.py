@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.commands import defects
+from mla_conformance.commands import reports
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.journal import JOURNAL_NAME, Completed, Journal, Reported, RunFolder
 from mla_conformance.engine.machine import LACKED_MEMORY
@@ -109,7 +109,7 @@ RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/thr
 
 
 def test_where_there_are_no_tests_it_is_said_where_they_are(tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
-    monkeypatch.setattr(defects, "files", lambda package: tmp_path)
+    monkeypatch.setattr(reports, "files", lambda package: tmp_path)
     assert "pip install -e ." in refused("cheats")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate, records_of
-from mla_conformance.certificate.issue import Refused, committed, require_core, require_real, require_whole
+from mla_conformance.certificate.issue import Refused, committed, require_real, require_whole
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
@@ -224,6 +224,7 @@ def test_a_malformed_one_is_refused_with_the_place(certificate: Json, tamper: An
 
 
 REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
+TOPK = replace(REAL, declared={"topk": ""})
 NO_LARGE = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else entry for entry in RECORDS]
 CLEAN, CHANGED = (
     msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=clean)}) for clean in (True, False)
@@ -247,7 +248,7 @@ NEVER: list[tuple[Callable[[], object], str]] = [
     (lambda: require_whole(2, LISTED), "expected one --backend, got 2"),
     (lambda: require_real(replace(REAL, emulated=True)), "is an emulated kernel, which is judged but never certified"),
     (lambda: require_real(replace(REAL, reasons=("no GPU",))), "TORCH_SDPA is unavailable: no GPU"),
-    (lambda: require_core(replace(REAL, declared={"topk": ""})), "is topk, a certificate needs prefill or decode or s"),
+    (lambda: require_real(TOPK, certifies=True), "is topk, a certificate needs prefill or decode or s"),
     (lambda: committed(CHANGED), "package mine is a checkout with changes"),
 ]
 
@@ -261,7 +262,7 @@ def test_what_can_never_be_certified_is_refused_with_a_reason(asked: Callable[[]
 def test_what_may_be_certified_is_not_refused() -> None:
     require_whole(1, LISTED)
     require_real(REAL)
-    require_core(replace(REAL, declared={"decode": "", "topk": ""}))
+    require_real(replace(REAL, declared={"decode": "", "topk": ""}), True)
     assert committed(CLEAN) == CLEAN
 
 

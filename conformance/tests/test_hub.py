@@ -19,9 +19,8 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.export.own import own_class
 from mla_conformance.export.program import NotWritable
-from mla_conformance.export.script import MOST_LINES, Ran, run_alone
+from mla_conformance.export.script import MOST_LINES, Ran, own_class, run_alone
 from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.verdict import Status

@@ -18,7 +18,7 @@ from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question, Repeated, Traits
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_form, to_text
-from mla_conformance.report.outcome import traits_lines
+from mla_conformance.report.outcome import backend_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.tests.drawn import CPU
 from mla_conformance.traits import examine, repeats
@@ -94,7 +94,7 @@ SPREAD = ErrorSpread("decode", "bf16", "normal", 1, 9, (0.1, 0.5, 0.9), (0.2, 3.
 
 def test_answers_reach_text_page_report_and_gate(tmp_path: Path) -> None:
     run = run_with(Traits((NO, YES), (SPREAD,)))
-    lines = list(traits_lines(run.backends[0].traits))
+    lines = list(backend_lines(run.backends[0], 200))
     assert any("on any pages: decode ✘" in line for line in lines) and any(NO.why in line for line in lines)
     page = html(run)
     assert NO.why in page and "0.1 / 0.5 / 0.9 · 0.2 / 3 / 8 ulp" in page
