@@ -69,7 +69,7 @@ def test_the_command_rewrites_the_section_and_nothing_else(tmp_path: Path, told:
     (entry, *_) = DEFECTS.values()
     unrelated = next(name for name in CAPABILITIES if name not in (entry.killed_by, *entry.related))
     killed = {entry.id: {unrelated, entry.killed_by}, "EagerPrefillBackend": {unrelated}}
-    monkeypatch.setattr("mla_conformance.defects.matrix.run_matrix", lambda tier, cores: outcomes(killed))
+    monkeypatch.setattr("mla_conformance.defects.report.run_matrix", lambda tier, cores: outcomes(killed))
     path = tmp_path / "page.md"
     path.write_text("before\n<!-- defects:begin -->stale<!-- defects:end -->\nafter\n")
     out = told(1, "defects", "--tier", "full", "--page", path)
