@@ -26,21 +26,16 @@ from mla_conformance.roles import table
 from mla_conformance.trials import trial
 from mla_conformance.trials.subject import Subject
 
-LATENT = 512
 CONTEXT = trial.Context()
 _RECORDED = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
 
 
 def _signature(label: str, function: str) -> inspect.Signature:
-    kinds = {kind.name: kind for kind in inspect._ParameterKind}
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name, kinds[kind], default=None if optional and kind != "VAR_POSITIONAL" else inspect._empty
-            )
-            for name, kind, optional in _RECORDED[label][function]
-        ]
-    )
+    parameters = []
+    for name, kind, optional in _RECORDED[label][function]:
+        default = None if optional and kind != "VAR_POSITIONAL" else inspect._empty
+        parameters.append(inspect.Parameter(name, inspect._ParameterKind[kind], default=default))
+    return inspect.Signature(parameters)
 
 
 @pytest.fixture
@@ -63,8 +58,6 @@ def recorded() -> Callable[[str, str, Callable[..., Any]], Callable[..., Any]]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """``installed(module, name=value, ...)``: a library that consists of these attributes."""
-
     def install(name: str, **attributes: Any) -> ModuleType:
         module = ModuleType(name)
         vars(module).update(attributes)
@@ -117,19 +110,14 @@ def planned(recorded: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def exact(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def exact(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float, causal: bool) -> Any:
     """Output [T, N, V] of the dtype that q's gives and natural LSE [N, T] float32; a row without keys is 0 and -inf."""
-    state = attention(
-        q, k, v, query_start_loc=queries.tolist(), key_start_loc=keys.tolist(), scale=scale, causal=causal
-    )
+    starts: Any = {"query_start_loc": queries.tolist(), "key_start_loc": keys.tolist()}
+    state = attention(q, k, v, **starts, scale=scale, causal=causal)
     return state.output.to(output_dtype(q.dtype)), state.lse.float()
 
 
-def absorbed(
-    q: Tensor, pages: Tensor, lengths: Any, query_lens: Any, tables: Any, scale: float
-) -> tuple[Tensor, Tensor]:
+def absorbed(q: Tensor, pages: Tensor, lengths: Any, query_lens: Any, tables: Any, scale: float) -> Any:
     """What a paged MLA kernel computes of q [T, N, L + R] and pages [blocks, page, L + R], in float64.
 
     ``tables``: the pages of each request, and anything behind them. Returns output [T, N, L] of q's dtype and natural
@@ -140,7 +128,7 @@ def absorbed(
     rows = [pages[blocks].flatten(0, 1)[:length] for blocks, length in zip(used, lengths, strict=True)]
     keys = torch.cat(rows)[:, None, :]
     queries, ends = (torch.tensor([0, *x]).cumsum(0) for x in (query_lens, lengths))
-    return exact(q, keys, keys[..., :LATENT], queries, ends, scale, True)
+    return exact(q, keys, keys[..., :512], queries, ends, scale, True)
 
 
 kernel = pytest.fixture(name="kernel")(lambda: exact)
@@ -149,8 +137,6 @@ mla_kernel = pytest.fixture(name="mla_kernel")(lambda: absorbed)
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
-    """``passes("NAME", role, *cases)``: the adapter passes them on a CPU, where a stand-in is all that it needs."""
-
     def check(name: str, role: Role, *cases: str) -> Subject:
         adapter = loading.load_role(references.parse_reference(name), role)
         for needed in ("missing_dependencies", "broken_dependencies"):
@@ -167,8 +153,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
 
 @pytest.fixture
 def conforms(passes: Callable[..., Subject]) -> Callable[..., Subject]:
-    """``conforms("NAME")``: a prefill adapter passes new tokens, into ``out`` as well, and a chunk of context."""
-
     def check(name: str, dtype: str = "bf16") -> Subject:
         new, context = "q=[3,0,9]", "call=context_chunk;q=[3,4,2];kv=[7,0,17]"
         batches = (f"call=new_tokens;{new}", f"call=new_tokens;{new};lse=0;out=1", context)

@@ -21,38 +21,18 @@ def int32(*numbers: Any) -> torch.Tensor:
     return torch.tensor(numbers, dtype=INT)
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    "write_latent": {
-        "kv_cache": torch.zeros(2, 4, 12, dtype=BF16),
-        "kv_c": torch.ones(3, 8, dtype=BF16),
-        "k_pe": torch.ones(3, 4, dtype=BF16),
-        "slot_mapping": torch.tensor([1, -1, 7]),
-        "k_scale": torch.tensor(1.0),
-    },
-    "gather_latent": {
-        "workspace": torch.zeros(6, 12, dtype=BF16),
-        "kv_cache": torch.arange(96).view(2, 4, 12).to(BF16),
-        "block_table": int32([1, 0], [0, -1]),
-        "cu_seq_lens": int32(0, 4, 5),
-        "seq_starts": int32(3, 0),
-        "k_scale": torch.tensor(1.0),
-    },
-    "slot_mapping": {
-        "slot_mapping": torch.full((4,), 7),
-        "query_start_loc": int32(0, 2, 3),
-        "positions": torch.tensor([3, 4, 0]),
-        "block_table": int32([5, 2], [1, -1]),
-        "block_size": 4,
-    },
-    "global_slots": {
-        "out": torch.zeros(1, 2, dtype=INT),
-        "req_id_per_token": int32(0),
-        "block_table": int32([3]),
-        "token_indices": int32([0, 1]),
-        "block_size": 4,
-    },
-}
-"""What each call takes, what it writes first."""
+ONE, _ONES = torch.tensor(1.0), torch.ones(3, 12, dtype=BF16)
+# What each call takes, what it writes first.
+_WRITE: dict[str, Any] = {"kv_cache": torch.zeros(2, 4, 12, dtype=BF16), "kv_c": _ONES[:, :8], "k_pe": _ONES[:, 8:]}
+_WRITE |= {"slot_mapping": torch.tensor([1, -1, 7]), "k_scale": ONE}
+_GATHER: dict[str, Any] = {"workspace": torch.zeros(6, 12, dtype=BF16), "k_scale": ONE}
+_GATHER |= {"kv_cache": torch.arange(96).view(2, 4, 12).to(BF16), "block_table": int32([1, 0], [0, -1])}
+_GATHER |= {"cu_seq_lens": int32(0, 4, 5), "seq_starts": int32(3, 0)}
+_MAP: dict[str, Any] = {"slot_mapping": torch.full((4,), 7), "query_start_loc": int32(0, 2, 3), "block_size": 4}
+_MAP |= {"positions": torch.tensor([3, 4, 0]), "block_table": int32([5, 2], [1, -1])}
+_LISTS: dict[str, Any] = {"out": torch.zeros(1, 2, dtype=INT), "req_id_per_token": int32(0), "block_size": 4}
+_LISTS |= {"block_table": int32([3]), "token_indices": int32([0, 1])}
+CALLS = {"write_latent": _WRITE, "gather_latent": _GATHER, "slot_mapping": _MAP, "global_slots": _LISTS}
 REFUSED: list[tuple[str, str, Any, str]] = [
     ("write_latent", "slot_mapping", torch.tensor([1, 8]), "slot_mapping: slot: expected -1 or 0..7, got 8"),
     ("write_latent", "slot_mapping", torch.tensor([1, -2]), "slot_mapping: slot: expected -1 or 0..7, got -2"),
@@ -90,8 +70,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(call: str, name: 
 
 
 class WritesAlone(MLACacheBackend):
-    """One call of six."""
-
     supported_calls: ClassVar = ["write_latent"]
 
     @staticmethod
@@ -112,13 +90,7 @@ def test_a_class_may_have_one_call_and_refuses_the_others() -> None:
         WritesAlone(8, 0, "auto", "float32", None).run_write_index(*[torch.zeros(1)] * 3)
 
 
-def test_eager_writes_entries_without_a_question_to_the_device() -> None:
-    """Tensors without numbers refuse what a graph's capture refuses, where the device would have to answer."""
-    given = torch.zeros(2, 4, 8), torch.zeros(4, 32, dtype=torch.uint8), torch.tensor([7, -1, 2])
-    backend(rope=0)._store(*(x.to("meta") for x in given))
-
-
-def test_a_kernel_reads_entries_as_the_reference_means_them() -> None:
+def test_a_kernel_reads_entries_as_the_reference_means_them_and_writes_without_a_question() -> None:
     """Two implementations of each form: bytes drawn without regard for what wrote them."""
     generator = torch.Generator().manual_seed(7)
     for layout, rope in (("fp8_ds_mla", 64), ("fp8_v4", 0), ("fp8_v41", 0), ("fp4_v41", 0)):
@@ -131,10 +103,13 @@ def test_a_kernel_reads_entries_as_the_reference_means_them() -> None:
         usual = meant.isfinite() & (meant.abs() < 2.0**127) & ((meant.abs() > 2.0**-117) | (meant == 0))
         torch.testing.assert_close(read[usual], meant[usual], rtol=2**-23, atol=0.0)
         assert float(usual.double().mean()) > 0.9
+    # Tensors without numbers refuse what a graph's capture refuses, where the device would have to answer.
+    given = torch.zeros(2, 4, 8), torch.zeros(4, 32, dtype=torch.uint8), torch.tensor([7, -1, 2])
+    backend(rope=0)._store(*(x.to("meta") for x in given))
 
 
 _LABEL, _OPS = "sglang 0.5.23", "sglang.kernels.ops"
-LATENT, ROPE, PAGE, ONE = 512, 64, 16, torch.tensor(1.0)
+LATENT, ROPE, PAGE = 512, 64, 16
 
 
 class _Writer:
@@ -158,7 +133,6 @@ class _Writer:
 
 @pytest.fixture
 def library(recorded: Any, provided: Any, monkeypatch: Any) -> None:
-    """Writing in two steps, gathering of listed rows."""
     monkeypatch.setattr(sglang_triton.SGLangTritonCacheBackend, "supports_compute_capability", lambda *_: True)
 
     def quantised(a: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,8 +13,6 @@ _D, _R = 512, 64
 
 
 class Library:
-    """Plans hold what the kernels look up."""
-
     def __init__(self, recorded: Any) -> None:
         def function(name: str, call: Any) -> Any:
             return recorded("sglang 0.5.23", f"{_FILE}:{name}", call)

@@ -63,8 +63,6 @@ def aiter(a: Any, kernel: Any) -> None:
 
 
 class QuantPolicy(IntEnum):
-    """LMDeploy's names of what its caches hold."""
-
     NONE = 0
 
 
@@ -176,13 +174,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     _PAGED: {"QuantPolicy": QuantPolicy},
     "tokenspeed_mla": {"get_num_sm": lambda device: 148},
 }
-"""What modules hold beside: further recorded functions, and anything else."""
 
 
 @pytest.fixture
 def library(provided: Any, mla_kernel: Any) -> Callable[[str], Any]:
-    """``library("NAME LABEL")`` installs a stand-in; the adapter."""
-
     def install(key: str) -> Any:
         adapter, _, label = key.partition(" ")
         module, function, call, *_ = STAND_INS[key]

@@ -16,7 +16,6 @@ from mla_conformance.reference import quantization
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
 RAGGED: Any = flashinfer.FlashInferPrefillBackend.variants
 PAGED: Any = flashinfer_mla.FlashInferMLADecodeBackend.variants
-BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
 @pytest.fixture(params=[OLD, NEW])
@@ -83,7 +82,7 @@ def library(request: Any, recorded: Any, planned: Any, installed: Any, mla_kerne
 
     def begin(wrapper: Any, a: Any) -> None:
         assert a["use_cuda_graph"] and a["backend"] in ("fa2", "fa3")
-        wrapper.buffers = {name: a[name] for name in BUFFERS}
+        wrapper.buffers = {name: a[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}
         made.append(wrapper)
 
     def keep(wrapper: Any, a: Any) -> None:

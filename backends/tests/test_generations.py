@@ -39,9 +39,7 @@ def operands(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("planner", PLANNERS)
 @settings(max_examples=40, deadline=None)
 @given(contexts=st.lists(st.integers(0, 90), min_size=1, max_size=5), data=st.data())
-def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
-    planner: str, contexts: list[int], data: st.DataObject
-) -> None:
+def test_every_row_with_keys_is_in_one_run(planner: str, contexts: list[int], data: st.DataObject) -> None:
     chunks = PLANNERS[planner](contexts, workspace_tokens=len(contexts) * 16, page_size=16)
     queries = data.draw(st.lists(st.integers(0, 4), min_size=len(contexts), max_size=len(contexts)))
     starts = list(accumulate(queries, initial=0))
@@ -72,8 +70,6 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
 
 
 class Spy(present.PresentEagerPrefillBackend):
-    """Keeps what it was called with."""
-
     writes = True
 
     def supports_out(self) -> bool:
@@ -98,7 +94,7 @@ def driven(cls: type, queries: list[int], chunks: tuple[ContextChunk, ...]) -> t
     return backend, results
 
 
-def test_out_is_handed_in_as_the_layer_does_it() -> None:
+def test_out_is_handed_in_as_the_layer_does_it_and_what_a_class_must_keep() -> None:
     whole = (ContextChunk((0, 0), (5, 9)),)
     split = (ContextChunk((0, 0), (5, 16)), ContextChunk((0, 16), (0, 3)))
     with_gap = (ContextChunk((0, 0), (5, 0)),)
@@ -112,8 +108,19 @@ def test_out_is_handed_in_as_the_layer_does_it() -> None:
     backend, _ = driven(type("NoOut", (Spy,), {"writes": False}), [3, 4], split)
     assert [out for _, out in backend._target.calls] == [False, False]
 
+    class Forgetful(Spy):
+        def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+            return super().run_prefill_context_chunk(chunk, q, k, v)
 
-def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> None:
+    with pytest.raises(ValueError, match="supports out and returned another tensor"):
+        driven(Forgetful, [3, 4], (ContextChunk((0, 0), (5, 0)),))
+    with pytest.raises(TypeError, match="clone"):
+        as_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
+    assert as_backend(eager.EagerPrefillBackend) is eager.EagerPrefillBackend and as_backend(3) == 3
+    assert as_backend(Spy) is as_backend(Spy)
+
+
+def test_new_tokens_get_the_rows_that_count_and_columns_of_padding_are_left_out() -> None:
     class Kernel(Spy):
         given_out: list[bool]
 
@@ -136,10 +143,22 @@ def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> N
         alone = backend.run_prefill_new_tokens(q[:7], k[:7], v[:7], return_softmax_lse=False, out=out[:7])
         assert torch.equal(alone, output[:7]) and Kernel.given_out == [False, writes, writes]
 
+    def wider(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.pad(o, (0, 8), value=torch.nan), lse
+
+    def padded(kind: Any) -> dict[str, Any]:
+        return {"run_prefill_context_chunk": answering(kind.run_prefill_context_chunk, wider)}
+
+    impl = type("Impl", (earlier.EagerPrefillImpl,), {"requires_v_padding": True, **padded(earlier.EagerPrefillImpl)})
+    made = {"get_prefill_impl_cls": staticmethod(lambda: impl)}
+    earlier_one = type("Earlier", (earlier.EarlierEagerPrefillBackend,), made)
+    for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
+        _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
+        assert output.shape == (7, 2, SMALL.v_head_dim)
+        assert output.isfinite().all()
+
 
 def answering(method: Any, change: Any) -> Any:
-    """A method of its signature whose answer is changed."""
-
     def run(self: Any, *args: Any, **given: Any) -> Any:
         return change(*method(self, *args, **given))
 
@@ -162,51 +181,14 @@ def test_a_partial_result_of_another_form_is_not_copied_into_shape(wrong: Any, s
         driven(type("Kernel", (Spy,), methods), [3, 4], (ContextChunk((0, 0), (5, 0)),))
 
 
-def test_what_a_class_of_another_generation_must_keep_and_that_it_is_adapted_once() -> None:
-    class Forgetful(Spy):
-        def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, out: Any = None) -> Any:
-            return super().run_prefill_context_chunk(chunk, q, k, v)
-
-    with pytest.raises(ValueError, match="supports out and returned another tensor"):
-        driven(Forgetful, [3, 4], (ContextChunk((0, 0), (5, 0)),))
-    with pytest.raises(TypeError, match="clone"):
-        as_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
-    assert as_backend(eager.EagerPrefillBackend) is eager.EagerPrefillBackend and as_backend(3) == 3
-    assert as_backend(Spy) is as_backend(Spy)
-
-
-def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the_caller() -> None:
-    def padded(kind: Any) -> dict[str, Any]:
-        chunk = answering(
-            kind.run_prefill_context_chunk, lambda o, lse: (torch.nn.functional.pad(o, (0, 8), value=torch.nan), lse)
-        )
-        return {"run_prefill_context_chunk": chunk}
-
-    impl = type("Impl", (earlier.EagerPrefillImpl,), {"requires_v_padding": True, **padded(earlier.EagerPrefillImpl)})
-    earlier_one = type(
-        "Earlier", (earlier.EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)}
-    )
-    for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
-        _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
-        assert output.shape == (7, 2, SMALL.v_head_dim)
-        assert output.isfinite().all()
-
-
 @dataclass
 class OwnMetadata(MLACommonPrefillMetadata):
-    """Metadata with fields of a backend's own."""
-
     steps: str = ""
 
 
 class Builder(earlier.EarlierEagerPrefillBackend):
-    """Records what the metadata builder does."""
-
     log: list[str]
-
-    @staticmethod
-    def get_prefill_metadata_cls() -> type[MLACommonPrefillMetadata]:
-        return OwnMetadata
+    get_prefill_metadata_cls = staticmethod(lambda: OwnMetadata)
 
     @classmethod
     def create_builder_state(cls, vllm_config: Any, kv_cache_spec: Any, layer_names: Any, device: Any) -> Any:
@@ -215,12 +197,10 @@ class Builder(earlier.EarlierEagerPrefillBackend):
         return earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
 
     @classmethod
-    def post_process_prefill_metadata(
-        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: Tensor
-    ) -> None:
+    def post_process_prefill_metadata(cls, prefill_metadata: Any, builder_state: Any, *starts: Tensor) -> None:
         cls.log.append("post")
         builder_state.backend_state["batches"] += 1
-        prefill_metadata.steps = f"batch {builder_state.backend_state['batches']} of {prefill_query_start_loc[-1]}"
+        prefill_metadata.steps = f"batch {builder_state.backend_state['batches']} of {starts[0][-1]}"
 
     @classmethod
     def finalize_attention_metadata(cls, attn_metadata: Any, builder_state: Any, *asked: Any, **named: Any) -> None:
@@ -231,16 +211,13 @@ class Builder(earlier.EarlierEagerPrefillBackend):
         assert told["mla_dims"].v_head_dim == 16 and told["model_config"].dtype is torch.bfloat16
 
 
-def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_every_batch() -> None:
+def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_r1_dims_are_told() -> None:
     Builder.log = []
     backend = as_backend(Builder)(**SIZES)
     for queries in ([3, 4], [5]):
         backend.prepare_metadata(metadata(queries, ()))
     assert Builder.log == ["state", "post", "finalize", "post", "finalize"]
     assert backend._prefill_metadata.steps == "batch 2 of 5, 1 prefills of 2 heads"
-
-
-def test_a_backend_of_r1_dims_only_says_so() -> None:
     backend = as_backend(type("Only", (earlier.EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     r1 = interface.MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
     assert backend.validate_configuration(None, r1) == []

@@ -35,9 +35,9 @@ def library(request: Any, provided: Any) -> Any:
     label, file, module = PACKAGES[kernel]
     in_vllm = kernel is DeepGemmIndexerVllm
 
-    def queries(a: Any) -> Tensor:
+    def queries(a: Any) -> Any:
         found, no_scales = a["q"]
-        assert isinstance(found, Tensor) and no_scales is None
+        assert no_scales is None
         return found
 
     def gathered(a: Any) -> Tensor:
@@ -82,7 +82,6 @@ def test_deep_gemm_is_called_as_it_documents(batch: str, library: Any, passes: A
 
 @pytest.fixture
 def lmdeploy(provided: Any) -> None:
-    """A kernel a module."""
     modules: dict[str, dict[str, Any]] = {"bitonic_topk": {"bitonic_topk": _topk}, "ds_index": {"fp8_index": _scores}}
     modules["dsa_indexer_preprocess"] = {"prepare_dsa_indexer_q": _query, "prepare_dsa_indexer_k_cache": _keys}
     for name, calls in modules.items():
@@ -135,7 +134,6 @@ def _query(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _keys(a: Any) -> None:
-    """The tokens of requests to their pages, block · page + offset."""
     k, cache = a["k"], a["k_cache"]
     assert cache.shape[1:] == (PAGE, DIM) and a["k_s_cache"].shape == cache.shape[:2]
     assert a["cu_seqlen_q"].tolist() == [0, len(k)] and a["kv_seqlens"].tolist() == [len(k)]

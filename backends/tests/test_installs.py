@@ -18,7 +18,6 @@ from mla_conformance.backends.roles import Role
 
 _FLASH_MLA = r".*pip install 'mla-conformance\[flashmla\]'"
 
-
 _SPARSE, _DENSE = (lambda q, k, is_fp8_kvcache=True: None), (lambda q, k, is_fp8_kvcache=False: None)
 _FORK, _SCHEDULE = (lambda q, k, is_fp8_kvcache=None, use_legacy=False: None), (lambda cache_seqlens, num_heads_k: None)
 
@@ -29,7 +28,6 @@ def _flash_mla(decode: Any, schedule: Any = lambda *args: None, legacy: bool = F
 
 
 def _fa3(**flags: bool) -> dict[str, dict[str, Any]]:
-    """Flags as tokenspeed-fa3 spells them, or one of them as fa3-fwd does."""
     names = {name: "FLASH_ATTENTION" if name == "HDIMDIFF64" else "FLASHATTENTION" for name in flags}
     built = {f"{names[name]}_DISABLE_{name}": without for name, without in flags.items()}
     config = {"CONFIG": {"build_flags": built}, "__spec__": "found"}
@@ -57,6 +55,7 @@ BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
     ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(BACKWARD=True), ""),
     ("FLASH_ATTN_MLA[vllm]", Role.DECODE, _FA3_OF_VLLM, "^package vllm is .* FlashAttention 3: no extension 3$"),
     ("CUTLASS_MLA", Role.DECODE, {"vllm._custom_ops": {}}, "lack sm100_cutlass_mla_decode"),
+    ("CUTLASS_MLA", Role.DECODE, {"vllm._custom_ops": {}}, ""),
     ("TOKENSPEED_MLA", Role.PREFILL, _tokenspeed(**_SWALLOWED), "cannot run: No module named 'cutlass'"),
     ("TOKENSPEED_MLA", Role.DECODE, _tokenspeed(**_SWALLOWED), "cannot run: No module named 'cutlass'"),
     ("TOKENSPEED_MLA", Role.DECODE, _tokenspeed(), ""),
@@ -64,19 +63,17 @@ BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("name", "role", "modules", "said"), BUILDS)
-def test_a_build_without_this_kernel_says_so(name: str, role: Role, modules: Any, said: str, installed: Any) -> None:
+def test_a_build_without_this_kernel_says_so(
+    name: str, role: Role, modules: Any, said: str, installed: Any, monkeypatch: Any
+) -> None:
+    operators = SimpleNamespace() if said else SimpleNamespace(sm100_cutlass_mla_decode=None)
+    monkeypatch.setattr(torch.ops, "_C", operators, raising=False)
     for module, contents in modules.items():
         installed(module, **contents)
     adapter = load_role(parse_reference(name), role)
     reasons = adapter.broken_dependencies()
     assert adapter.missing_dependencies() == [] and len(reasons) == bool(said)
     assert all(re.search(said, reason) for reason in reasons), reasons
-
-
-def test_a_build_with_the_operator_has_the_kernel(installed: Any, monkeypatch: Any) -> None:
-    installed("vllm._custom_ops")
-    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(sm100_cutlass_mla_decode=None), raising=False)
-    assert load_role(parse_reference("CUTLASS_MLA"), Role.DECODE).broken_dependencies() == []
 
 
 @pytest.fixture
@@ -110,13 +107,17 @@ def _library(module: str) -> dependencies.Library:
     return dependencies.Library(module, "the-library", "pip install 'mla-conformance[the-extra]'", "a note")
 
 
-def test_missing_names_the_command_and_the_note() -> None:
+def test_a_missing_install_and_a_broken_one_are_told_apart(package: Any, monkeypatch: Any, tmp_path: Path) -> None:
     missing = _library("no_such_library")
     assert missing.missing() == ["package the-library not installed (pip install 'mla-conformance[the-extra]'); a note"]
     assert missing.broken() == [] and missing.version() == "not installed as a distribution"
-
-
-def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path) -> None:
+    package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
+    library = _library("broken_library")
+    said = "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot "
+    said += "open shared object file"
+    assert library.missing() == [] and library.broken() == [said]
+    monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.4, never tried (the-library<1.4 was)")
+    assert library.broken() == [f"{said}; the installed version is 1.4, never tried (the-library<1.4 was)"]
     package("sound_library.inner.part", "answer = 42")
     part, other = _library("sound_library.inner.part"), _library("sound_library.inner.other")
     top, inner = (tmp_path / "sound_library" / name for name in ("__init__.py", "inner/__init__.py"))
@@ -126,16 +127,6 @@ def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path
     assert part.missing() == [] != other.missing() and "sound_library" not in sys.modules
     top.unlink()  # a namespace package
     assert part.missing() == [] != other.missing() and part.broken() == [] and part.load().answer == 42
-
-
-def test_a_broken_install_is_told_apart_with_its_error(package: Any, monkeypatch: Any) -> None:
-    package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
-    library = _library("broken_library")
-    said = "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot "
-    said += "open shared object file"
-    assert library.missing() == [] and library.broken() == [said]
-    monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.4, never tried (the-library<1.4 was)")
-    assert library.broken() == [f"{said}; the installed version is 1.4, never tried (the-library<1.4 was)"]
 
 
 @pytest.mark.parametrize(("found", "said"), [("1.6rc1", "1.6rc1"), ("2.0", "2.0, never tried (the-library<2,>=1 was)")])
@@ -152,7 +143,6 @@ def test_a_version_that_was_never_tried_says_so(found: str, said: str, monkeypat
 
 
 def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(package: Any, monkeypatch: Any) -> None:
-    """And a Triton that compiles already is told."""
     package("triton.experimental.gluon", "")
     package("triton_engine", "import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
     library = packaged.InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -20,7 +19,6 @@ from mla_conformance.backends.roles import ROLES, Role
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
 DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
 
-
 MINE, DECODES = IMPORT + "class Mine(EagerPrefillBackend): ", DECODE + "class Mine(EagerDecodeBackend): "
 ABSTRACT = "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ..."
 OTHERS = """from mla_conformance.backends.generations.{} import MLAPrefillBackend
@@ -36,7 +34,6 @@ def written(folder: Path, source: str) -> str:
 
 @pytest.fixture
 def plugged_in(installed: Any, monkeypatch: Any) -> Any:
-    """``plugged_in(Backend=value)``: a plug-in whose module consists of that."""
     point = EntryPoint("THEIRS", "theirs:Backend", "mla_conformance.backends")
     monkeypatch.setattr(references, "entry_points", lambda group: [point])
     return partial(installed, "theirs")
@@ -69,19 +66,9 @@ def test_a_kernel_is_imported_without_what_other_roles_and_interfaces_need() -> 
     assert not found.intersection(ROLES) - {"decode"} and not [each for each in found if "generations" in each]
 
 
-def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:
-    alone = parse_reference(f"{written(tmp_path, DECODE + 'class Mine(EagerDecodeBackend): ...')}:Mine")
-    assert roles_of(alone) == (Role.DECODE,) and load_backend(alone) is load_role(alone, Role.DECODE)
-    (tmp_path / "both").mkdir()
-    source = "class Mine(EagerDecodeBackend): prefill_backend, sparse_backend = EagerPrefillBackend, 3\n"
-    both = parse_reference(f"{written(tmp_path / 'both', IMPORT + DECODE + source)}:Mine")
-    assert roles_of(both)[:2] == (Role.PREFILL, Role.DECODE)
-    assert load_role(both, Role.PREFILL) is EagerPrefillBackend and load_backend(both).__name__ == "Mine"
-    with pytest.raises(BackendReferenceError, match="expected a class, got int"):
-        load_role(both, Role.SPARSE)
-
-
-def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_class_is_loaded_from_a_module_or_any_file_and_has_the_role_of_its_methods(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     backend = parse_reference("mla_conformance.backends.eager:EagerPrefillBackend")
     assert (backend.name, load_backend(backend)) == ("EagerPrefillBackend", EagerPrefillBackend)
     loaded = []
@@ -96,6 +83,15 @@ def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: 
     assert load_backend(loaded[0]) is load_backend(loaded[0])
     with pytest.raises(BackendReferenceError, match=r"no file .*gone\.py"):
         parse_reference(f"{tmp_path / 'gone.py'}:Mine")
+    alone = parse_reference(f"{written(tmp_path, DECODE + 'class Mine(EagerDecodeBackend): ...')}:Mine")
+    assert roles_of(alone) == (Role.DECODE,) and load_backend(alone) is load_role(alone, Role.DECODE)
+    (tmp_path / "both").mkdir()
+    source = "class Mine(EagerDecodeBackend): prefill_backend, sparse_backend = EagerPrefillBackend, 3\n"
+    both = parse_reference(f"{written(tmp_path / 'both', IMPORT + DECODE + source)}:Mine")
+    assert roles_of(both)[:2] == (Role.PREFILL, Role.DECODE)
+    assert load_role(both, Role.PREFILL) is EagerPrefillBackend and load_backend(both).__name__ == "Mine"
+    with pytest.raises(BackendReferenceError, match="expected a class, got int"):
+        load_role(both, Role.SPARSE)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +119,10 @@ def test_a_file_without_a_backend_says_why(tmp_path: Path, source: str, said: st
         load_backend(parse_reference(f"{written(tmp_path, source)}:Mine"))
 
 
-def test_a_module_without_a_backend_says_why() -> None:
-    for reference in ("no_such_module:Mine", "mla_conformance.backends.eager:Nope", ":Mine", "a..b:C"):
+def test_a_module_without_a_backend_says_why_and_a_file_is_read_again(tmp_path: Path) -> None:
+    for name in ("no_such_module:Mine", "mla_conformance.backends.eager:Nope", ":Mine", "a..b:C"):
         with pytest.raises(BackendReferenceError, match=r"does not import|no class"):
-            load_backend(parse_reference(reference))
-
-
-def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
+            load_backend(parse_reference(name))
     reference = f"{written(tmp_path, 'import no_such_library')}:Mine"
     with pytest.raises(BackendReferenceError):
         load_backend(parse_reference(reference))
@@ -137,7 +130,7 @@ def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
     assert load_backend(parse_reference(reference)).get_name() == "EAGER"
 
 
-def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses_no_run(plugged_in: Any) -> None:
+def test_an_entry_point_is_a_backend_and_what_is_broken_missing_or_not_served_is_a_reason(plugged_in: Any) -> None:
     def lacks_a_library(name: str) -> None:
         raise OSError("libcuda.so.1")
 
@@ -154,9 +147,6 @@ def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses
         plugged_in(**contents)
         (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
         assert reason.startswith(said)
-
-
-def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(plugged_in: Any) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
     (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), kernel.DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
@@ -165,15 +155,11 @@ def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(p
     assert unavailable_reasons(parse_reference("THEIRS"), None) == ["install x"]
 
 
-@pytest.mark.parametrize(
-    ("body", "raised"),
-    [
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
-        ("raise OSError('two\\nlines')", "OSError: two lines"),
-    ],
-)
+RAISED = {"raise SystemExit(3)": "SystemExit: 3", "raise OSError('two\\nlines')": "OSError: two lines"}
+RAISED |= {"raise KeyboardInterrupt": "KeyboardInterrupt", "def f(): f()\nf()": "RecursionError: maximum recursion"}
+
+
+@pytest.mark.parametrize(("body", "raised"), RAISED.items())
 def test_whatever_a_module_raises_is_one_line(tmp_path: Path, monkeypatch: Any, body: str, raised: str) -> None:
     path = written(tmp_path, body)
     with pytest.raises(BackendReferenceError) as caught:
@@ -188,20 +174,13 @@ def test_whatever_a_module_raises_is_one_line(tmp_path: Path, monkeypatch: Any, 
     assert reason.startswith(raised) and "\n" not in reason
 
 
-@pytest.fixture
-def heeded() -> Iterator[None]:
-    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as a script's background is."""
+def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(tmp_path: Path) -> None:
+    # They may be ignored here, as in what a script has started in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(heeded: None, tmp_path: Path) -> None:
     path = written(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n")
-    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         unavailable_reasons(parse_reference(f"{path}:Mine"), None)
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

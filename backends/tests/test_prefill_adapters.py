@@ -141,10 +141,10 @@ def _adapter(name: str) -> Any:
 
 
 _VARLEN = "flash_attn_varlen_func"
+_TOKENSPEED = ("tokenspeed_mla", "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill", tokenspeed)
 _CUDNN = ("flashinfer.cudnn", "flashinfer/cudnn/prefill.py:cudnn_batch_prefill_with_kv_cache", cudnn)
 _TRTLLM = ("flashinfer.prefill", "flashinfer/prefill.py:trtllm_ragged_attention_deepseek", trtllm)
 _EXTEND, _CUDA = "sglang.kernels.ops.attention.extend_attention", "lmdeploy.pytorch.kernels.cuda.flashattention"
-_UNIFIED = "vllm.v1.attention.ops.triton_unified_attention"
 STAND_INS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "FLASH_ATTN[fa2] flash-attn 2.8.3": ("flash_attn.flash_attn_interface", _VARLEN, fa2),
     "FLASH_ATTN[fa3] fa3-fwd 0.0.3": ("fa3_fwd_interface", _VARLEN, fa3_or_4),
@@ -155,20 +155,16 @@ STAND_INS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "CUDNN[flashinfer] flashinfer-python 0.7.2.post1": _CUDNN,
     "TRTLLM_RAGGED flashinfer-python 0.6.13": _TRTLLM,
     "TRTLLM_RAGGED flashinfer-python 0.7.2.post1": _TRTLLM,
-    "TOKENSPEED_MLA tokenspeed-mla 2.0.4": (
-        "tokenspeed_mla", "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill", tokenspeed,
-    ),
+    "TOKENSPEED_MLA tokenspeed-mla 2.0.4": _TOKENSPEED,
     "SGLANG_TRITON sglang 0.5.23": (_EXTEND, "extend_attention_fwd", extend),
     "LMDEPLOY_TRITON lmdeploy 0.18.0": (_CUDA, _VARLEN, lmdeploy),
-    "TRITON_ATTN vllm 0.33.0": (_UNIFIED, "unified_attention", unified),
-}  # fmt: skip
+    "TRITON_ATTN vllm 0.33.0": ("vllm.v1.attention.ops.triton_unified_attention", "unified_attention", unified),
+}
 """By adapter and recorded package: module, function with its file where that is not the module, what stands for it."""
 
 
 @pytest.fixture
 def library(provided: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Callable[[str], Any]:
-    """``library("NAME LABEL")``: the adapter, with its stand-in installed."""
-
     def install(key: str) -> Any:
         adapter, _, label = key.partition(" ")
         module, function, call = STAND_INS[key]
@@ -192,11 +188,10 @@ def library(provided: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Cal
 WITHOUT_LSE = ("LMDEPLOY_TRITON lmdeploy 0.18.0", "TRITON_ATTN vllm 0.33.0")
 IN_CODES = [key for key in STAND_INS if key.startswith(("FLASH_ATTN[fa3]", "TRTLLM", "TOKENSPEED"))]
 
+PLAIN = [key for key in STAND_INS if key not in WITHOUT_LSE]
 
-@pytest.mark.parametrize(
-    ("key", "dtype"),
-    [*((key, "bf16") for key in STAND_INS if key not in WITHOUT_LSE), *((key, "e4m3") for key in IN_CODES)],
-)
+
+@pytest.mark.parametrize(("key", "dtype"), [*((key, "bf16") for key in PLAIN), *((key, "e4m3") for key in IN_CODES)])
 def test_conventions(key: str, dtype: str, library: Any, conforms: Any) -> None:
     library(key)
     conforms(key.split()[0], dtype)
@@ -232,7 +227,7 @@ def test_says_which_head_dims_it_takes(name: str) -> None:
         assert _adapter(name).supports_mla_dimensions(dims) == takes, dims
 
 
-def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
+def test_operands_are_copied_only_if_a_row_starts_in_between_and_lengths_only_if_the_host_has_none() -> None:
     views: list[tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = [
         (lambda x: x, True),
         (lambda x: x[..., 8:24], True),  # starts and strides are multiples of 16 bytes
@@ -245,9 +240,6 @@ def test_operands_are_copied_only_if_a_row_starts_in_between() -> None:
         x = view(torch.randn(3, 2, 32).bfloat16())
         copy = conversions.aligned(x)
         assert (copy is x) == kept and torch.equal(copy, x) and conversions.aligned(copy) is copy
-
-
-def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
     metadata = prefill_metadata((3, 0, 5), block_table=table, dtype=torch.bfloat16, device=cpu)
     metadata.query_lens_cpu = None
@@ -263,7 +255,6 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
     ],
 )
 def test_choice_by_device_and_what_is_installed(name: str, told: str, monkeypatch: Any) -> None:
-    """What is taken on a device, and behind it what is missing there."""
     (major, chosen, *missing), family = told.split(), loading.load_backend(references.parse_reference(name))
     for variant, kernel in family.variants.items():
         reasons = ["missing"] if variant in missing else []

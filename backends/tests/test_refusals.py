@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import eager_decode, eager_topk, interface, prepare, quant_key
+from mla_conformance.backends import eager_decode, eager_topk, interface, prepare, quant_key, torch_sdpa
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_cache import EagerCacheBackend
@@ -16,12 +16,6 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.torch_sdpa import (
-    TorchEfficientDecodeBackend,
-    TorchSDPADecodeBackend,
-    TorchSDPAPrefillBackend,
-    TorchSDPASparseBackend,
-)
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.reference import chunking
@@ -49,12 +43,10 @@ SCORES = "indexer_logits:call=index_logits;heads=32;q=[1,3];kv=[69,127]"
 TOPK, PREPARE = "select:q=[1,1];kv=[3,6];topk=4", "prepare_index:heads=2;dims=48-16-64-64;q=[3];kv=[0];scales=pow2"
 MODEL = prepare.IndexPreparation(64, 16, True, True, True, "pow2", True, 1e-6)
 
-
 _USUAL: Any = object()
 
 
 def called(kernel: Any, text: str, metadata: Any = lambda metadata: {}, out: Any = _USUAL, **changes: Any) -> None:
-    """A case's call of a kernel, with some operands, or fields of its metadata, otherwise, or with another ``out``."""
     case = Case.parse(text)
     (call,), backend = build_problem(case, CPU).calls, DEFINITIONS[case.role].kernel(kernel, case, BF16, CPU)
     own = {each.name: changes[each.name] for each in fields(call) if each.name in changes}
@@ -64,15 +56,14 @@ def called(kernel: Any, text: str, metadata: Any = lambda metadata: {}, out: Any
 
 
 def lists(row: int = 0, column: int = 0, slot: int = 5) -> torch.Tensor:
-    """Two slots a list of 16, and one of them another."""
     indices = torch.full((6, 16), -1, dtype=torch.int32)
     indices[:, 0], indices[:, 1] = 5, 9
     indices[row, column] = slot
     return indices
 
 
-PREFILLS = EagerPrefillBackend, TorchSDPAPrefillBackend
-DECODES = eager_decode.EagerDecodeBackend, TorchSDPADecodeBackend
+PREFILLS = EagerPrefillBackend, torch_sdpa.TorchSDPAPrefillBackend
+DECODES = eager_decode.EagerDecodeBackend, torch_sdpa.TorchSDPADecodeBackend
 E4M3_OUT = r"expects a float8_e4m3fn out tensor, got (none|torch\.bfloat16)"
 DOUBLE, WIDE = {name: torch.zeros(5, 2, 24).double() for name in "qk"}, torch.zeros(9, 4, 656, dtype=torch.uint8)
 _LATENT = {"ql_nope": torch.zeros(6, 2, 512).double(), "q_pe": torch.zeros(6, 2, 64).double()}
@@ -104,7 +95,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     (SPARSE, (), {"kv_cache": WIDE[..., 56:]}, r"got \[9, 4, 600\] of .*, which is as wide as no layout of such keys"),
     (SPARSE, (), {"q": torch.zeros(6, 2, 512).bfloat16()}, r"q: expected 6 tokens of \[2, 576\] by the metadata"),
     (_SECOND, (), {"extra_topk_indices": None}, "extra_kv_cache: expected extra_topk_indices with it and"),
-    (SPARSE, (TorchSDPASparseBackend,), {"attn_sink": torch.zeros(2)}, "TORCH_SDPA: sinks not supported"),
+    (SPARSE, (torch_sdpa.TorchSDPASparseBackend,), {"attn_sink": torch.zeros(2)}, "TORCH_SDPA: sinks not supported"),
     (TOPK, (), {"logits": torch.zeros(6)}, r"logits: expected \[T, C\] with neighbouring columns, got \[6\]"),
     (TOPK, (), {"logits": torch.zeros(2, 6)[:, ::2]}, "with neighbouring columns, got .* of strides .6, 2."),
     (TOPK, (), {"metadata": lambda _: {"lengths": torch.ones(2).long()}}, r"lengths: expected \[2\] of .*int32, .*64"),
@@ -150,7 +141,45 @@ ONE_TOKEN: dict[str, Any] = {"supported_query_len": 1, "supports_nonuniform_quer
 ONE_TOKEN["get_supported_kernel_block_sizes"] = staticmethod(lambda: [64])
 
 
-def test_what_is_declared_unsupported_is_refused_by_the_call_too() -> None:
+def test_reasons_come_in_the_order_of_vllm_beside_what_is_declared() -> None:
+    config = interface.MLAPrefillSelectorConfig(torch.float16, PRESETS["glm"].head)
+    picky: dict[str, Any] = {"supported_dtypes": [BF16], "supported_mla_dimensions": [PRESETS["r1"].head]}
+    picky["supports_compute_capability"] = classmethod(lambda cls, device_capability: False)
+    picky["missing_dependencies"] = classmethod(lambda cls: ["pip install picky"])
+    made: Any = type("Picky", (EagerPrefillBackend,), picky)
+    *others, dimensions = made.validate_configuration(DeviceCapability(8, 0), config)
+    reasons = "compute capability 8.0 not supported | dtype torch.float16 not supported | "
+    assert " | ".join(others) == f"{reasons}required dependencies not available: pip install picky"
+    said = f"MLA dimensions {PRESETS['glm'].head} not supported (supported: {PRESETS['r1'].head})"
+    assert dimensions.startswith(said)
+    with pytest.raises(TypeError, match="abstract"):
+        interface.MLAPrefillBackend(4, 1.0, 512, 128, 64, 128, None)  # type: ignore[abstract]
+    # Fused output by its key, a rounding by its class, another kernel for a GPU.
+    dims, key = (4, 1.0, 512, 128, 64, 128, None), quant_key.fp8_static_tensor_sym()
+    eager, sdpa = (kernel(*dims) for kernel in PREFILLS)
+    assert eager.supports_quant_output(key) and not sdpa.supports_quant_output(key)
+    assert not eager.supports_quant_output(quant_key.QuantKey(torch.int8, key.scale))
+    assert declaration_of(object) == Declaration(rounding=Rounding(lse=LseClass.EXACT))
+    with pytest.raises(TypeError, match=r"Wrong\.declaration must be a Declaration, got dict"):
+        declaration_of(type("Wrong", (), {"declaration": {"emulated": True}}))
+    assert torch_sdpa.TorchSDPADecodeBackend.resolve(None) is torch_sdpa.TorchSDPADecodeBackend
+    assert torch_sdpa.TorchSDPADecodeBackend.resolve(DeviceCapability(9, 0)) is torch_sdpa.TorchEfficientDecodeBackend
+    assert (
+        replace(torch_sdpa.TorchEfficientDecodeBackend.declaration, deviations=())
+        != torch_sdpa.TorchSDPADecodeBackend.declaration
+    )
+
+
+def test_plans_that_contradict_their_batch_and_what_is_declared_unsupported_are_refused_by_the_call_too() -> None:
+    for lengths in ((), (3, -1)):
+        with pytest.raises(ValueError, match="expected one non-negative query length per request, got"):
+            batch(*lengths)
+    with pytest.raises(ValueError, match="context plan has 3 requests, the batch 2"):
+        batch(5, 9, contexts=(40, 0, 70))
+    with pytest.raises(ValueError, match="at least one context chunk, got none; pass chunked_context=None"):
+        chunked_context_metadata([], torch.empty(64, 40), CPU)
+    with pytest.raises(ValueError, match="chunk of 65 tokens does not fit a workspace of 64 tokens"):
+        chunked_context_metadata([chunking.ContextChunk((0, 0), (1, 64))], torch.empty(64, 40), CPU)
     with pytest.raises(UnsupportedConfiguration, match=r"EAGER: block_size 4 not supported; 3 query tokens a request"):
         called(type("Narrow", (eager_decode.EagerDecodeBackend,), ONE_TOKEN), DECODE)
     one = type("Heads", (EagerSparseBackend,), {"supported_heads": [64]})
@@ -166,44 +195,3 @@ def test_what_is_declared_unsupported_is_refused_by_the_call_too() -> None:
     narrow: Any = type("Narrow", (EagerPrepareBackend,), {"supports_hadamard": [False], "supported_head_dims": [128]})
     reasons = narrow.validate_configuration(None, prepare.MLAPrepareSelectorConfig(BF16, 2, MODEL))
     assert reasons == ["head dim 64 not supported (supported: [128])", "hadamard=True not supported"]
-
-
-def test_reasons_come_in_the_order_of_vllm() -> None:
-    config = interface.MLAPrefillSelectorConfig(torch.float16, PRESETS["glm"].head)
-    picky: dict[str, Any] = {"supported_dtypes": [BF16], "supported_mla_dimensions": [PRESETS["r1"].head]}
-    picky["supports_compute_capability"] = classmethod(lambda cls, device_capability: False)
-    picky["missing_dependencies"] = classmethod(lambda cls: ["pip install picky"])
-    made: Any = type("Picky", (EagerPrefillBackend,), picky)
-    *others, dimensions = made.validate_configuration(DeviceCapability(8, 0), config)
-    reasons = "compute capability 8.0 not supported | dtype torch.float16 not supported | "
-    assert " | ".join(others) == f"{reasons}required dependencies not available: pip install picky"
-    said = f"MLA dimensions {PRESETS['glm'].head} not supported (supported: {PRESETS['r1'].head})"
-    assert dimensions.startswith(said)
-    with pytest.raises(TypeError, match="abstract"):
-        interface.MLAPrefillBackend(4, 1.0, 512, 128, 64, 128, None)  # type: ignore[abstract]
-
-
-def test_what_is_declared_beside_reasons() -> None:
-    """Fused output by its key, a rounding by its class, another kernel for a GPU."""
-    dims, key = (4, 1.0, 512, 128, 64, 128, None), quant_key.fp8_static_tensor_sym()
-    eager, sdpa = (kernel(*dims) for kernel in PREFILLS)
-    assert eager.supports_quant_output(key) and not sdpa.supports_quant_output(key)
-    assert not eager.supports_quant_output(quant_key.QuantKey(torch.int8, key.scale))
-    assert declaration_of(object) == Declaration(rounding=Rounding(lse=LseClass.EXACT))
-    with pytest.raises(TypeError, match=r"Wrong\.declaration must be a Declaration, got dict"):
-        declaration_of(type("Wrong", (), {"declaration": {"emulated": True}}))
-    assert TorchSDPADecodeBackend.resolve(None) is TorchSDPADecodeBackend
-    assert TorchSDPADecodeBackend.resolve(DeviceCapability(9, 0)) is TorchEfficientDecodeBackend
-    assert replace(TorchEfficientDecodeBackend.declaration, deviations=()) != TorchSDPADecodeBackend.declaration
-
-
-def test_plans_that_contradict_their_batch_are_refused() -> None:
-    for lengths in ((), (3, -1)):
-        with pytest.raises(ValueError, match="expected one non-negative query length per request, got"):
-            batch(*lengths)
-    with pytest.raises(ValueError, match="context plan has 3 requests, the batch 2"):
-        batch(5, 9, contexts=(40, 0, 70))
-    with pytest.raises(ValueError, match="at least one context chunk, got none; pass chunked_context=None"):
-        chunked_context_metadata([], torch.empty(64, 40), CPU)
-    with pytest.raises(ValueError, match="chunk of 65 tokens does not fit a workspace of 64 tokens"):
-        chunked_context_metadata([chunking.ContextChunk((0, 0), (1, 64))], torch.empty(64, 40), CPU)

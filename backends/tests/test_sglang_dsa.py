@@ -21,17 +21,6 @@ SERVED = sparse_layer.MLASparseLayerConfig(
 TILES = SERVED._replace(kv_cache_dtype="fp8_ds_mla")
 
 
-def test_a_step_becomes_batches_of_one_kind() -> None:
-    lengths, new = [9, 5, 70, 66, 30, 12, 0, 0], [1, 1, 3, 3, 2, 12, 1, 1]
-    assert parts(lengths, new, num_decodes=5) == [
-        Part(True, range(2), range(2), [9, 5], [1, 1]),
-        Part(True, range(2, 4), range(2, 8), [70, 66], [3, 3]),
-        Part(True, range(4, 5), range(8, 10), [30], [2]),
-        Part(False, range(5, 6), range(10, 22), [12], [12]),
-    ]
-    assert [part.drafted for part in parts(lengths, new, 5)] == [0, 3, 2, 0]
-
-
 def metadata(tables: tuple[list[list[int]], list[list[int]]], lengths: list[int]) -> Any:
     latent, index = (
         SimpleNamespace(
@@ -45,7 +34,7 @@ def metadata(tables: tuple[list[list[int]], list[list[int]]], lengths: list[int]
     return SimpleNamespace(attention=latent, index=index)
 
 
-def test_both_caches_share_pages_and_come_back() -> None:
+def test_both_caches_share_pages_and_come_back_in_batches_of_one_kind() -> None:
     huge = 2**30
     given = metadata(([[2, 0], [1, huge]], [[5, 3], [0, huge]]), [100, 3])
     latents = torch.arange(3 * PAGE * 4.0).view(3, PAGE, 4)
@@ -67,6 +56,21 @@ def test_both_caches_share_pages_and_come_back() -> None:
     assert torch.equal(latents, expected)
     before[1][0].view(-1)[7] = 77
     assert torch.equal(keys, before[1])
+    lengths, new = [9, 5, 70, 66, 30, 12, 0, 0], [1, 1, 3, 3, 2, 12, 1, 1]
+    assert parts(lengths, new, num_decodes=5) == [
+        Part(True, range(2), range(2), [9, 5], [1, 1]),
+        Part(True, range(2, 4), range(2, 8), [70, 66], [3, 3]),
+        Part(True, range(4, 5), range(8, 10), [30], [2]),
+        Part(False, range(5, 6), range(10, 22), [12], [12]),
+    ]
+    assert [part.drafted for part in parts(lengths, new, 5)] == [0, 3, 2, 0]
+
+    class Theirs:
+        def set_dsa_prefill_impl(self) -> None: ...
+
+    driven = loading.as_backend(Theirs)
+    assert roles.role_of(driven) is roles.Role.SPARSE_LAYER and driven is loading.as_backend(Theirs)
+    assert (driven.wrapped, driven.get_name(), dict(driven.variants)) == (Theirs, "Theirs", {})
 
 
 @pytest.mark.parametrize("kind", ["slots", "rows of all keys"])
@@ -110,12 +114,3 @@ def test_what_no_kernel_has_is_a_reason(variant: str, config: Any, said: str, mo
     monkeypatch.setattr(kernel, "libraries", ())
     reasons, expected = kernel.validate_configuration(DeviceCapability(9, 0), config), said.split(" | ") if said else []
     assert len(reasons) == len(expected) and all(map(str.startswith, reasons, expected)), reasons
-
-
-def test_a_class_of_sglang_is_driven_by_its_own_name() -> None:
-    class Theirs:
-        def set_dsa_prefill_impl(self) -> None: ...
-
-    driven = loading.as_backend(Theirs)
-    assert roles.role_of(driven) is roles.Role.SPARSE_LAYER and driven is loading.as_backend(Theirs)
-    assert (driven.wrapped, driven.get_name(), dict(driven.variants)) == (Theirs, "Theirs", {})

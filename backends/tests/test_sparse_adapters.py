@@ -31,7 +31,6 @@ def slots_of(cache: Tensor, layout: str) -> Tensor:
 
 
 def cut(lists: Any, length: Any) -> Any:
-    """What a kernel looks at: nothing from the length on."""
     behind = None if length is None else torch.arange(lists.shape[1]) >= length[:, None]
     return lists.long() if behind is None else lists.long().masked_fill(behind, -1)
 
@@ -203,19 +202,13 @@ _ONE, _MIXED = "call=sparse_prefill;heads=2;topk=1", "cache=fp8_ds_mla;heads=64;
 _V4, _GATHERED = "cache=fp8_v4;dims=128-0-128-512;length=1;behind=huge", "call=sparse_prefill"
 _SECOND = "extra=fp8_v4;extra_page=12;extra_topk=64;sink=drawn"
 _LENGTHS = ";length=1;behind=huge"
+_OF_FLASH_MLA = [f"{_V4};heads=128", f"{_V4};heads=64;page=6;{_SECOND}", f"{_GATHERED};heads=64;sink=drawn{_LENGTHS}"]
+_OF_FLASH_MLA += [f"{_GATHERED};heads=128;dims=128-0-128-512"]
+_INTERPRETED = [f"{_BARE};dtype={dtype}{length}" for length in ("", _LENGTHS) for dtype in ("fp16", "fp32")]
 ASKED: dict[str, tuple[str, list[str]]] = {
     "AITER_TRITON_SPARSE": ("aiter", [f"{_OF_16};page=16", f"{_OF_16};page=64"]),
     "FLASH_ATTN_MLA_SPARSE": ("flash_attn", [f"{asked};lse=0" for asked in (_PAGES, _HALF, _ONE)]),
-    "FLASHMLA_SPARSE": (
-        "flash_mla",
-        [
-            f"{_MIXED};scales=pow2",
-            f"{_V4};heads=128",
-            f"{_V4};heads=64;page=6;{_SECOND}",
-            f"{_GATHERED};heads=64;sink=drawn{_LENGTHS}",
-            f"{_GATHERED};heads=128;dims=128-0-128-512",
-        ],
-    ),
+    "FLASHMLA_SPARSE": ("flash_mla", [f"{_MIXED};scales=pow2", *_OF_FLASH_MLA]),
     "FLASHMLA_SPARSE[float32]": ("flash_mla", [_MIXED]),
     # What it returns without keys, its documentation does not say.
     "FLASHINFER_MLA_SPARSE": ("trtllm", [_FULL, _FULL + _LENGTHS]),
@@ -223,15 +216,11 @@ ASKED: dict[str, tuple[str, list[str]]] = {
     "SGLANG_TRITON_SPARSE": ("sglang", [_BARE + _LENGTHS, _BARE]),
     "SGLANG_TRITON_SPARSE[union2]": ("sglang", [f"{_GATHERED};{_OF_16}"]),
     "SGLANG_TRITON_SPARSE[union4]": ("sglang", [f"{_GATHERED};heads=8;lse=0"]),
-    "SGLANG_TRITON_SPARSE[interpreted]": (
-        "sglang",
-        [f"{_BARE};dtype={dtype}{length}" for length in ("", _LENGTHS) for dtype in ("fp16", "fp32")],
-    ),
+    "SGLANG_TRITON_SPARSE[interpreted]": ("sglang", _INTERPRETED),
 }
 
 
 def of_batch(asked: str) -> str:
-    """The case of the batch with other fields, each of which stands once."""
     name, _, fields = BATCH.partition(":")
     given = dict(field.split("=") for field in (*fields.split(";"), *asked.split(";")))
     return f"{name}:{';'.join(f'{field}={value}' for field, value in given.items())}"

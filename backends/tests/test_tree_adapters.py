@@ -18,13 +18,10 @@ BATCHES += ["q=[1,1];kv=[9,70];pad=2"]
 DIMS = {"SGLANG_TRITON_TREE": ("r1", "64-32-64-256"), "FLASHINFER_TREE": ("small", "64-64-128-192", "32-16-32-64")}
 
 
-def masked(
-    q: Tensor, k: Tensor, v: Tensor, starts: Any, mask: Tensor, mask_starts: Any, scale: float
-) -> tuple[Any, Any]:
+def masked(q: Tensor, k: Tensor, v: Tensor, starts: Any, mask: Tensor, mask_starts: Any, scale: float) -> Any:
     """Output of q's dtype and natural LSE [N, T], by rows of a mask with a column for each key of a request."""
-    requests = [
-        tuple(slice(*each) for each in request) for request in zip(*(pairwise(x.tolist()) for x in starts), strict=True)
-    ]
+    spans = [[slice(*each) for each in pairwise(x.tolist())] for x in starts]
+    requests = list(zip(*spans, strict=True))
     selected = torch.full((len(q), max(keys.stop - keys.start for _, keys in requests)), NO_KEY)
     for (rows, keys), first in zip(requests, mask_starts.tolist(), strict=False):
         new, length = rows.stop - rows.start, keys.stop - keys.start
@@ -53,7 +50,6 @@ def extend(a: Any) -> None:
 
 @pytest.fixture(params=["SGLANG_TRITON_TREE sglang 0.5.23", f"FLASHINFER_TREE {OLD}", f"FLASHINFER_TREE {NEW}"])
 def name(request: Any, planned: Any, installed: Any, provided: Any) -> str:
-    """That of an adapter, for which a stand-in is installed."""
     adapter, _, label = request.param.partition(" ")
 
     def run(wrapper: Any, a: Any) -> Any:

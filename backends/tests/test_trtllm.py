@@ -65,7 +65,6 @@ def generation(a: Any, q: Tensor, scale: float) -> Any:
 
 
 def operator(a: Any, device: str, kernel: Any) -> None:
-    """What it computes of all that the wrapper was told."""
     generates, lengths, heads = a["attention_input_type"] == 2, a["sequence_length"], a["num_heads"]
     assert a["host_request_types"].tolist() == [int(generates)] * len(lengths) and a["is_fused_qkv"] == generates
     assert lengths.equal(a["host_past_key_value_lengths"]) and a["max_sequence_length"] >= lengths.max()
@@ -85,8 +84,6 @@ def operator(a: Any, device: str, kernel: Any) -> None:
 
 @pytest.fixture
 def library(recorded: Any, installed: Any, kernel: Any) -> Callable[..., None]:
-    """``library(device, label)`` installs such a wrapper, as the library is built for a device."""
-
     def install(device: str, label: str) -> None:
         def told(a: Any) -> None:
             vars(a["self"]).update(told := {name: value for name, value in a.items() if name != "self"})

@@ -46,9 +46,8 @@ def _eager(latent: int, rope: int, layout: str, scales: str = "pow2") -> eager_c
 def _write(kv_c: Any, k_pe: Any, cache: Any, slots: Any, layout: str, scale: Any, skip_scale: bool = False) -> None:
     assert slots.dtype == torch.int64 and not skip_scale
     assert len(slots), "a launch of no blocks is an error"
-    assert layout != "fp8_ds_mla" or all(
-        x.data_ptr() % 16 == x.stride(0) * 2 % 16 == 0 for x in (kv_c, k_pe) if x.numel()
-    )
+    rows = [x for x in (kv_c, k_pe) if x.numel()]
+    assert layout != "fp8_ds_mla" or all(x.data_ptr() % 16 == x.stride(0) * 2 % 16 == 0 for x in rows)
     _eager(kv_c.shape[1], k_pe.shape[1], layout).run_write_latent(kv_c, k_pe, cache, slots, scale)
 
 
@@ -79,7 +78,6 @@ def _upconvert(cache: Any, dst: Any, table: Any, starts: Any, requests: int, fir
 
 
 def _gather_index(cache: Any, k: Any, scales: Any, table: Any, starts: Any) -> None:
-    """From the first token of a request on."""
     assert cache.shape[1] == 64 and scales.shape == (len(k), 4) and scales.dtype == torch.uint8
     first = torch.zeros(len(table), dtype=INT)
     _eager(128, 0, "fp8_index").run_gather_index(cache, k, scales.view(torch.float32)[:, 0], table, starts, first)

@@ -72,7 +72,5 @@ class RewritesTheReport(EagerPrefillBackend):
 
 
 class DiesOfContext(EagerPrefillBackend):
-    """Its context chunks end the process."""
-
     def run_prefill_context_chunk(self, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         os._exit(7)

@@ -103,7 +103,6 @@ def refused(ours: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -157,11 +156,9 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 BROKEN = """
 import math
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class Broken(EagerPrefillBackend):
     def kernel_evidence(self):
         return {"kernel": "<b>tile & co</b>"}
-
     def _finish(self, state):
         output, lse = super()._finish(state)
         return output, lse / (math.nan if output.shape[0] == 7 else math.log(2))

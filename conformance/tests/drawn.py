@@ -30,7 +30,6 @@ def changed(base: type, **steps: Callable[..., Any]) -> type:
 
 
 def subject_of(kernel: type | str) -> Subject:
-    """A class, also one that no module holds, or what a reference names, on the CPU."""
     if isinstance(kernel, str):
         return Subject.of(kernel, CPU)
     if getattr(sys.modules[kernel.__module__], kernel.__qualname__, None) is kernel:
@@ -41,12 +40,10 @@ def subject_of(kernel: type | str) -> Subject:
 
 
 def judged(kernel: type | str, case: Case | str, context: Context = CONTEXT) -> Record:
-    """The record of a case, or of the one with this id, on a class or on what a reference names."""
     return judge_one(subject_of(kernel), Case.parse(case) if isinstance(case, str) else case, context)
 
 
 def any_case() -> st.SearchStrategy[Case]:
-    """Of any role, from its whole space."""
     whole = {name: {each.name: list(each.classes) for each in space.dimensions} for name, space in SPACES.items()}
     return st.one_of(*(cases(SPACES[name], classes) for name, classes in whole.items()))
 

@@ -17,19 +17,12 @@ from mla_conformance.backends.layer.mla_batch import count_decodes
 
 STATE: dict[str, Any] = {"config": None, "batch": None, "prefill": True}
 # A batch has these fields and no others.
-CommonAttentionMetadata = make_dataclass(
-    "CommonAttentionMetadata",
-    [
-        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"),
-        *("max_seq_len", "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound"),
-    ],
-    kw_only=True,
-)
+FIELDS = "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len "
+FIELDS += "block_table_tensor slot_mapping causal seq_lens_cpu_upper_bound"
+CommonAttentionMetadata = make_dataclass("CommonAttentionMetadata", FIELDS.split(), kw_only=True)
 
 
 class Builder:
-    """Counts decodes by their lengths."""
-
     reorder_batch_threshold = 1
     query_len_support = SimpleNamespace(value="uniform")
 
@@ -53,8 +46,7 @@ class Prefill:
     def clone(self) -> "Prefill":
         return type(self)(**self.sizes)
 
-    def prepare_metadata(self, metadata: Any) -> None:
-        pass
+    def prepare_metadata(self, metadata: Any) -> None: ...
 
 
 class Impl:
@@ -176,7 +168,6 @@ def _get_mla_prefill_backend(config: Any) -> Any:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, further: Mapping[str, Mapping[str, Any]]) -> None:
-    """The modules of every stand-in, and further ones, each with its members."""
     parts: dict[str, Mapping[str, Any]] = {
         "vllm.config": {
             "VllmConfig": _vllm_config,
@@ -198,12 +189,9 @@ def install(monkeypatch: pytest.MonkeyPatch, further: Mapping[str, Mapping[str, 
         monkeypatch.setitem(sys.modules, name, module)
 
 
+LAYERS = "vllm.model_executor.layers.attention"
 LAYER: dict[str, Mapping[str, Any]] = {
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": CommonAttentionMetadata},
     "vllm.v1.attention.backends.mla.prefill": {"get_mla_prefill_backend": _get_mla_prefill_backend},
-    "vllm.model_executor.layers.attention.mla_attention": {
-        "MLAAttention": MLAAttention,
-        "MLACommonBackend": MLACommonBackend,
-    },
+    f"{LAYERS}.mla_attention": {"MLAAttention": MLAAttention, "MLACommonBackend": MLACommonBackend},
 }
-"""What such a vLLM has further."""

@@ -33,7 +33,6 @@ class Faulty(EagerPrefillBackend):
         return self.after(result, q) if self.armed else result
 
     def before(self, q: torch.Tensor) -> None:
-        """What the tables below have under the name of the class."""
         name = type(self).__name__
         if name in ON_A_GPU:
             ON_A_GPU[name](q)
@@ -68,7 +67,6 @@ def note_child(process: int) -> None:
 
 
 def leave_a_child_and_abort() -> None:
-    """The child is in a session of its own."""
     note_child(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
     os.abort()
 
@@ -96,7 +94,6 @@ def close_stdout() -> None:
 
 
 def say_for_ever(data: bytes) -> None:
-    """Into every socket of this process."""
     for link in Path("/proc/self/fd").iterdir():
         if link.is_socket():
             os.write(int(link.name), data)
@@ -128,7 +125,6 @@ extern "C" __global__ void clear(char *p) { p[threadIdx.x] = 0; }
 
 @cache
 def kernel(name: str) -> Any:
-    """A CUDA kernel of the source above, compiled at run time."""
     torch.special.airy_ai(torch.zeros(1, device="cuda"))  # compiled at run time as well: torch has loaded NVRTC then
     return torch.cuda._compile_kernel(_KERNELS, name)
 

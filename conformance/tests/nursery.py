@@ -71,8 +71,6 @@ class Forked(subprocess.Popen[bytes]):
 
 
 class Nursery:
-    """The process that forks; it ends with the one that has started it."""
-
     def __init__(self) -> None:
         self._socket, remote = socket.socketpair()
         self._address = f"mla-conformance-{os.getpid()}"
@@ -98,7 +96,6 @@ class Nursery:
             (folder / name).chmod(0o755)
 
     def end(self) -> None:
-        """End it; what it has forked is ended by then."""
         self._socket.close()
         self._process.terminate()  # it may not be needed yet, and still import
         self._process.wait()
@@ -137,7 +134,6 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(descriptor: int, listening: int) -> None:
-    """Fork until the other end is closed."""
     from mla_conformance.engine.messages import Setup
     from mla_conformance.engine.worker import load_all
     from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -187,7 +183,6 @@ def _fork_module(connection: socket.socket) -> bool:
 
 
 def _serve(module: Any, descriptor: int, parent: int) -> NoReturn:
-    """What a module does as a program."""
     from mla_conformance.engine import beside, keeper, machine
 
     if module is keeper:

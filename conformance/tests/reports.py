@@ -34,16 +34,13 @@ def run_of(
     groups, known = grouped(records, lambda record: record.backend), {each.name: each for each in facts}
     for name, group in groups.items():
         known.setdefault(name, BackendFacts(name, group[0].reference, versions={"torch": "2.13.0"}))
-    summaries = (
-        BackendSummary(each, () if each.reasons else summarise(groups.get(name, []), cases))
-        for name, each in known.items()
-    )
+    parts = {name: () if each.reasons else summarise(groups.get(name, []), cases) for name, each in known.items()}
+    summaries = (BackendSummary(known[name], part) for name, part in parts.items())
     told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
     return RunSummary(told, tuple(summaries), listed, shard, code=code)
 
 
 def write_run(path: Path, records: Sequence[Record], cases: Sequence[str] = (), **told: Any) -> Path:
-    """Write the report of a run of which :func:`run_of` is told this."""
     path.write_text(to_text(report_form(run_of(records, cases, **told))), encoding="utf-8")
     return path
 
@@ -63,7 +60,6 @@ def script(name: str) -> Any:
 
 
 def write_sealed(folder: Path, lines: Iterable[str]) -> None:
-    """Write a journal of these lines, whatever they follow where they come from, with its seal."""
     journal = Journal(folder / JOURNAL_NAME)
     journal.path.unlink(missing_ok=True)
     for line in lines:

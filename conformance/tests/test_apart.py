@@ -23,21 +23,17 @@ CPU = torch.device("cpu")
 
 
 def crossed(value: Any) -> tuple[Any, Shared]:
-    """What a value is behind the memory between two processes, and that memory."""
     shared = Shared(2**24)
     return unpack(pack(value, shared), shared, {}), shared
 
 
-def test_what_operands_mean_stays_where_the_judge_is() -> None:
+def test_what_operands_mean_and_caches_must_hold_stays_where_the_judge_is() -> None:
     (call,) = build_problem(Case.parse("decode:call=decode;heads=2;q=[1,1];kv=[5,70]"), CPU).calls
     there, _held = crossed(call)
     assert isinstance(there, DecodeCall) and isinstance(call, DecodeCall)
     assert all(getattr(there, name).is_meta for name in ("q", "k", "v")) and there.k.shape == call.k.shape
     assert torch.equal(storage_bytes(there.kv_cache), storage_bytes(call.kv_cache))
     assert there.kv_cache.stride() == call.kv_cache.stride() and there.q_pe.stride() == call.q_pe.stride()
-
-
-def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
     case = "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"
     there, _held = crossed(build_problem(Case.parse(case), CPU))
     (call,) = there.calls
@@ -47,7 +43,7 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
         assert torch.equal(storage_bytes(part.image.cache), part.image.before)
 
 
-def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
+def test_a_storage_keeps_its_place_and_a_piece_that_was_too_small_is_used_again(monkeypatch: Any) -> None:
     shared, first, second = Shared(2**20), torch.zeros(9), torch.zeros(9)
     place, behind = shared.place_of(first), shared.place_of(second)
     assert shared.place_of(first[3:]) == place and behind.at > place.at
@@ -57,9 +53,6 @@ def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
     assert shared.place_of(third).at == place.at
     with pytest.raises(MemoryError, match="between two processes"):
         shared.place_of(torch.zeros(2**20))
-
-
-def test_a_piece_of_a_gpu_that_was_too_small_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Shared(2**20)
 
     def add(size: int) -> bytes:
@@ -68,14 +61,13 @@ def test_a_piece_of_a_gpu_that_was_too_small_is_used_again(monkeypatch: pytest.M
 
     monkeypatch.setattr(shared, "add_cuda", add)
     for _ in range(9):
-        first, large = shared.room("cuda", 2**20), shared.room("cuda", 2**29)
-        assert (first.piece, large.piece) == (0, 1) and first.size < 2**29 <= large.size
+        small, large = shared.room("cuda", 2**20), shared.room("cuda", 2**29)
+        assert (small.piece, large.piece) == (0, 1) and small.size < 2**29 <= large.size
     assert shared.room("cuda") == large  # for an answer the largest
     assert len(shared.pieces["cuda"]) == len(shared.openers) == 2
 
 
 def seen_of(value: Any) -> tuple[Any, Shared]:
-    """What the judge sees of what a call returned, and the memory that the kernel can still write."""
     shared = Shared(2**20)
     rooms = {"cpu": shared.room("cpu")}
     reply = msgspec.json.decode(msgspec.json.encode(written(shared, rooms, [], 1, value)), type=Reply)
@@ -83,7 +75,6 @@ def seen_of(value: Any) -> tuple[Any, Shared]:
 
 
 def answered(*frames: bytes) -> StepResult:
-    """What the judge makes of a call to whose request a kernel's process sends these frames."""
     mine, theirs = socket.socketpair()
     for frame in frames:
         send(theirs, frame)
@@ -116,7 +107,6 @@ def test_what_is_no_tensor_is_told_by_what_it_is_and_one_without_memory_has_its_
 
 PART = {"kind": "Tensor", "is_tensor": True, "dtype": "float32", "shape": [2], "strides": [1]}
 PART |= {"place": ["cpu", 0, 0, 8]}
-
 
 CHANGES: list[dict[str, Any]] = [
     *({"place": place} for place in (["cpu", 0, 2**20 - 4, 8], ["cuda", 0, 0, 8], ["cpu", 1, 0, 8], ["cpu", 0, -8, 8])),

@@ -59,7 +59,6 @@ def flat(said: object) -> str:
 
 
 def refused(case: mla.FunctionCase, *results: Any) -> str:
-    """What is said of results that are not right."""
     with pytest.raises(AssertionError) as failure:
         mla.assert_conforms(case, *results)
     return str(failure.value)
@@ -73,7 +72,6 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def explained(monkeypatch: pytest.MonkeyPatch, unexplained: None) -> None:
-    """Failures are explained, in this process, and none was before."""
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     found = defaultdict[explainer.Function, explainer.Explained](explainer.Explained)
     beside = SimpleNamespace(explain=lambda function, failure: found[function].explain(failure))
@@ -145,8 +143,12 @@ def test_a_function_gets_the_verdict_of_the_class_that_it_wraps(kernel: Any, cas
     assert (own.check, dict(own.where), vars(own.used)) == (suite.check, suite.where, suite.shares)
 
 
-def test_an_input_that_was_written_is_told() -> None:
+def test_what_a_kernel_declares_decides_its_budget_and_an_input_that_was_written_is_told() -> None:
     case = mla.case(LSE)
+    output, lse = decode_with("")(**case.inputs("cpu"))
+    rounded = (output, lse * (1 + 1e-4))
+    assert "LSE" in refused(case, *rounded)
+    mla.assert_conforms(case, *rounded, declaration=Declaration(rounding=Rounding(lse=LseClass.ROUNDED_P)))
 
     def writes(**x: Any) -> Any:
         results = decode_with("")(**x)
@@ -158,15 +160,15 @@ def test_an_input_that_was_written_is_told() -> None:
     assert "changed ql_nope of decode, seq_lens of decode" in flat(mla.judge(case, writes, device="cpu"))
 
 
-def test_what_a_kernel_declares_decides_its_budget() -> None:
-    case = mla.case(LSE)
-    output, lse = decode_with("")(**case.inputs("cpu"))
-    rounded = (output, lse * (1 + 1e-4))
-    assert "LSE" in refused(case, *rounded)
-    mla.assert_conforms(case, *rounded, declaration=Declaration(rounding=Rounding(lse=LseClass.ROUNDED_P)))
+def test_results_belong_to_the_last_inputs_and_an_exception_is_the_functions_own() -> None:
+    first, second = mla.case(LSE), mla.case(CODES)
+    results = decode_with("")(**first.inputs("cpu"))
+    mla.assert_conforms(first, *results)
+    mla.assert_conforms(first, results)  # once more, and without the star
+    second.inputs("cpu")
+    with pytest.raises(InputError, match=r"those of kv_cache_fp8.* last; call x = case.inputs\(device\)"):
+        mla.assert_conforms(first, *results)
 
-
-def test_an_exception_is_the_functions_own_and_a_verdict_where_the_api_calls_it() -> None:
     def raises(**_: Any) -> tuple[()]:
         raise ZeroDivisionError("mine")
 
@@ -175,16 +177,6 @@ def test_an_exception_is_the_functions_own_and_a_verdict_where_the_api_calls_it(
     verdict = mla.judge(mla.case(LSE), raises, device="cpu")
     assert verdict.check == "call" and "raised ZeroDivisionError: mine" in verdict.message
     assert "in raises" in verdict.detail
-
-
-def test_results_belong_to_the_inputs_handed_out_last() -> None:
-    first, second = mla.case(LSE), mla.case(CODES)
-    results = decode_with("")(**first.inputs("cpu"))
-    mla.assert_conforms(first, *results)
-    mla.assert_conforms(first, results)  # once more, and without the star
-    second.inputs("cpu")
-    with pytest.raises(InputError, match=r"those of kv_cache_fp8.* last; call x = case.inputs\(device\)"):
-        mla.assert_conforms(first, *results)
 
 
 def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(compared: str, monkeypatch: Any) -> None:
@@ -309,7 +301,7 @@ def test_golden_results_are_those_of_the_suite(text: str, golden: Any, names: st
     assert own.budget.shape == own.output.shape
 
 
-def test_the_golden_budget_holds_a_right_kernel_and_no_wrong_one() -> None:
+def test_the_golden_budget_holds_a_right_kernel_alone_and_scores_are_those_of_the_suite() -> None:
     case = mla.case(LSE)
     x = case.inputs("cpu")
     own = mla.golden.decode(x["q"], x["kv_cache"], x["block_table"], x["seq_lens"], scale=x["scale"])
@@ -317,9 +309,6 @@ def test_the_golden_budget_holds_a_right_kernel_and_no_wrong_one() -> None:
         output, lse = decode_with(mistake)(**x)
         assert bool(((output.double() - own.output).abs() <= own.budget).all()) is held
         assert bool(((lse.double() - own.lse).abs() <= own.lse_budget).all())
-
-
-def test_golden_scores_are_those_of_the_suite() -> None:
     case = mla.case("indexer_logits:call=index_logits;q=[7,2];kv=[0,60];gathered=1;cache=auto")
     x = case.inputs("cpu")
     starts, lengths = x["workspace_starts"].tolist(), x["seq_lens"].tolist()
@@ -344,7 +333,7 @@ def test_the_page_lists_what_is_handed_out_and_when(role: str) -> None:
     section = PAGE.read_text("utf-8").split(f"\n### {role.capitalize()}\n")[1].split("\n### ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", section, flags=re.MULTILINE)
     listed = {name: when for names, _, when in rows for name in re.findall(r"`(\w+)`", names)}
-    handed = [set(handed_out(role, wanted)) for wanted in ASKED[role]]
+    handed = [handed_out(role, wanted) for wanted in ASKED[role]]
     assert set.union(*handed) == set(listed)
     assert set.intersection(*handed) == {name for name, when in listed.items() if not when}
     for wanted, names in zip(ASKED[role], handed, strict=True):
@@ -352,12 +341,11 @@ def test_the_page_lists_what_is_handed_out_and_when(role: str) -> None:
         assert {name for name, when in listed.items() if text and f"`{text}`" in when} <= names
 
 
-def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What a function of a role is called with."""
+def handed_out(role: str, wanted: dict[str, Any]) -> set[str]:
     seen: dict[str, Any] = {}
     (smallest,) = lightest(role, wanted)
     assert mla.judge(smallest, lambda **inputs: seen.update(inputs), device="cpu").check == "shape"
-    return seen
+    return {*seen}
 
 
 def test_the_page_names_all_of_the_api() -> None:
@@ -373,7 +361,6 @@ TESTS = """
 import os
 import mla_conformance as mla
 from mla_conformance.tests.own_functions import decode_with
-
 cases = mla.cases("decode", capability="decode_lse", q=1)
 @cases
 def test_right(case): mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
@@ -381,7 +368,6 @@ def test_right(case): mla.assert_conforms(case, *decode_with("")(**case.inputs("
 def test_wrong(case): mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
 @cases
 def test_raises(case): decode_with("")(**case.inputs("cpu"))["mine"]
-
 calls = []
 if "MLA_CONFORMANCE_ALONE" in os.environ:
     open("alone", "a").write(".")

@@ -53,17 +53,13 @@ def imported(path: Path) -> set[str]:
 
 
 def meant(text: str) -> str:
-    """The module that a dotted name stands in; empty for a package, whose data it may be."""
     parts = text.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
     return next((name for name in names if name in MODULES and MODULES[name].stem != "__init__"), "")
 
 
-ROOMS = {
-    f"{floor}/{path.parent.name}": path
-    for floor in ("backends", "conformance")
-    for path in (ROOT / floor).glob("*/__init__.py")
-}
+FOLDERS = [path for floor in ("backends", "conformance") for path in (ROOT / floor).glob("*/__init__.py")]
+ROOMS = {str(path.parent.relative_to(ROOT)): path for path in FOLDERS}
 
 
 def stated(room: str) -> set[str]:
@@ -84,14 +80,7 @@ def test_a_room_imports_from_the_rooms_that_it_names(room: str) -> None:
     assert others & ROOMS.keys() - {room} == stated(room)
 
 
-def test_the_page_lists_the_rooms_in_their_order() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    listed = [f"conformance/{name}" for name in re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)]
-    assert sorted(listed) == sorted(room for room in ROOMS if room.startswith("conformance"))
-    assert all(stated(room) <= set(listed[:place]) for place, room in enumerate(listed))
-
-
-def test_imports_lead_downwards_only() -> None:
+def test_imports_lead_downwards_only_as_the_page_lists_the_rooms() -> None:
     """No module to itself, no room to the commands or the plugin, no floor to one above."""
     imports = {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
     assert len(list(TopologicalSorter(imports).static_order())) == len(MODULES)
@@ -101,6 +90,10 @@ def test_imports_lead_downwards_only() -> None:
         for path in sources(floor):
             ours = {name for name in imported(path) if name.startswith("mla_conformance")}
             assert all(name.startswith(below) for name in ours), f"{path.name} imports {ours}"
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = [f"conformance/{name}" for name in re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)]
+    assert sorted(listed) == sorted(room for room in ROOMS if room.startswith("conformance"))
+    assert all(stated(room) <= set(listed[:place]) for place, room in enumerate(listed))
 
 
 def test_no_case_test_or_judge_names_a_backend() -> None:
@@ -147,7 +140,6 @@ def test_no_name_was_dropped_and_each_has_a_place_or_a_reason() -> None:
 
 
 def is_instance_attribute(cls: type, name: str) -> bool:
-    """Whether instances get the attribute: a field without default, or one that a method assigns."""
     ours = [base for base in cls.__mro__ if base.__module__.startswith("mla_conformance.")]
     assigned = re.compile(rf"self\.{name}\b[^\n=]*=[^=]")
     return any(name in inspect.get_annotations(base) or assigned.search(inspect.getsource(base)) for base in ours)

@@ -35,7 +35,6 @@ CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9
 ENDS = """
 import os, pathlib
 from mla_conformance.backends.eager import EagerPrefillBackend as Ends
-
 if (mark := pathlib.Path(__file__).with_name("imported")).exists():
     os._exit(3)
 mark.touch()
@@ -53,7 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> tuple[Records, str]:
-    """The records of one run in one worker, and what it printed."""
     attacking = ("TwoFaced", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent", "Lacks")
     names = [*(f"{folder}/attacking.py:{name}" for name in attacking), f"{folder}/ends.py:Ends"]
     request = RunRequest.of(names, device="cpu", cases=[*NEW, *CHUNKS])
@@ -64,21 +62,21 @@ def run(folder: Path) -> tuple[Records, str]:
     return {(record.backend, record.case): record for record in found}, printed.getvalue()
 
 
-def test_the_innocent_pass_and_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: Any) -> None:
+def test_the_innocent_pass(run: Any) -> None:
     of = [run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)]
     assert set(of) == {Status.PASS}
     said = [record.message for (name, _), record in run[0].items() if name == "Innocent" and record.message]
     assert said and all(each.startswith("the process died during this case: exit status 0; ") for each in said)
     assert all(each.endswith(", and in one of its own it is pass: the crash is charged to nobody") for each in said)
+    ends, lacks = (run[0][name, NEW[1]] for name in ("Ends", "Lacks"))
+    assert ends.status is Status.CRASH and "before the case began, 3 times: exit status 3" in ends.message
+    assert lacks.status is Status.UNAVAILABLE and lacks.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
 
 
-def test_a_declaration_that_differs_between_processes_is_a_failure(run: tuple[Records, str]) -> None:
-    said = [record.message for (name, _), record in run[0].items() if name == "TwoFaced" and record.failed]
-    assert said and all("'rounded-p'" in each and "where it was judged" in each for each in said)
-
-
-def test_a_call_is_given_up_and_the_others_are_judged(run: tuple[Records, str]) -> None:
+def test_a_call_is_given_up_and_a_declaration_that_differs_between_processes_is_a_failure(run: Any) -> None:
     records, printed = run
+    said = [record.message for (name, _), record in records.items() if name == "TwoFaced" and record.failed]
+    assert said and all("'rounded-p'" in each and "where it was judged" in each for each in said)
     found = {case: record.status for (name, case), record in records.items() if name == "DiesOfContext"}
     assert found == dict.fromkeys(NEW, Status.PASS) | dict.fromkeys(CHUNKS[:2], Status.CRASH)
     assert "2 NOT RUN: gave up on context_chunk after 2 equal failures of its process" in " ".join(printed.split())
@@ -95,12 +93,6 @@ def test_a_report_is_final(folder: Path, run: tuple[Records, str]) -> None:
     assert Journal(folder / "out" / JOURNAL_NAME).is_finished()
 
 
-def test_a_process_that_cannot_begin_is_not_started_for_ever_and_fails_nobody_for_want_of_memory(run: Any) -> None:
-    ends, lacks = (run[0][name, NEW[1]] for name in ("Ends", "Lacks"))
-    assert ends.status is Status.CRASH and "before the case began, 3 times: exit status 3" in ends.message
-    assert lacks.status is Status.UNAVAILABLE and lacks.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
 CHEATS = cheats()
 DECIDED = ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "ForgesTheAnswer")
@@ -108,31 +100,24 @@ DECIDED = ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "Fo
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
 
 
-def test_where_there_are_no_tests_it_is_said_where_they_are(tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
-    monkeypatch.setattr(reports, "files", lambda package: tmp_path)
-    assert "pip install -e ." in refused("cheats")
-
-
-def test_the_stored_report_is_of_this_code_as_expected_and_in_the_threat_model() -> None:
+def test_the_stored_report_is_as_expected(tmp_path: Path, monkeypatch: Any, refused: Any) -> None:
     report = stored()
     assert report.digest == deciding_digest(), f"the stored report is stale; {RENEW}"
     assert report.outcomes.keys() == CHEATS.keys() and report.unexpected == []
     assert Section.of(PAGE, "cheats").content.strip() == markdown(report), f"the table is stale; {RENEW}"
+    monkeypatch.setattr(reports, "files", lambda package: tmp_path)  # as where there are no tests
+    assert "pip install -e ." in refused("cheats")
 
 
-@pytest.fixture(scope="module")
-def said(keepers_started_anew: None) -> dict[str, str]:
-    """By reference, what is said of each cheat, in processes that have judged nothing else."""
+def test_what_reaches_for_the_judge_is_caught(keepers_started_anew: None) -> None:
+    """In processes that have judged nothing else."""
+    entries = {CHEATS[name].reference: CHEATS[name] for name in DECIDED}
     with closing(Supervisor(60.0)) as supervisor:
         supervisor.add_place(Setup("cpu"), {})
-        tasks = Tasks([[Judge(CHEATS[name].reference, CHEATS[name].case, fresh=True)] for name in DECIDED])
-        answers = [(each.task.reference, each.answer.record) for each in supervisor.run(tasks)]
-        return {reference: sentence(record) for reference, record in answers if record}
-
-
-@pytest.mark.parametrize("name", DECIDED)
-def test_what_reaches_for_the_judge_is_caught(name: str, said: dict[str, str]) -> None:
-    assert CHEATS[name].caught in said[CHEATS[name].reference]
+        tasks = Tasks([[Judge(reference, entry.case, fresh=True)] for reference, entry in entries.items()])
+        records = {each.task.reference: each.answer.record for each in supervisor.run(tasks)}
+    for reference, entry in entries.items():
+        assert (record := records[reference]) and entry.caught in sentence(record), reference
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CHEATS.items() if entry.salted])

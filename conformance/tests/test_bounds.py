@@ -27,14 +27,6 @@ from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 
-def test_texts_of_others_are_cut_where_they_are_taken() -> None:
-    long = "x" * 2_000_000
-    assert [len(reason) < MESSAGE + 99 for reason in reasons_of([long])] == [True]
-    with pytest.raises(AnswerError) as refused:
-        reasons_of(long)
-    assert len(str(refused.value)) < MESSAGE + 200
-
-
 def test_a_case_id_has_ascii_digits_and_no_empty_field() -> None:
     digits = ("q=[٤]", "q=[4x٢]", "q=[(1,٢)x8]", "q=[4];heads=٤", "q=[4];heads=1_0", "q=[4];heads=+4", "q=[4];lse=١")
     empty = ("q=[4];;", "q=[4];", ";q=[4]", "q=[4];;heads=2", "q=[4]; ;heads=2", "q=[4];=2", ";", "q=", "q=[4];data")
@@ -54,22 +46,21 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, make: Call
     assert not path.is_file()
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(refused: Any, tmp_path: Path) -> None:
-    for command in (["cheats"], ["defects"], ["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu"]):
-        assert f"{tmp_path}: expected a file, this is a folder" in refused(*command, "--out", tmp_path)
-
-
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 PASSED, FAILED = (Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES)
 FAILED = FAILED.with_fields(status=Status.FAIL, check="lse", message="wrong", detail="Traceback\n  line 1")
 FORGED = "a\n::error file=x::forged\r\n##[error]f\u2028::set-output name=x::y\x1b[2J\u202eback\ud800 50%0A::warning::w"
 
 
-def test_a_large_file_and_an_endless_one_are_refused(tmp_path: Path, refused: Any, monkeypatch: Any) -> None:
+def test_files_too_large_to_read_or_not_to_be_written_are_refused(
+    tmp_path: Path, refused: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(whole, "MOST_MEBIBYTES", 1)
     (large := tmp_path / "large").write_bytes(bytes(2**20 + 1))
     assert refused("gate", large) == f"mla-conformance: {large}: expected at most 1 MiB, got more\n"
     assert "/dev/zero: cannot be read: expected a regular file, got a " in refused("gate", "/dev/zero")
+    for command in (["cheats"], ["defects"], ["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu"]):
+        assert f"{tmp_path}: expected a file, this is a folder" in refused(*command, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -96,6 +87,11 @@ def test_no_view_is_obeyed(kind: str) -> None:
 
 
 def test_a_text_is_cut_and_escaped_and_nothing_else_is_changed() -> None:
+    long = "x" * 2_000_000
+    assert [len(reason) < MESSAGE + 99 for reason in reasons_of([long])] == [True]
+    with pytest.raises(AnswerError) as refused:
+        reasons_of(long)
+    assert len(str(refused.value)) < MESSAGE + 200
     honest = "LSE is 5.66 at head 1, expected 3.92: 4.4e+04 × its budget → “wrong” ✘ ä 日本 | # [x] C:: a::b"
     assert shown(honest) == shown_line(honest) == shown_lines(honest) == honest
     assert shown("a\nb\x1b\u202e\ud800\u2028") == r"a\nb\x1b\u202e\ud800\u2028"

@@ -58,12 +58,10 @@ addEventListener("message", (event) => {{
 }});
 </script>"""
 
-
 FRAME = '<iframe name="{}" src="{}" width={} height=800 frameborder=0 style="color-scheme: {}"></iframe>'
 
 
 def report() -> str:
-    """A page with two failing backends, refusals, an expected failure and an absent backend."""
     cases = [case.id for name in ("lse", "decode") for case in CAPABILITIES[name].cases]
     outcomes = [Status.FAIL, Status.CRASH, Status.UNSUPPORTED, Status.EXPECTED_FAILURE]
     backends = [BackendSummary(BackendFacts("ABSENT", reasons=(f"package {LONG} is missing",)))]
@@ -86,7 +84,6 @@ def _record(backend: str, case: str, status: Status) -> Record:
 
 
 def scoreboard() -> str:
-    """A page with a wrong kernel, a right one, an old one and a file that is no record."""
     cases = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
     judged = {"wanted": cases[::100], "TRITON_MLA": [], LONG: cases[::200]}
     entries = [entry(kernel, wrong, cases, said=LONG, torch=LONG) for kernel, wrong in judged.items()]
@@ -98,7 +95,6 @@ def entry(
     kernel: str, wrong: Sequence[str] = (), cases: Sequence[str] = (), old: str = "", device: str = "NVIDIA H200",
     suite: str = SUITE_VERSION, said: str = "LSE is off", **versions: str,
 ) -> Entry:  # fmt: skip
-    """A record of a kernel that is wrong on some cases, as was known."""
     listed = cases or CASES
     found = tuple(Finding(case, Status.FAIL, "lse", said, f"file: bug: {case[:12]} {said}") for case in wrong)
     record = certificate(
@@ -112,7 +108,6 @@ def entry(
 
 PAGES = {"report": report, "scoreboard": scoreboard}
 
-
 TRIES = 4
 """The browser's own clock runs on while a page is read, and it ends by that clock."""
 WIDTHS = (1200, 400)
@@ -122,7 +117,6 @@ SHOWN = tuple(product(PAGES, WIDTHS, ("light", "dark")))
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the script saw on each page in a frame of each width; one browser for all of them."""
     folder = tmp_path_factory.mktemp("browser")
     for kind, make in PAGES.items():
         text = make().replace("<head>", f"<head>{WATCH}").replace("</body>", f"{STEPS}</body>")
@@ -177,9 +171,8 @@ def test_a_page_works_by_keys_and_fits(seen: dict[str, dict[str, Any]], kind: st
 
 OWN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64;cache=fp8"
 OTHER = "decode:call=decode;heads=64;q=[1];kv=[40];page=64;cache=fp8"
-PLAIN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64"
 PREFILL = "lse:heads=16;q=[4]"
-CASES = (OWN, OTHER, PLAIN, PREFILL)
+CASES = (OWN, OTHER, "decode:call=decode;heads=16;q=[1];kv=[40];page=64", PREFILL)
 FRAMED = ("1280-light", "1280-dark", "400-light", "400-dark")
 NASTY = "</script><script>alert(1)</script>"
 
@@ -202,15 +195,12 @@ def board() -> Board:
     return Board(entries, (), profiles())
 
 
-def test_a_kind_is_what_decides_whether_a_deployment_calls_it() -> None:
+def test_a_kind_is_what_decides_whether_a_deployment_calls_it_and_the_page_knows_every_model() -> None:
     assert kind_of(OWN) == ("decode", 16, "r1", "bf16", "fp8", "")
     assert kind_of(PREFILL) == ("prefill", 16, "r1", "bf16", "", "")
     assert kind_of("dcp:call=decode;heads=2;q=[4];kv=[70];page=16;ranks=2")[-1] == "several ranks"
     assert kind_of("refusals:call=decode;heads=2;q=[1];kv=[40];page=48")[-1] == "refusals"
     assert kind_of("something else")[0] == "other"
-
-
-def test_the_page_knows_every_model_as_certify_does() -> None:
     known = {model["name"]: model for model in models()}
     v3 = known["deepseek-v3"]
     assert (v3["heads"], v3["dims"], v3["roles"]) == (128, "r1", ["prefill", "decode"]) and 8 in v3["tp"]
@@ -219,19 +209,9 @@ def test_the_page_knows_every_model_as_certify_does() -> None:
     assert known["deepseek-v3.2"]["caches"] == profile.cache_layouts
 
 
-def data_of(board: Board) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(served(board))))
-    return data
-
-
-def test_no_text_of_a_record_ends_the_data() -> None:
-    text = page(board())
-    assert "<script>alert" not in text
-    assert data_of(board())["records"][-1]["kernel"] == NASTY
-
-
-def test_the_data_names_the_cases_that_can_be_shown_and_no_others() -> None:
-    data = data_of(board())
+def test_the_data_names_the_cases_that_can_be_shown_and_no_text_of_a_record_ends_it() -> None:
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(served(board()))))
+    assert "<script>alert" not in page(board()) and data["records"][-1]["kernel"] == NASTY
     assert {case for case, _ in data["cases"] if case} == {OWN, OTHER} and len(data["cases"]) == len(CASES)
     assert {record["statuses"] for record in data["records"]} == {"p4", "w1p3", "p1w1p2"}
 
@@ -258,14 +238,13 @@ ASKS = f"<script>{Path(__file__).with_name('test_serving.js').read_text(encoding
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the page says of a choice that stands in its address, in a frame of each width and colour scheme."""
     folder = tmp_path_factory.mktemp("serving")
     (folder / "index.html").write_text(page(board()).replace("</body>", f"{ASKS}</body>"), encoding="utf-8")
     return seen_in(folder, {name: FRAME.format(name, f"index.html#{CHOICE}", *name.split("-")) for name in FRAMED})
 
 
 @pytest.fixture(params=FRAMED)
-def answered(request: pytest.FixtureRequest, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def answered(request: Any, told: Any) -> dict[str, Any]:
     return told[request.param]
 
 
@@ -285,9 +264,8 @@ def test_which_backend_is_right_and_whether_the_deployment_makes_a_call_that_fai
     assert answered["missing"].startswith("mla-conformance certify --model deepseek-v3 --tp 8 --kv-cache fp8 --device")
     assert answered["link"] == f"#{CHOICE}" and answered["width"][0] <= answered["width"][1]
     own, alike = "this deployment makes such calls", "calls of this kind, at other sizes"
-    assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted(
-        [own, own, alike, alike]
-    )
+    told = sorted(re.findall(f"{own}|{alike}", " ".join(answered["severities"])))
+    assert told == sorted([own, own, alike, alike])
 
 
 @in_a_browser

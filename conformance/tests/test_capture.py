@@ -22,7 +22,6 @@ CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1"]
 
 
 def drive(case: Case) -> None:
-    """What an engine does with a batch."""
     run_calls(Subject.of("EAGER", CPU).create(case), build_problem(case, CPU))
 
 
@@ -49,19 +48,29 @@ def test_a_call_of_the_suite_is_captured_as_its_own_case(tmp_path: Path, text: s
     assert captured.id == text.replace("dims=v2;", "")
 
 
-def test_what_has_the_calls_of_no_kernel_is_refused(tmp_path: Path) -> None:
+def test_what_has_no_calls_is_refused_and_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
+    backend = Subject.of("EAGER", CPU).create(Case.parse("new_tokens:q=[2]"))
+    with capture(backend, tmp_path), pytest.raises(TypeError, match="missing"):
+        backend.run_prefill_new_tokens()
     said = "run_prefill_context_chunk or prepare_metadata, run_decode, got .*of a layer"
     with pytest.raises(TypeError, match=said), capture(object(), tmp_path):
         pass
 
 
-def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> None:
+def test_a_batch_gives_a_case_per_distinct_call_and_what_another_rank_wrote_is_kept(tmp_path: Path) -> None:
     case = Case.parse("chunked_context:q=[3];kv=[70];workspace=32")
     with capture(EagerPrefillBackend, tmp_path):
         drive(case)
         drive(case)
     chunks = ["context_chunk:q=[3];kv=[32]", "context_chunk:q=[3];kv=[6]"]
     assert [c.id for c in read_cases(tmp_path)] == [*chunks, "new_tokens:q=[3]"]
+    case, ranks = Case.parse("new_tokens:q=[2]"), tmp_path / "ranks"
+    path = ranks / f"{case.capability}-{case.digest}.json"
+    write_case(path, case, {"note": "first"})
+    with capture(EagerPrefillBackend, ranks):
+        drive(case)
+    assert read_cases(ranks) == (case,) and read_case(path) == case
+    assert json.loads(path.read_text())["observed"] == {"note": "first"}
 
 
 def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None:
@@ -80,7 +89,7 @@ def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None
     assert dict(vars(EagerPrefillBackend)) == before
 
 
-def test_values_are_read_only_when_asked_for(tmp_path: Path) -> None:
+def test_values_are_read_only_when_asked_for_and_strides_and_dtypes_always(tmp_path: Path) -> None:
     case = Case.parse("new_tokens:q=[2];quant=fp8;oscale=250000;out=1")
     for values, scale in ((False, 13000), (True, 250000)):
         with capture(EagerPrefillBackend, tmp_path / str(values), values=values):
@@ -91,12 +100,9 @@ def test_values_are_read_only_when_asked_for(tmp_path: Path) -> None:
     with capture(EagerDecodeBackend, tmp_path / "decode", values=True):
         drive(case)
     assert read_cases(tmp_path / "decode") == (case,)
-
-
-def test_the_file_tells_strides_and_dtypes(tmp_path: Path) -> None:
-    with capture(EagerPrefillBackend, tmp_path):
+    with capture(EagerPrefillBackend, tmp_path / "observed"):
         drive(Case.parse("new_tokens:dims=24-8-16-32;heads=2;q=[3]"))
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "observed").iterdir()
     seen = json.loads(path.read_text())["observed"]
     assert seen["backend"] == "EagerPrefillBackend"
     assert seen["v"] == {"shape": [3, 2, 16], "stride": [80, 40, 1], "dtype": "bfloat16", "device": "cpu"}
@@ -122,12 +128,6 @@ def test_a_limit_and_a_full_disk_do_not_reach_the_engine(tmp_path: Path) -> None
     with capture(EagerPrefillBackend, tmp_path / "file"), pytest.warns(match=said) as caught:
         drive(Case.parse("chunked_context:q=[3];kv=[70];workspace=32"))
     assert len(caught) == 1
-
-
-def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
-    backend = Subject.of("EAGER", CPU).create(Case.parse("new_tokens:q=[2]"))
-    with capture(backend, tmp_path), pytest.raises(TypeError, match="missing"):
-        backend.run_prefill_new_tokens()
 
 
 def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, told: Any, refused: Any) -> None:
@@ -169,13 +169,3 @@ def test_a_bad_case_file_is_named(tmp_path: Path, refused: Any, content: str | b
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
     message = refused(*CERTIFY, "--cases", tmp_path, "--out", tmp_path / "out")
     assert str(bad) in message and said in message and not (tmp_path / "out").exists()
-
-
-def test_what_another_rank_wrote_is_kept(tmp_path: Path) -> None:
-    case = Case.parse("new_tokens:q=[2]")
-    path = tmp_path / f"{case.capability}-{case.digest}.json"
-    write_case(path, case, {"note": "first"})
-    with capture(EagerPrefillBackend, tmp_path):
-        drive(case)
-    assert read_cases(tmp_path) == (case,) and read_case(path) == case
-    assert json.loads(path.read_text())["observed"] == {"note": "first"}

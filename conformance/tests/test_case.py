@@ -22,7 +22,6 @@ ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Case:
-    """Of any role and capability; numbers that no space bounds are any."""
     capability, seed = draw(st.sampled_from(list(CAPABILITIES))), draw(st.integers(0, 2**31))
     return replace(draw(any_case()), capability=capability, seed=seed, scale=draw(st.integers(1, 5000)))
 
@@ -35,13 +34,7 @@ def test_a_case_reads_back_from_its_id_and_from_json_and_is_told_from_others(cas
     assert (case == other) == (case.id == other.id) == (case.digest == other.digest)
 
 
-def test_the_version_that_adds_a_case_is_written_in_full() -> None:
-    assert _parsed("q=[3] +2026.11.1") == ({"q": (3,)}, (2026, 11, 1)) and _parsed("q=[3]") == ({"q": (3,)}, ())
-    with pytest.raises(CaseError, match=r"expected \+YEAR.N.PATCH, the version that adds the case, got \+2026.11"):
-        _parsed("q=[3] +2026.11")
-
-
-def test_every_listed_case_is_itself_and_stands_once() -> None:
+def test_every_listed_case_is_itself_once_and_the_version_that_adds_it_is_written_in_full() -> None:
     assert [Case.parse(case.id) for case in ALL_CASES] == ALL_CASES
     assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
     assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
@@ -49,6 +42,9 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     used = {name for entry in CAPABILITIES.values() for name in entry.lists}
     listed = {f"{role}.{name}".removeprefix(".") for role in ("", *ROLES) for name in lists_of(role)}
     assert used == listed - {"long_contexts"}
+    assert _parsed("q=[3] +2026.11.1") == ({"q": (3,)}, (2026, 11, 1)) and _parsed("q=[3]") == ({"q": (3,)}, ())
+    with pytest.raises(CaseError, match=r"expected \+YEAR.N.PATCH, the version that adds the case, got \+2026.11"):
+        _parsed("q=[3] +2026.11")
 
 
 WRITE = "latent_write:call=write_latent;q=[5,1];kv=[60,0]"
@@ -98,6 +94,8 @@ CONTRADICTIONS = [
     ("tree_decode:q=[4];kv=[0];tree=bush", "field tree: expected one of random, chain, binary, star"),
     ("tree_decode:q=[4];kv=[0];ranks=2", "tree_decode expects one rank, got 2"),
     ("tree_decode:q=[4097];kv=[0]", "tree_decode expects at most 4,096 query tokens a request, got 4,097"),
+    ("pooled_topk:call=select;q=[1];kv=[40];topk=10;pool=4", "expected whole pools"),
+    ("pooled_topk:call=select;q=[1];kv=[40];topk=8;tail=1", "expected whole pools"),
 ]
 
 
@@ -152,16 +150,13 @@ def test_a_malformed_id_or_file_says_what_was_expected(given_as: str | dict[str,
             Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **given_as})
 
 
-def test_json_that_told_the_fields_of_every_role_is_read() -> None:
+def test_json_of_every_role_is_read_and_a_case_is_of_the_role_of_its_call() -> None:
     reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(reported).id == "lse:q=[3]"
     with pytest.raises(CaseError, match="indexer, layer, sparse, sparse_layer and tree cases; got 2"):
         Case.from_json({**reported, "ranks": 2})
     with pytest.raises(CaseError, match="expected a field 'capability'"):
         Case.from_json({name: value for name, value in reported.items() if name != "capability"})
-
-
-def test_a_case_is_of_the_role_of_its_call() -> None:
     texts = ("lse:q=[1]", "lse:call=decode;q=[1];kv=[5]", "mixed_batch:call=layer;q=[1];kv=[5]")
     assert [type(Case.parse(text)) for text in texts] == [PrefillCase, DecodeCase, LayerCase]
     assert len(Case.parse("lse:q=[1x65536]").q) == 65536

@@ -26,33 +26,35 @@ def raised(text: str, case: str = "lse:q=[4]") -> Record:
     return failure(case, check="call", clause="3.8", message=f"new tokens: the call raised {text} (SPEC 3.8)", used={})
 
 
-def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
+def test_one_cause_has_its_extent_and_simplest_case_and_a_number_as_replay_takes_it() -> None:
     shares = {"lse:q=[64]": 300.0, "lse:q=[9]": 12.0, "lse:heads=1;q=[2];data=needle": 9.0, "decode:q=[1];kv=[2]": 4.0}
     (cause,) = causes([failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items()])
     assert (cause.sentence, cause.used, cause.capabilities) == (BASE_2, (4.0, 300.0), ("lse", "decode"))
     assert cause.example.case == "lse:q=[9]" and cause.extent == ", 4 to 300 × its budget (SPEC 4.2)"
+    first, second = failure(), [failure(f"lse:q=[{tokens}]", check="output") for tokens in (7, 6)]
+    both = run_of([first.with_fields(backend="A"), *second, first])
+    numbers = [line.split()[0] for line in cause_lines(both, 80) if re.match(r"    \d+\. ", line)]
+    assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"finding": "the LSE is transposed"},
-        {"explanation": "The LSE is rounded to bf16"},
-        {"check": "output"},
-        {"check": "call", "message": "the call raised ValueError: no"},
-        {"status": Status.CRASH, "check": "", "message": "the process died: Segmentation fault"},
-    ],
-)
-def test_other_causes_are_kept_apart(others: dict[str, Any]) -> None:
-    found = causes([failure(), failure("lse:q=[5]"), failure("lse:q=[6]", **others)])
-    assert sorted(len(cause.failures) for cause in found) == [1, 2]
+def test_other_causes_are_kept_apart() -> None:
+    others: list[Any] = [{"finding": "the LSE is transposed"}, {"explanation": "The LSE is rounded to bf16"}]
+    others += [{"check": "output"}, {"check": "call", "message": "the call raised ValueError: no"}]
+    others += [{"status": Status.CRASH, "check": "", "message": "the process died: Segmentation fault"}]
+    for other in others:
+        found = causes([failure(), failure("lse:q=[5]"), failure("lse:q=[6]", **other)])
+        assert sorted(len(cause.failures) for cause in found) == [1, 2], other
 
 
-def test_a_finding_joins_what_explains_it_elsewhere() -> None:
+def test_a_finding_joins_what_explains_it_elsewhere_and_a_comparison_in_vain_is_told() -> None:
     finding = "the LSE is in base 2"
     explained = failure("lse:q=[5]", finding=finding, explanation=BASE_2)
     (cause,) = causes([failure(finding=finding), explained, failure("decode:q=[1];kv=[2]", explanation=BASE_2)])
     assert cause.sentence == BASE_2 and len(cause.failures) == 3
+    unlike = failure("lse:q=[5]", explanation=UNLIKE)
+    assert causes([unlike])[0].sentence == f"the LSE is wrong, {UNLIKE}"
+    (cause,) = causes([failure(), unlike, failure("lse:q=[6]")])
+    assert cause.sentence == f"the LSE is wrong, {UNLIKE} (1 of 3 cases compared)"
 
 
 def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
@@ -76,13 +78,6 @@ def test_what_is_declared_unsupported_and_runs_comes_last() -> None:
     said = "accepts a configuration it declares unsupported, and returns a {} result"
     assert [cause.sentence for cause in found[2:]] == [said.format("wrong"), said.format("right")]
     assert [cause.kind for cause in found] == ["likely", "further", "seen", "seen"]
-
-
-def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
-    first, second = failure(), [failure(f"lse:q=[{tokens}]", check="output") for tokens in (7, 6)]
-    both = run_of([first.with_fields(backend="A"), *second, first])
-    numbers = [line.split()[0] for line in cause_lines(both, 80) if re.match(r"    \d+\. ", line)]
-    assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
 
 
 def test_what_fails_in_the_suite_itself_is_not_told_of_the_kernel(tmp_path: Path, refused: Any) -> None:
@@ -113,20 +108,19 @@ def test_exceptions_are_grouped_by_their_text(one: str, other: str, alike: bool)
     assert head == f"wrong: B, 1 case: {one} (SPEC 3.8)" and "replay: " in replay
 
 
-def test_a_failure_that_was_compared_in_vain_says_so() -> None:
-    unlike = failure("lse:q=[5]", explanation=UNLIKE)
-    assert causes([unlike])[0].sentence == f"the LSE is wrong, {UNLIKE}"
-    (cause,) = causes([failure(), unlike, failure("lse:q=[6]")])
-    assert cause.sentence == f"the LSE is wrong, {UNLIKE} (1 of 3 cases compared)"
-
-
-def test_a_terminal_shows_a_cause_once_and_seven_causes_at_most() -> None:
+def test_a_terminal_shows_seven_causes_at_most_and_reasons_where_one_kernel_is_asked_for() -> None:
     records = [failure(f"lse:q=[{n}]", explanation=f"mistake number {'x' * n} of a kernel") for n in range(1, 10)]
     lines = list(cause_lines(run_of([*records, failure("lse:q=[64]", explanation=records[0].explanation)]), 80))
     assert lines[0] == "wrong: B, 9 likely causes, 10 cases" and lines[-1] == "    … and 2 more cases in the report"
     assert lines[1].startswith("    1. 2 cases: mistake number x of a kernel, 9 × its budget (SPEC 4.2)")
     assert sum("replay: mla-conformance replay" in line for line in lines) == 7
     assert all(len(line) <= 80 for line in lines if "replay:" not in line)
+    refused = [failure(f"lse:q=[{n}]", message=f"no {n % 2}", check="") for n in range(3, 10)]
+    refused = [each.with_fields(status=Status.UNSUPPORTED) for each in refused]
+    lines = list(outcome_lines(run_of(refused), 140))
+    assert "  4 cases unsupported: no 1" in lines and "  3 cases unsupported: no 0" in lines
+    two = replace(run_of(refused), backends=run_of(refused).backends * 2)
+    assert not any("no 1" in line for line in outcome_lines(two, 140))
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -158,15 +152,6 @@ def test_a_long_history_is_replayed_by_the_report() -> None:
     assert line.strip() == f"replay: mla-conformance replay --report 'run one/report.json' --failure {number}"
     assert kept.causes[number - 1].example == after
     assert any(line.count("--after") == 10 for line in cause_lines(run_of([first, after]), 80))  # no report is kept
-
-
-def test_reasons_are_said_where_one_kernel_is_asked_for() -> None:
-    refused = [failure(f"lse:q=[{n}]", message=f"no {n % 2}", check="") for n in range(3, 10)]
-    refused = [each.with_fields(status=Status.UNSUPPORTED) for each in refused]
-    lines = list(outcome_lines(run_of(refused), 140))
-    assert "  4 cases unsupported: no 1" in lines and "  3 cases unsupported: no 0" in lines
-    two = replace(run_of(refused), backends=run_of(refused).backends * 2)
-    assert not any("no 1" in line for line in outcome_lines(two, 140))
 
 
 CODES = [f"cache=fp8;q=[1];kv=[{length}]" for length in (5, 6, 7)]

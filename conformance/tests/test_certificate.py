@@ -4,7 +4,6 @@ import datetime
 import json
 import random
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -37,7 +36,7 @@ from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.reports import run_of
-from mla_conformance.tests.test_handed_in import needs_keys
+from mla_conformance.tests.test_handed_in import key_in, needs_keys
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
@@ -63,14 +62,13 @@ def record(case: str, status: Status = Status.PASS) -> Record:
     return Record("TORCH_SDPA", "TORCH_SDPA", case.partition(":")[0], case, status)
 
 
+KNOWN = {"judged": Status.FAIL, "check": "lse", "expectation": "known", "explanation": "the LSE is in base 2"}
+
+
 def outcome(case: Any) -> Record:
     if case.capability != "refusals" and (case.own_merge or "quant_output" in case.asks):
         return record(case.id, Status.UNSUPPORTED)
-    if case.id == WAIVED:
-        return record(case.id, Status.EXPECTED_FAILURE).with_fields(
-            judged=Status.FAIL, check="lse", expectation="known", explanation="the LSE is in base 2"
-        )
-    return record(case.id)
+    return record(case.id, Status.EXPECTED_FAILURE).with_fields(**KNOWN) if case.id == WAIVED else record(case.id)
 
 
 RECORDS = [outcome(case) for case in CASES]
@@ -89,7 +87,6 @@ def issued() -> str:
 
 @pytest.fixture
 def certificate(issued: str) -> Json:
-    """An issued certificate as plain data, to be tampered with."""
     data: Json = json.loads(issued)
     return data
 
@@ -112,7 +109,16 @@ def changed(case: str, status: Status) -> list[Record]:
     return [record(case, status) if entry.case == case else entry for entry in RECORDS]
 
 
-def test_a_kernel_that_lacks_must_pass_cases_has_a_record_that_says_so() -> None:
+LARGE = [case.id for case in CASES if case.capability == "large_offsets"]
+
+
+def test_a_kernel_that_lacks_cases_has_a_record_that_says_so_and_one_that_has_no_room_its_reason() -> None:
+    large = record(LARGE[0], Status.UNAVAILABLE).with_fields(message="may need 294912 MiB")
+    issued = issue(run([large if entry.case == LARGE[0] else entry for entry in RECORDS]), TODAY, PINS)
+    assert [(entry.case, entry.reason) for entry in issued.unjudged] == [(LARGE[0], "may need 294912 MiB")]
+    assert problems(issued, TODAY) == []
+    untold = msgspec.structs.replace(issued, unjudged=(), seal="")
+    assert f"case {LARGE[0]} could not be judged, and nothing says why" in problems(untold, TODAY)
     lacking = changed(CASES[5].id, Status.UNSUPPORTED)
     found = record_of(run(lacking), TODAY, PINS)
     assert found.lacking == {CASES[5].id: "core: unsupported"} and problems(found, TODAY) == []
@@ -122,18 +128,6 @@ def test_a_kernel_that_lacks_must_pass_cases_has_a_record_that_says_so() -> None
     ):
         tampered = msgspec.structs.replace(found, **changes)
         assert problems(msgspec.structs.replace(tampered, seal=seal(tampered)), TODAY) == [said]
-
-
-LARGE = [case.id for case in CASES if case.capability == "large_offsets"]
-
-
-def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason() -> None:
-    large = record(LARGE[0], Status.UNAVAILABLE).with_fields(message="may need 294912 MiB")
-    issued = issue(run([large if entry.case == LARGE[0] else entry for entry in RECORDS]), TODAY, PINS)
-    assert [(entry.case, entry.reason) for entry in issued.unjudged] == [(LARGE[0], "may need 294912 MiB")]
-    assert problems(issued, TODAY) == []
-    untold = msgspec.structs.replace(issued, unjudged=(), seal="")
-    assert f"case {LARGE[0]} could not be judged, and nothing says why" in problems(untold, TODAY)
 
 
 def test_a_certificate_tells_what_the_adapter_does_what_was_seen_to_run_and_how_fast(tmp_path: Path) -> None:
@@ -161,8 +155,6 @@ def set_to(*path: str, to: Any) -> Callable[[Json], None]:
 
 
 def judged_as(case: str, status: str | None) -> Callable[[Json], None]:
-    """Gives a case another status, or leaves it out, and counts accordingly."""
-
     def tamper(certificate: Json) -> None:
         del certificate["cases"][case]
         certificate["cases"] |= {case: status} if status else {}
@@ -229,12 +221,8 @@ NO_LARGE = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else e
 CLEAN, CHANGED = (
     msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=clean)}) for clean in (True, False)
 )
-ONLY_REFUSES = [
-    record(case.id).with_fields(message="refused: x")
-    if case.capability == "refusals"
-    else record(case.id, Status.UNSUPPORTED)
-    for case in CASES
-]
+REFUSED = [record(case.id).with_fields(message="refused: x") for case in CASES if case.capability == "refusals"]
+ONLY_REFUSES = REFUSED + [record(case.id, Status.UNSUPPORTED) for case in CASES if case.capability != "refusals"]
 NEVER: list[tuple[Callable[[], object], str]] = [
     (lambda: issue(run(RECORDS[1:]), TODAY, PINS), "incomplete: 1 cases of new_tokens were not run"),
     (lambda: issue(run(changed(CASES[5].id, Status.HARNESS_ERROR)), TODAY, PINS), "1 failures of new_tokens, first"),
@@ -259,20 +247,16 @@ def test_what_can_never_be_certified_is_refused_with_a_reason(asked: Callable[[]
         asked()
 
 
-def test_what_may_be_certified_is_not_refused() -> None:
+def test_a_run_that_cannot_be_certified_is_refused_before_it_starts_and_digests_cover_what_decides(
+    tmp_path: Path, told: Any
+) -> None:
+    chosen = ["--backend=TORCH_SDPA", "--tier=smoke", "--device=cpu", "-n1"]
+    said = told(3, "certify", *chosen, f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}")
+    assert "no certificate: " in said and list(tmp_path.iterdir()) == []
     require_whole(1, LISTED)
     require_real(REAL)
     require_real(replace(REAL, declared={"decode": "", "topk": ""}), True)
     assert committed(CLEAN) == CLEAN
-
-
-def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(tmp_path: Path, told: Any) -> None:
-    chosen = ["--backend=TORCH_SDPA", "--tier=smoke", "--device=cpu", "-n1"]
-    said = told(3, "certify", *chosen, f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}")
-    assert "no certificate: " in said and list(tmp_path.iterdir()) == []
-
-
-def test_the_digests_cover_what_a_verdict_depends_on() -> None:
     names = {"operands.py", "remote.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"}
     assert names <= {path.name for path in judging_sources()}
 
@@ -289,9 +273,7 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
         (WAIVED, Status.FAIL, "", []),
     ],
 )
-def test_a_rerun_tells_what_differs(
-    certificate: Json, monkeypatch: Any, case: str, now: Status, salt: str, weights: Any
-) -> None:
+def test_a_rerun_is_compared(certificate: Json, monkeypatch: Any, case: str, now: Any, salt: str, weights: Any) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
     monkeypatch.setattr("mla_conformance.commands.verify._run", lambda request: run(changed(case, now)))
     found = list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
@@ -315,9 +297,7 @@ def test_what_changed_or_failed_gets_nothing_and_what_lacks_cases_a_record(tmp_p
 
 @needs_keys
 def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    assert Issuing("certificate", tmp_path / "c.json", key, here()).write(run(RECORDS), 0) == 0
+    assert Issuing("certificate", tmp_path / "c.json", key_in(tmp_path), here()).write(run(RECORDS), 0) == 0
     assert "BEGIN SSH SIGNATURE" in (tmp_path / "c.json.sig").read_text()
 
 
@@ -336,8 +316,9 @@ def all_but_two(folder: Path) -> None:
 
 def test_a_run_is_certified_verified_and_run_again(tmp_path: Path, told: Any, monkeypatch: Any) -> None:
     records = tmp_path / "records.jsonl"
-    # Cases are fitted to one role, which is done twice, and takes seconds for each role.
+    # A few cases are fitted to one role, which is done twice and takes long of many.
     monkeypatch.setattr(RunRequest, "drawn", property(lambda run: ("decode_combinations",)))
+    monkeypatch.setitem(FITTED, Tier.FULL, 6)
     all_but_two(tmp_path)
     told(0, "certify", "--resume", tmp_path, "-n1", "--submission", records)
     told(0, "gate", tmp_path, "--must-pass", "--require", "TORCH_SDPA")

@@ -24,7 +24,6 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_cap
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
 Ours = Callable[..., tuple[int, str, str]]
-Write = Callable[..., Path]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
 
 
@@ -60,7 +59,6 @@ def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(tmp_path: Path, ou
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 RIGHT = """
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class Mine(EagerPrefillBackend):
     def _finish(self, state):
         output, lse = super()._finish(state)
@@ -83,18 +81,13 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
 
     save(RIGHT)
     options = ["--capability", "lse", "--device", "cpu"]
-    watching = subprocess.Popen(
-        [COMMAND, "watch", "mine.py:Mine", *options],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
-        # Who is started in the background inherits that SIGINT is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Who is started in the background inherits that SIGINT is ignored.
+    streams |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    watching: Any = subprocess.Popen(
+        [COMMAND, "watch", "mine.py:Mine", *options], cwd=tmp_path, env=variables, **streams
     )
-
-    assert watching.stdout is not None
     reported = watching.stdout.readline
 
     def saved(text: str) -> str:
@@ -122,9 +115,8 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
     assert (watching.returncode, printed, complained) == (130, "", "")
 
 
-PASSED = Record("EAGER", "EAGER", "lse", CAPABILITIES["lse"].cases[0].id, Status.PASS)
-FAILED = PASSED.with_fields(status=Status.FAIL, check="lse", message="wrong")
-EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\nimport os, sys, signal\n"
+FAILED = Record("EAGER", "EAGER", "lse", CAPABILITIES["lse"].cases[0].id, Status.FAIL, check="lse", message="wrong")
+EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\nimport os\n"
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -135,7 +127,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         ('"$0" mustpass | true; exit ${PIPESTATUS[0]}', 0, "Broken pipe"),
     ],
 )
-def test_the_status_stands_where_nobody_reads(write_report: Write, line: str, status: int, why: str) -> None:
+def test_the_status_stands_where_nobody_reads(write_report: Any, line: str, status: int, why: str) -> None:
     asked = ["bash", "-c", line, str(COMMAND), str(write_report("a.json", [FAILED]))]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (status, f"mla-conformance: standard output cannot be written: {why}\n")

@@ -21,12 +21,9 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md", "tutorial.md")]
-READ = [
-    page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if page not in PAGES
-    and re.search(r"^```(?:ba)?sh\n(?:(?!^```)[\s\S])*?mla-conformance ", page.read_text("utf-8"), re.MULTILINE)
-]
+OURS = re.compile(r"^```(?:ba)?sh\n(?:(?!^```)[\s\S])*?mla-conformance ", re.MULTILINE)
+READ = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page not in PAGES]
+READ = [page for page in READ if OURS.search(page.read_text("utf-8"))]
 """Pages whose commands want a GPU, a cluster, an engine, an index of packages or minutes, or do not end."""
 HEAVY = ("call_order", "many_batches", "model_shapes")
 """Half of the time of a smoke run; the kernels of the pages need no other code for them."""
@@ -40,7 +37,6 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The arguments of every call of ours in a text of shell, templates or pages."""
     for line in text.splitlines():
         bare = re.sub(r"\$\{\{.*?\}\}|\{\{.*?\}\}", "X", line).replace("$$", "$").partition(" # ")[0]
         bare = re.sub(r'^(?:run|beside|   ) "(.*)"(?: \\)?$', r"\1", bare)
@@ -64,10 +60,16 @@ def test_every_command_is_one_that_exists(path: Path) -> None:
         assert not extra or ("certify" in arguments and extra == ["${certify[@]}"]), arguments
 
 
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_summary_is_closed_whatever_the_gate_says(tmp_path: Path, status: int) -> None:
-    (tmp_path / "mla-conformance").write_text(f"#!/bin/sh\necho decided\nexit {status}\n", encoding="utf-8")
-    (tmp_path / "mla-conformance").chmod(0o755)
+    program(tmp_path / "mla-conformance", f"#!/bin/sh\necho decided\nexit {status}\n")
     gate = yaml.safe_load((ROOT / "ci" / "github-actions.yml").read_text("utf-8"))["jobs"]["gate"]["steps"][-1]
     summary = tmp_path / "summary.md"
     told = {"GITHUB_STEP_SUMMARY": str(summary), "REQUIRED": "A"}
@@ -115,10 +117,7 @@ exit "$(cat "status-$1" 2>/dev/null || echo 0)"
     [({}, 0, True), ({"certify": 1}, 0, True), ({"certify": 3, "gate": 1}, 1, True), ({"certify": 2}, 1, False)],
 )
 def test_the_gate_script_stops_at_a_mistake_alone(tmp_path: Path, statuses: Any, status: int, gated: bool) -> None:
-    command = tmp_path / "bin" / "mla-conformance"
-    command.parent.mkdir()
-    command.write_text(NOTES)
-    command.chmod(0o755)
+    command = program(tmp_path / "bin" / "mla-conformance", NOTES)
     for name, number in statuses.items():
         (tmp_path / f"status-{name}").write_text(str(number))
     (tmp_path / "ci" / "expectations").mkdir(parents=True)
@@ -165,19 +164,15 @@ DIED = "2/report.json: cannot be read: No such file or directory"
 
 @pytest.fixture
 def machine(tmp_path: Path, once: Callable[[str, Callable[[Path], None]], Path], command: Path) -> Path:
-    """A folder with a checkout and an installed environment; the programs of a runner stand in ``bin``."""
     programs = {"bin/mla-conformance": COMMAND.format(command=command, kept=once("runs", lambda folder: None))}
-    programs |= {"bin/sbatch": SBATCH}
+    programs |= {"bin/sbatch": SBATCH, ".venv/bin/activate": ""}
     programs |= dict.fromkeys(("bin/python3", "bin/pip", "bin/buildkite-agent", ".venv/bin/pip"), IDLE)
-    for name, text in {**programs, ".venv/bin/activate": ""}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    for name, text in programs.items():
+        program(tmp_path / name, text)
     return tmp_path
 
 
 def edited(name: str, edits: dict[str, str]) -> str:
-    """A template after these edits, each of something that stands in it."""
     text = (ROOT / "ci" / name).read_text(encoding="utf-8")
     assert KNOWN in text and '{expectations[@]}" --must-pass' in text
     for old, new in {**EDITS, **edits}.items():
@@ -237,14 +232,12 @@ def test_slurm(machine: Path, dead: str) -> None:
 
 
 def assert_gated(printed: str, lacks: bool) -> None:
-    """The gate is open, or is not reached where the report of the second shard is lacking."""
     assert bool(OPEN.search(printed)) is not lacks
     assert not lacks or (DIED in printed and "gate" not in printed)
 
 
 @pytest.mark.parametrize("indices", [(0, 1), (0,)])
 def test_kubernetes(machine: Path, indices: tuple[int, ...]) -> None:
-    """The pods of the indexed job that come to their end, then the one of the gate."""
     edits = {'"8"': '"2"', "FLASH_ATTN": "TORCH_SDPA", "/reports/$RUN": f"{machine}/reports/r1", '"7200"': '"0"'}
     judge, gate = yaml.safe_load_all(edited("kubernetes.yml", edits))
     assert judge["spec"]["completionMode"] == "Indexed"

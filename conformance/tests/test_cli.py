@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,17 +31,10 @@ from mla_conformance.vocabulary.capabilities import Tier, find_capability
 Ours = Callable[..., tuple[int, str, str]]
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 
-
 CERTIFY, REPLAY = "certify --device cpu --out out --backend", "replay --backend EAGER --device cpu"
-FILES = {
-    "a.py": f"{EAGER}class Mine(E): ...",
-    "b.py": f"{EAGER}class Mine(E): ...",
-    "near.py": "import nothing_such\nclass Mine: ...\nclass _Part: ...\n",
-    "function.py": "def decode(q, **_): ...\n",
-    "broken.py": "class (",
-    "others.py": "class MyBackend: ...\nclass Other: ...\n",
-    "empty.py": "",
-}
+FILES = dict.fromkeys(("a.py", "b.py"), f"{EAGER}class Mine(E): ...") | {"broken.py": "class (", "empty.py": ""}
+FILES |= {"near.py": "import nothing_such\nclass Mine: ...\nclass _Part: ...\n"}
+FILES |= {"function.py": "def decode(q, **_): ...\n", "others.py": "class MyBackend: ...\nclass Other: ...\n"}
 
 
 @pytest.mark.parametrize(
@@ -60,14 +54,8 @@ FILES = {
         (f"{CERTIFY} EAGER --capability nope", "unknown capability 'nope'; expected one of new_tokens, lse"),
         (f"{REPLAY} 'decode_lse:q=[1];kv=[3]'", "expected a call of decode_lse, such as call=decode, got new_tokens"),
         (f"{REPLAY} 'tree:q=[1];kv=[3]'", "not a capability; expected one of tree_decode, determinism, "),
-        (
-            f"{REPLAY} 'large_offsets:call=decode;q=[1];kv=[3];far=k31'",
-            "expected none or cache31 or cache32 of a de",
-        ),
-        (
-            f"{CERTIFY} EAGER --capability new_token",
-            "; did you mean new_tokens? 'mla-conformance capabilities' lists",
-        ),
+        (f"{REPLAY} 'large_offsets:call=decode;q=[1];kv=[3];far=k31'", "expected none or cache31 or cache32 of a "),
+        (f"{CERTIFY} EAGER --capability new_token", "; did you mean new_tokens? 'mla-conformance capabilities' lis"),
         ("certify --out out --model deepseek-r", "; did you mean deepseek-r1? 'mla-conformance models' lists all\n"),
         ("certify --out out --device cuda -n1", "sees no CUDA device; use --device cpu"),
         ("watch EAGER", "expected a class in a file, as file.py:Class, got EAGER"),
@@ -110,14 +98,13 @@ def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_p
         (f"replay lse:q=[1] --timeout {'9' * 300}", " expected "),
     ],
 )
-def test_a_command_that_does_not_exist_and_no_number_in_ascii_within_its_limits(
-    refused: Callable[..., str], arguments: str, said: str
-) -> None:
+def test_a_command_that_does_not_exist(refused: Any, arguments: str, said: str) -> None:
     printed = refused(*arguments.split())
     assert "usage: mla-conformance" in printed and said in printed
 
 
-def test_without_a_command_it_is_told_how_to_begin(refused: Callable[..., str]) -> None:
+def test_without_a_command_it_is_told_how_to_begin(refused: Callable[..., str], ours: Ours) -> None:
+    assert ours("--version") == (0, f"mla-conformance {__version__}, suite {SUITE_VERSION}\n", "")
     printed = refused()
     assert printed.startswith("usage: mla-conformance ") and "--backend my_backend.py:MyBackend " in printed
     for line in re.findall("^  mla-conformance (.*?)  +", printed, re.MULTILINE)[:-1]:
@@ -148,18 +135,11 @@ def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pyt
         assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog
 
 
-def test_versions_of_package_and_suite(ours: Ours) -> None:
-    assert ours("--version") == (0, f"mla-conformance {__version__}, suite {SUITE_VERSION}\n", "")
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
-def test_a_shell_is_told_commands_options_and_names(shell: str, ours: Ours) -> None:
-    status, script, _ = ours("completion", shell)
+def test_shells_complete_commands_options_and_names(tmp_path: Path, command: Path, ours: Ours) -> None:
     names = ("certify", "minimize", "give-up-after", "TORCH_SDPA", "new_tokens", "nightly")
-    assert status == 0 and all(name in script for name in names)
-
-
-def test_bash_completes(tmp_path: Path, command: Path) -> None:
+    for shell in ("zsh", "fish", "tcsh"):
+        status, script, _ = ours("completion", shell)
+        assert status == 0 and all(name in script for name in names), shell
     typed = ("'' certify --backend FLEX", "'' report d", "'' replay --rep")
     asked = [f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}" for words in typed]
     ask = "\n".join(f"{each}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}" for each in asked)
@@ -222,14 +202,7 @@ class NotDeclared(EagerPrefillBackend):
     declaration = Declaration(deterministic=False)
 
 
-def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
-    records = [judged(NotDeclared, case) for case in find_capability("determinism").select(Tier.SMOKE)]
-    assert {record.status for record in records} == {Status.UNSUPPORTED}
-    assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
-    assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
-
-
-def test_what_only_refuses_is_not_called_right() -> None:
+def test_what_only_refuses_or_is_undeclared_is_not_called_right() -> None:
     """SGLANG_TRITON_SPARSE[union4] passed 19 cases, all of them refusals, and got a record."""
     refused = judged(NotDeclared, Case.parse("refusals:dims=small;heads=2;q=[9];dtype=fp64;out=1;lse=0"))
     (case,) = find_capability("determinism").select(Tier.SMOKE)[:1]
@@ -238,6 +211,10 @@ def test_what_only_refuses_is_not_called_right() -> None:
     first, more = (next(iter(backend_lines(run.backends[0], 200))) for run in asked)
     assert first == "NotDeclared ✔ refuses 1 case as it must, nothing else was asked"
     assert more == "NotDeclared – not judged: refuses 1 case as it must, and none of 1 other case is supported"
+    records = [judged(NotDeclared, case) for case in find_capability("determinism").select(Tier.SMOKE)]
+    assert {record.status for record in records} == {Status.UNSUPPORTED}
+    assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
+    assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
 
 
 def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

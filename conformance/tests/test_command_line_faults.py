@@ -24,12 +24,10 @@ MINE = "from mla_conformance.backends.eager import EagerPrefillBackend\nclass Mi
 
 
 def options_of(command: Command) -> list[Option]:
-    """Its options and arguments that take a value."""
     return [option for option in command.options if option.settings.get("action") != "store_true"]
 
 
 def call(command: Command, option: Option | None = None, value: str = "") -> list[str]:
-    """The shortest call of a command, with this value of one of its options."""
     arguments = command.words.split()
     for each in options_of(command):
         name = each.names[-1]
@@ -42,9 +40,7 @@ def call(command: Command, option: Option | None = None, value: str = "") -> lis
     return arguments
 
 
-KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
 MOST_SECONDS = 20
-MOST_CHARACTERS = 2_000
 VALUES = {"empty": "", "endless": "a" * 100_000, "nowhere": "/dev/null/nope"}
 VALUES |= {"unprintable": "::error::\x1b[31mred\x07\udcff\udcfe"}
 parser = command_line(COMMANDS, GROUPS)
@@ -53,7 +49,7 @@ commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: comm
 
 def _folder_of_fifos(path: Path) -> None:
     path.mkdir()
-    for name in KNOWN_FILES:
+    for name in ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json"):
         os.mkfifo(path / name)
 
 
@@ -72,7 +68,6 @@ BAD: dict[str, Callable[[Path], object]] = {
     "no-text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
     "empty": Path.touch,
 }
-
 
 NO_WORK = (
     "defects.report.deciding_digest", "tests.cheats.report.run_cheats", "bump.version.Environment.make",
@@ -115,7 +110,7 @@ def test_a_bad_value_is_told_in_a_short_sentence(command: Command, value: str, o
         is_checked |= is_blank and kind is not require_salt
         assert status in ((2,) if is_checked else (1, 2, 3)), (option.names, told)
         assert "".join(told).replace("\n", "").isprintable(), (option.names, told)
-        assert max(map(len, told)) < MOST_CHARACTERS and "Traceback" not in told[1], (option.names, told)
+        assert max(map(len, told)) < 2_000 and "Traceback" not in told[1], (option.names, told)
         assert not (is_checked and option.names[-1].startswith("-")) or option.names[-1] in told[1]
 
 
@@ -126,10 +121,6 @@ def test_an_option_that_means_nothing_alone_is_refused(command: Command, refused
         value = [] if "action" in option.settings else [*option.settings.get("choices", other)][:1]
         told = refused(*call(command), option.names[-1], *value)
         assert told == f"mla-conformance: {option.names[-1]}: expected together with {' or '.join(option.only_with)}\n"
-
-
-def test_an_empty_salt_is_that_of_the_list(told: Any) -> None:
-    assert "no process, in a test" in told(3, "certify", "--backend", "mine.py:Mine", "--salt", "")
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -144,8 +135,9 @@ def test_a_file_that_is_none_is_told_in_a_sentence(command: Command, kind: str, 
             assert status == 0 or any(told), option.names
 
 
-def test_python_without_docstrings_is_told_in_a_sentence() -> None:
+def test_python_without_docstrings_is_told_and_an_empty_salt_is_that_of_the_list(told: Any) -> None:
     line = [sys.executable, "-OO", "-m", "mla_conformance", "backends"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("mla-conformance: expected Python with docstrings;") and done.stderr.count("\n") == 1
+    assert "no process, in a test" in told(3, "certify", "--backend", "mine.py:Mine", "--salt", "")

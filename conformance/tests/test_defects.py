@@ -1,5 +1,6 @@
 """Known defects die where they should, in every generation, and honest bases live; the stored figures are of it."""
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import as_expected, deciding_digest, markdown, stored
 from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import judged
 from mla_conformance.trials.trial import Context
@@ -33,6 +34,48 @@ def test_each_known_defect_has_an_id_of_its_own_a_sentence_and_capabilities_that
         assert entry.sentence and {entry.killed_by, *entry.related} <= {*CAPABILITIES}, entry.id
 
 
+AT = r"at request \d+, query \d+"
+SAID_OF_DEFECTS: dict[str, tuple[Check, str]] = {
+    "paged-causal-fully-masked-finite-lse": (Check.MASK, f"LSE is .* {AT}, head 0, expected -inf, no key is visible"),
+    "empty-chunk-finite-lse-garbage-out": (Check.MASK, f"output is .* where no key is visible, expected 0, {AT}"),
+    "lse-base2-merged-as-natural-prefix-chunk": (Check.LSE, "in base 2, expected the natural logarithm"),
+    "lse-layout-tokens-heads-vs-heads-tokens": (Check.LSE, r"the LSE is transposed, expected \[heads, tokens\]"),
+    "bmm-fp8-quant-inverted-scale": (Check.OUTPUT, r"\d+ codes outside the allowed interval"),
+    "quant-output-unsaturated-with-lse": (Check.MASK, f"output is nan {AT}"),
+    "silent-noop-feature-on-fallback-backend": (Check.OUT_TENSOR, "does not share the storage of out="),
+    "fp4-swizzled-scale-buffer-underallocated": (Check.OUT_OF_BOUNDS_WRITE, r"\d+ bytes around out= were overwritten"),
+    "ubatch-workspace-slot-misrouted": (Check.STALE_RESULT, "a later call overwrote the result of an earlier one"),
+    "refusal-after-the-output-was-cleared": (Check.UNSAFE_REFUSAL, r"wrote \d+ bytes of or around out= before it rai"),
+    "refusal-leaves-the-default-dtype": (Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
+    "prefill-accumulator-cleared-by-multiplication": (Check.MASK, r"^beside request \d, whose queries hold NaN: "),
+    "decode-single-request-path-stays": (Check.MASK, "of this instance, behind “.*”; on a new instance it is right"),
+    "indexer-relu-dropped": (Check.SCORE, f"score is .* of token .* {AT}, expected"),
+    "indexer-token-twice": (Check.SELECTION, rf"token \d+ is selected twice, {AT}"),
+    "indexer-tail-not-selected": (Check.SELECTION, rf"\d+ tokens are selected, expected \d+ of \d+, {AT}"),
+    "indexer-positions-for-slots": (Check.SELECTION, rf"\d+ is no token of the request, {AT}"),
+    "indexer-bound-off-by-one": (Check.SELECTION, r"token (\d+) is selected, expected those below \1"),
+    "topk-padding-in-front": (Check.SELECTION, "-1 stands before a column"),
+    "topk-bits-of-negatives-unflipped": (Check.SELECTION, "not in descending order, which is declared"),
+    "topk-coarse-bins-alone": (Check.SCORE, r"token \d+ with score .* is left out for token \d+ with "),
+    "pools-as-many-as-tokens": (Check.SELECTION, r"top-k of pools: \d+ tokens are selected, expected \d+ of "),
+    "prepare-codes-truncated": (Check.PREPARED, "code of keys means "),
+    "prepare-norm-bias-dropped": (Check.PREPARED, "scale of keys is "),
+    "prepare-weights-without-scale": (Check.PREPARED, "scale of queries, as the weights have it, is "),
+    "cache-writer-takes-latents-for-packed": (Check.CACHE, r"the entry of slot \d+ of the cache is not the new token"),
+    "cache-writer-converts-through-fp16": (Check.CACHE, r"the latent in slot \d+ of the cache is not the code neare"),
+    "compress-states-in-16-bits": (
+        Check.WRITTEN,
+        r"entry 0 of request 0, in slot \d+ of the cache, is .* in column \d",
+    ),
+    "layer-single-pages-of-codes-written-unscaled": (Check.CACHE, r"the rope key in slot \d+ of the cache is not the"),
+    "sparse-layer-shared-buffer-cleared": (Check.WRITTEN, r"row \d+ was written, expected it as it was"),
+    "sparse-layer-own-token-always-selected": (Check.WRITTEN, r"row \d+ \(query 0 of request 0\) names \d of 8 tokens"),
+    "sparse-layer-padding-written-to-the-last-slot": (Check.WRITTEN, r": kv_cache: slot \d+ of the cache was written"),
+    "sparse-layer-index-keys-in-latent-slots": (Check.WRITTEN, r"index_kv_cache: slot \d+ of the cache was written"),
+    "sparse-layer-first-rank-writes-latents": (Check.WRITTEN, "on rank 1, kv_cache: the entry of slot "),
+}
+
+
 @pytest.mark.parametrize("capability", sorted({entry.killed_by for entry in DEFECTS.values()}))
 def test_every_known_defect_is_killed_by_its_case_which_its_honest_base_passes(capability: str) -> None:
     """All of them: one that nothing kills any more is a hole in the judge, whichever step it stands in."""
@@ -43,6 +86,8 @@ def test_every_known_defect_is_killed_by_its_case_which_its_honest_base_passes(c
         assert Case.parse(case).capability == capability
         record = judged(entry.kernel, case, context)
         assert record.failed, f"{case} does not kill {entry.id}; {REGENERATE}"
+        check, said = SAID_OF_DEFECTS.get(entry.id, (record.check, ""))
+        assert record.check == check and re.search(said, f"{record.message} · {record.finding}"), record
         if capability == "memory_bounds":
             verb = "writes" if "-writes-" in entry.id else "reads"
             side = "before the beginning of" if "before" in entry.id else "behind the end of"
@@ -89,7 +134,6 @@ def outcomes(killed: dict[str, set[str]]) -> Iterator[Record]:
 
 ROLES = {name: {case.role for case in entry.cases} for name, entry in CAPABILITIES.items()}
 PREFILLING = {CAPABILITIES[name].procedure: name for name, roles in ROLES.items() if roles == {Role.PREFILL}}
-"""A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""
 IMPORTS = "from mla_conformance.backends.generations.{generation} import *\nfrom {module} import {kernel}\n"

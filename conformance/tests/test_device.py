@@ -115,7 +115,6 @@ LARGE = [case.id for case in CAPABILITIES["large_offsets"].cases if not is_due_o
 
 
 def found_by(x: Tensor, unit: int = 1) -> Tensor:
-    """The rows of ``x`` as an int32 offset finds them, in units of so many elements; zeros where it is negative."""
     rows = x.contiguous().clone()
     for row in range(len(x)):
         if row * x.stride(0) // unit >= 2**31:

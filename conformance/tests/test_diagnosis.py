@@ -37,7 +37,6 @@ SUSPECT_CASES = ("new_tokens:dims=small;heads=3;q=[70,130];scale=50", EMPTY)
 
 @cache
 def tried(kernel: str | type, case: str) -> tuple[Trial, Record]:
-    """A kernel's trial of a case and its record; one that a reference names is tried as candidates are."""
     if isinstance(kernel, type):
         return judged_trial(subject_of(kernel), Case.parse(case), CONTEXT)
     return explain.attempted(kernel, Case.parse(case), CONTEXT, CPU)
@@ -76,16 +75,13 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
     failing = [each for each in everyone if tried(each.reference, text)[1].check in COMPARED]
     assert failing
     for candidate in failing:
-        found = [each for each in everyone if alike(candidate, each, text) >= ALIKE]
-        assert alike(candidate, candidate, text) == 1.0
+        own = behaved(candidate.reference, text)
+        found = [each for each in everyone if likeness(own, behaved(each.reference, text)) >= ALIKE]
+        assert likeness(own, own) == 1.0
         covered = any(candidate.id in other.covers for other in found)
         reported = explain.describe(found, certain=True)
         named = candidate.sentence in reported or (reported == INDISTINCT and len(found) > 2)
         assert covered or named, f"{candidate.sentence}: {reported}"
-
-
-def alike(one: Candidate, other: Candidate, case: str) -> float:
-    return likeness(behaved(one.reference, case), behaved(other.reference, case))
 
 
 SQUARED_WEIGHTS = changed(EagerPrefillBackend, _exp=lambda exp, x: exp(x).square())  # after the softmax's shift
@@ -135,13 +131,11 @@ def test_a_wrong_form_says_what_it_is_the_form_of(message: str, said: str) -> No
     assert said in (found := of_form(message, Case.parse("decode:q=[1,2];kv=[5,6]"))) and bool(said) == bool(found)
 
 
-def heads_first(run: Any, *operands: torch.Tensor) -> Any:
-    """Returns the output as [heads, tokens, columns]."""
-    output, lse = run(*operands)
-    return output.transpose(0, 1), lse
-
-
 def test_an_output_whose_form_does_not_tell_that_it_is_transposed_is_said_to_be() -> None:
+    def heads_first(run: Any, *operands: torch.Tensor) -> Any:
+        output, lse = run(*operands)
+        return output.transpose(0, 1), lse
+
     kernel = changed(EagerDecodeBackend, run_decode=heads_first)
     trial, record = tried(kernel, "decode:dims=small;heads=2;q=[1,1];kv=[13,31];page=16")
     assert record.check == Check.OUTPUT and "tokens and heads are swapped" in with_reach(trial, record).message
@@ -173,19 +167,16 @@ def test_where_wrong_numbers_are_is_told_if_it_is_regular(found: list[str], keys
 
 
 def at_places(finish: Any, state: Any) -> Any:
-    """One element is not a number."""
     output, lse = finish(state)
     output[-1, -1, -1] = torch.nan
     return output, lse
 
 
 def in_one_request(finish: Any, state: Any) -> Any:
-    """Heads are rotated, in the first request only."""
     return finish(state) if state.total.shape[1] == 70 else EagerPrefillBackend._finish(finish.args[0], state)
 
 
 def and_more(finish: Any, state: Any) -> Any:
-    """A few rows are a little too large beside what else is wrong."""
     output, lse = finish(state)
     output[::40] *= 1.05
     return output, lse
@@ -230,11 +221,11 @@ SYMPTOMS = {
 }
 
 
-@pytest.mark.parametrize("name", SYMPTOMS)
-def test_what_is_wrong_with_rows_without_keys_is_told_as_it_was_seen(name: str) -> None:
-    candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
-    _, record = tried(candidate.reference, SUSPECT_CASES[1])
-    assert record.check == Check.MASK and symptom(record) == SYMPTOMS[name]
+def test_what_is_wrong_with_rows_without_keys_is_told_as_it_was_seen() -> None:
+    for name, said in SYMPTOMS.items():
+        candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
+        _, record = tried(candidate.reference, SUSPECT_CASES[1])
+        assert record.check == Check.MASK and symptom(record) == said
 
 
 CODES = "kv_cache_fp8:call=decode;q=[1,1];kv=[127,40];page=128;data=needle;cache=fp8"
@@ -256,15 +247,11 @@ def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_ne
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
+def test_what_explains_another_failure_is_claimed_where_it_fits_only_and_no_time_is_told(monkeypatch: Any) -> None:
     base_2 = next(each for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
     reported = ReportedCauses(["Heads are rotated by one", base_2.reported])
     assert reported.explain(Failure.of(*tried(base_2.reference, SUSPECT_CASES[0]))) == base_2.reported
     assert reported.explain(Failure.of(*tried(ONE_NAN, SUSPECT_CASES[0]))) == ""
-
-
-@pytest.mark.usefixtures("judged_once")
-def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, record = tried(SQUARED_WEIGHTS, SUSPECT_CASES[0])
     monkeypatch.setattr(explain, "PATIENCE", -1.0)
     assert told(trial, record, patience=-1.0) == UNCOMPARED
@@ -287,15 +274,13 @@ def test_what_fitted_before_time_ran_out_is_told_with_a_perhaps(monkeypatch: pyt
     assert told(*tried(SQUARED_WEIGHTS, SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Base2Lse", "the output is right"), ("NormalisedTwice", "the LSE is right"), ("ScaleLeftOut", "as well")],
-)
-def test_a_failure_says_what_became_of_the_other_half(name: str, said: str) -> None:
-    candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
-    assert f"{said} (SPEC " in tried(candidate.reference, SUSPECT_CASES[0])[1].message
-    _, record = tried(candidate.reference, f"{SUSPECT_CASES[0]};lse=0")
-    assert all(half not in record.message for half in ("the LSE is right", "the output is"))
+def test_a_failure_says_what_became_of_the_other_half() -> None:
+    halves = {"Base2Lse": "the output is right", "NormalisedTwice": "the LSE is right", "ScaleLeftOut": "as well"}
+    for name, said in halves.items():
+        candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
+        assert f"{said} (SPEC " in tried(candidate.reference, SUSPECT_CASES[0])[1].message
+        _, record = tried(candidate.reference, f"{SUSPECT_CASES[0]};lse=0")
+        assert all(half not in record.message for half in ("the LSE is right", "the output is"))
 
 
 def test_an_extent_counts_requests_rows_heads_and_columns() -> None:

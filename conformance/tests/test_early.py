@@ -74,7 +74,6 @@ HANGS_WHEN_MADE = "    def __init__(self, *arguments, **options): __import__('ti
 
 
 def reference(folder: Path, name: str, statement: str, body: str = "    ...") -> str:
-    """A backend that does as EAGER does once it is imported."""
     source = folder / f"{name.lower()}.py"
     eager = "from mla_conformance.backends.eager import EagerPrefillBackend"
     source.write_text(f"{eager}\n{statement}\nclass {name}(EagerPrefillBackend):\n{body}\n")
@@ -83,7 +82,6 @@ def reference(folder: Path, name: str, statement: str, body: str = "    ...") ->
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, command: Path) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
-    """The folder of one run over all of them and EAGER, and what it printed."""
     folder = tmp_path_factory.mktemp("imports")
     statements = {name: statement for name, (statement, _) in UNAVAILABLE.items()} | AVAILABLE
     backends = [reference(folder, name, statement) for name, statement in statements.items()]
@@ -123,7 +121,6 @@ def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(run: tuple[Pat
 ENDS_WHEN_FITTED = """
 import os
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class EndsWhenFitted(EagerPrefillBackend):
     asked = 0
     @classmethod
@@ -144,10 +141,8 @@ def test_a_process_that_ends_while_cases_are_fitted_leaves_no_shorter_list(tmp_p
     assert facts.reasons == ("its process ended while cases were fitted to it: exit status 3",) and not facts.fitted
 
 
-CASE = "lse:dims=small;heads=2;q=[5,9]"
 ENDS = """
 import importlib.util, os, signal, sys
-
 class EndsWhereCandidatesAreAsked:
     def find_spec(self, name, path=None, target=None):
         if name != "mla_conformance.diagnosis.explain":
@@ -160,12 +155,10 @@ class EndsWhereCandidatesAreAsked:
             module.candidates = lambda role: os.kill(os.getpid(), signal.SIGSEGV)
         spec.loader.exec_module = exec_module
         return spec
-
 sys.meta_path.insert(0, EndsWhereCandidatesAreAsked())
 """
 KERNEL = """
 from mla_conformance.backends.eager import EagerPrefillBackend as E
-
 class Wrong(E):
     def _finish(self, state): return E._finish(self, state)[0], E._finish(self, state)[1] + 0.25
 """
@@ -185,7 +178,7 @@ def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path)
 def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "wrong.py").write_text(KERNEL)
     subject = Subject.of(f"{tmp_path / 'wrong.py'}:Wrong", torch.device("cpu"))
-    trial, record = judged_trial(subject, Case.parse(CASE), Context())
+    trial, record = judged_trial(subject, Case.parse("lse:dims=small;heads=2;q=[5,9]"), Context())
     failure, beside = Failure.of(trial, record), Explainer()
 
     def tell_and_kill(connection: socket.socket, asked: object) -> None:
@@ -198,7 +191,7 @@ def test_in_a_test_run_each_thread_is_told_of_the_end_of_the_process_beside(tmp_
 
 
 @pytest.mark.parametrize("touch", [reads, writes])
-def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_defect_touches_memory_of_others_nor_is_compared(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device's address may be mapped here all the same, and then is somebody else's: no page is even asked about."""
     mincore = Mock(return_value=1)  # not mapped
     monkeypatch.setattr("mla_conformance.defects.bounds._libc.mincore", mincore)
@@ -206,8 +199,5 @@ def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monke
     assert not mincore.called
     touch(torch.empty(8), -16, 16)  # type: ignore[operator]
     assert mincore.called
-
-
-def test_no_failure_is_compared_with_what_touches_memory() -> None:
     compared = {each.kernel.__module__ for role in ROLES.values() for each in candidates(role)}
     assert compared and all("bounds" not in module for module in compared)

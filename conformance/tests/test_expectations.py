@@ -39,34 +39,24 @@ def test_a_query_names_the_cases_that_its_text_says(query: str, matched: list[ob
     assert [case for case in CASES if CaseQuery.parse(query).matches(case)] == matched
 
 
-@pytest.mark.parametrize(
-    ("text", "holds"),
-    [
-        ("", True),
-        ("torch >= 2.9", True),
-        ("torch < 2.9 or compute_capability == 9.0", True),
-        ("torch < 2.9 or compute_capability == 9.0 and device == cpu", False),
-        ("not torch < 2.9 and device == 'NVIDIA H200'", True),
-        ("flash-attn < 2.8", True),
-        ("absent < 9", False),
-        ("device >= 1.0", False),
-    ],
-)
-def test_conditions_compare_versions(text: str, holds: bool) -> None:
-    assert Condition.parse(text).holds(FACTS) is holds
-
-
-QUERIES = ("", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2", "lse:data>5", "lse:heads~5", "*:;")
-CONDITIONS = ("torch", "torch ~ 2", "torch < new", "__import__('os')", "a == 1 and", "(a == 1)")
-
-
-def test_what_is_no_query_and_no_condition() -> None:
+def test_conditions_compare_versions_and_others_are_refused_as_other_queries_are() -> None:
+    hold = ["", "torch >= 2.9", "torch < 2.9 or compute_capability == 9.0", "flash-attn < 2.8"]
+    hold += ["not torch < 2.9 and device == 'NVIDIA H200'"]
+    others = ["torch < 2.9 or compute_capability == 9.0 and device == cpu", "absent < 9", "device >= 1.0"]
+    assert [text for text in (*hold, *others) if Condition.parse(text).holds(FACTS)] == hold
     for text in QUERIES:
         with pytest.raises(CaseError):
             CaseQuery.parse(text)
-    for text in CONDITIONS:
+    for text in ("torch", "torch ~ 2", "torch < new", "__import__('os')", "a == 1 and", "(a == 1)"):
         with pytest.raises(ValueError, match=r"^expected NAME OPERATOR VALUE|^[<>]=? expects a version"):
             Condition.parse(text)
+    # A fitted case is named by its whole id.
+    query = CaseQuery.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024")
+    other = Case.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024;cache=fp8")
+    assert not query.is_stale and query.matches(Case.parse(query.text)) and not query.matches(other)
+
+
+QUERIES = ("", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2", "lse:data>5", "lse:heads~5", "*:;")
 
 
 def applied(record: Record, **changes: Any) -> Record:
@@ -101,16 +91,7 @@ def test_the_last_day_of_an_expectation_counts_and_what_matches_no_case_is_stale
     assert problem == "expired: until 2026-03-01"
     entries = (KNOWN, replace(KNOWN, case="lse:heads=77"), replace(KNOWN, case="gone"))
     assert [entry.case for entry, _ in Expectations(entries).problems()] == ["lse:heads=77", "gone"]
-
-
-def test_a_fitted_case_is_named_by_its_whole_id() -> None:
-    query = CaseQuery.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024")
-    other = Case.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024;cache=fp8")
-    assert not query.is_stale and query.matches(Case.parse(query.text)) and not query.matches(other)
-
-
-def test_the_shipped_expectations_are_up_to_date() -> None:
-    assert list(Expectations.load([KNOWN_FAILURES]).problems()) == []
+    assert list(Expectations.load([KNOWN_FAILURES]).problems()) == [], "the shipped ones are up to date"
 
 
 ENTRY = '[[expectation]]\nbackend = "MINE"\ncase = "lse"\n'
@@ -139,7 +120,6 @@ def test_bad_expectations_are_refused_before_anything_runs(tmp_path: Path, refus
 
 
 def updated(ours: Any, folder: Path, report: Path) -> tuple[str, list[Expectation]]:
-    """What is printed of an update, and the entries that are there then."""
     status, printed, _ = ours("expectations", "update", report, "--dir", folder)
     assert status == 0
     return printed, list(read_expectations(folder / "MINE.toml", reasons_required=False))

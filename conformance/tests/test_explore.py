@@ -39,15 +39,12 @@ from mla_conformance.vocabulary.arrays import SPACES, could_be_fitted
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
 
 Fails = Callable[[Case], str]
-
-
 NARROW = type("Narrow", (EagerPrefillBackend,), {"supported_dtypes": [torch.bfloat16]})
 NOTHING = type("Nothing", (EagerPrefillBackend,), {"supported_dtypes": [torch.float64]})
 
 
 @cache
 def subject_of(kernel: type) -> tuple[Subject, Region]:
-    """It and what it declares, which is learned once."""
     subject = drawn.subject_of(kernel)
     return subject, region_of(subject, SPACES["combinations"])
 
@@ -73,13 +70,16 @@ def explored(monkeypatch: pytest.MonkeyPatch, fails: Fails, draws: int = 30, **m
     return judged, found.record(BackendReference("K", "K"))
 
 
-def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared_until_time_ends(monkeypatch: Any) -> None:
     judged, record = explored(monkeypatch, lambda case: "", 16)
     assert record.status is Status.PASS and record.capability == "explored"
     assert 8 < len(judged) == len(set(judged)) == record.cases <= 16
     assert record.message == f"{len(judged)} of {len(judged)} drawn cases hold, none fails"
     assert {case.dtype for case in judged} == {"bf16"} and len({case.call for case in judged}) > 1
     assert judged == explored(monkeypatch, lambda case: "", 16)[0], "the same number draws the same cases"
+    monkeypatch.setattr("mla_conformance.trials.explore.ROUND", 5)
+    judged, found = drawn_in(monkeypatch, lambda case: "", Extent(seconds=1))
+    assert judged and found.passed == found.judged == len(judged)
 
 
 def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
@@ -96,9 +96,7 @@ def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     pairs = judged_pairs([first], [each.id for each in sessions])
     assert pairs["tree"].claimed == pairs["tree"].judged
     assert judge_one(subject, sessions[0], Context()).status is Status.PASS
-
-
-def test_a_batch_that_a_session_cannot_make_blames_no_kernel() -> None:
+    # A batch that a session cannot make blames no kernel.
     case = "call_order:call=chunked_context;dims=small;heads=1;q=[9];kv=[5];page=16;workspace=16"
     record = drawn.judged("EAGER", case)
     assert record.status is Status.UNAVAILABLE and "workspace_tokens must be at least" in record.message
@@ -117,7 +115,10 @@ def test_two_causes_are_found_in_one_call_and_both_are_told(monkeypatch: pytest.
     assert (small.data, small.layout, small.seed) == ("needle", "kv_b_proj", 0)
 
 
-def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_does_not_repeat_is_still_told_and_a_declaration_of_nothing(monkeypatch: Any) -> None:
+    judged, record = explored(monkeypatch, lambda case: "", kernel=NOTHING)
+    assert (judged, record.status, record.capability) == ([], Status.UNSUPPORTED, "explored")
+    assert record.message == "declares nothing of what could be drawn"
     calls: list[Case] = []
 
     def once(case: Case) -> str:
@@ -141,20 +142,12 @@ def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(monkeyp
         passing = known[0].record(BackendReference("EAGER", "EAGER")).with_fields(backend="EAGER", reference="EAGER")
         held = "1 of 1 drawn cases hold, none fails"
         wrong = "1 cause in 2 drawn cases, made small: LSE is 2"
-        for part, record, message, status, outcome in (
-            (1, passing, held, Status.UNAVAILABLE, 3),
-            (0, failing, wrong, Status.FAIL, 1),
-        ):
+        parts = (1, passing, held, Status.UNAVAILABLE, 3), (0, failing, wrong, Status.FAIL, 1)
+        for part, record, message, status, outcome in parts:
             run._hear(Told(Step.EXPLORED, record, Explored.of([record], []), part))
             (kept,) = run.summary().records
             assert (kept.status, run.summary().exit_status) == (status, outcome)
             assert kept.message == f"{message}; not all were drawn: the run ended before"
-
-
-def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.trials.explore.ROUND", 5)
-    judged, found = drawn_in(monkeypatch, lambda case: "", Extent(seconds=1))
-    assert judged and found.passed == found.judged == len(judged)
 
 
 def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,18 +181,9 @@ def test_workers_share_what_is_drawn_and_one_record_tells_what_all_found(monkeyp
     assert lasting == [{60 // len(SPACES)}, {20}, {60}] and len(roles.explorations("EAGER", 15)) == len(SPACES)
 
 
-def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged, record = explored(monkeypatch, lambda case: "", kernel=NOTHING)
-    assert (judged, record.status, record.capability) == ([], Status.UNSUPPORTED, "explored")
-    assert record.message == "declares nothing of what could be drawn"
-
-
-@pytest.mark.parametrize(
-    ("text", "extent"),
-    [("0", Extent()), ("2000", Extent(draws=2000)), ("90s", Extent(seconds=90)), ("10m", Extent(seconds=600))],
-)
-def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
-    assert Extent.of(text) == extent and str(extent) in (text, "600s") and any(extent) == (text != "0")
+def test_an_extent_is_a_number_or_a_time() -> None:
+    for text, extent in (("0", Extent()), ("2000", Extent(2000)), ("90s", Extent(0, 90)), ("10m", Extent(0, 600))):
+        assert Extent.of(text) == extent and str(extent) in (text, "600s") and any(extent) == (text != "0")
     for other in ("-1", "", "0s", "1d", "1000001", "169h", "ten"):
         with pytest.raises(InputError, match="expected a number of cases up to 1,000,000, or a time such as"):
             Extent.of(other)

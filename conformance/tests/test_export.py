@@ -58,7 +58,6 @@ runpy.run_path(sys.argv[-1], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tutorial's backend, right and with defects."""
     made = tmp_path_factory.mktemp("export")
     blocks = re.findall(r"^```python\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
     (source,) = (block for block in blocks if "MyBackend" in block)
@@ -127,28 +126,31 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
         (0, "WRONG\nsaid at exit\n", "does not run without mla-conformance: exit status 0, printed: WRONG · said at"),
     ],
 )
-def test_another_script_is_not_kept(
-    folder: Path, monkeypatch: Any, refused: Any, status: int, printed: str, said: str
-) -> None:
+def test_no_other_is_kept(folder: Any, monkeypatch: Any, refused: Any, status: int, printed: str, said: str) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: "")
     assert said in refused(*asked(CASE, f"{folder / 'scaled.py'}:MyBackend", folder / "none.py"))
     assert not (folder / "none.py").exists()
 
 
-def test_a_failure_that_nothing_explains_is_like_nothing(folder: Path, here: Path, monkeypatch: Any, told: Any) -> None:
-    """Of a case in a file, whose script prints more behind its verdict."""
+def test_a_failure_that_nothing_explains_is_like_nothing_and_inputs_are_written_as_they_are(
+    folder: Path, here: Path, monkeypatch: Any, told: Any, tmp_path: Path
+) -> None:
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: UNLIKE)
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
     write_case(here / "case.json", Case.parse(CASE))
     told(0, *asked("case.json", f"{folder / 'scaled.py'}:MyBackend", here / "x.py"))
     text = (here / "x.py").read_text(encoding="utf-8")
     assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
+    text = exported("TORCH_SDPA", "lse:dims=small;heads=1;q=[5];data=needle", tmp_path / "x.py")
+    assert 'q = unpacked("""' in text and "k = torch.randn(" in text
 
 
 def test_a_place_for_no_file_is_refused_before_anything_is_run(here: Path, monkeypatch: Any, refused: Any) -> None:
     monkeypatch.delattr(command, "reproduced")
     (here / "kernel.py").write_text("mine")
+    said = refused("replay", CASE, "--backend", "TORCH_SDPA", "--dump", here)
+    assert "expected a new or an empty folder" in said
     for out, said in (
         ("kernel.py", "kernel.py: exists, and export did not write it; name another file\n"),
         ("kernel.py/x.py", f"expected a folder that takes files, got {here / 'kernel.py'}\n"),
@@ -179,11 +181,6 @@ def test_a_case_that_is_too_large_gets_the_commands_that_come_next(tmp_path: Pat
     small, again, dumped = (command_line(COMMANDS, GROUPS).parse_args(shlex.split(text)) for text in commands)
     assert (small.case, small.out, dumped.case) == (case, Path(again.case), case)
     assert {given.backend + given.device for given in (small, again, dumped)} == {"TORCH_SDPAcpu"} and again.out == out
-
-
-def test_inputs_that_no_seed_makes_are_written_as_they_are(tmp_path: Path) -> None:
-    text = exported("TORCH_SDPA", "lse:dims=small;heads=1;q=[5];data=needle", tmp_path / "x.py")
-    assert 'q = unpacked("""' in text and "k = torch.randn(" in text
 
 
 def test_stored_scripts_are_whole_and_need_nothing_of_ours_and_each_is_told() -> None:
@@ -238,14 +235,11 @@ def test_a_library_with_state_is_written_down_with_all_that_matters(monkeypatch:
     for expression, result in zip(program.results, results, strict=True):
         assert torch.equal(eval(expression, space), result)
     assert isinstance(library.load(), ModuleType), "nothing is recorded any more"
-
-
-def test_what_came_from_nowhere_is_not_written() -> None:
-    q, kept = torch.randn(3), torch.randn(3)
+    given, kept = torch.randn(3), torch.randn(3)
     with Recorder() as recorder:
-        result = q + kept
+        result = given + kept
     with pytest.raises(NotWritable, match=r"depends on a torch\.float32 \[3\] that was neither given"):
-        Program(recorder.steps, {"q": q}, [result])
+        Program(recorder.steps, {"q": given}, [result])
 
 
 def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) -> None:
@@ -258,9 +252,3 @@ def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) ->
     assert "LSE is" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     picture = (tmp_path / "new" / "LSE-of-new-tokens.svg").read_text(encoding="utf-8")
     assert "22 of 22 cells over their budget" in picture
-
-
-def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, refused: Any) -> None:
-    (tmp_path / "kept").touch()
-    said = refused("replay", CASE, "--backend", "TORCH_SDPA", "--dump", tmp_path)
-    assert "expected a new or an empty folder" in said

@@ -61,7 +61,6 @@ OF_PROCESSES: dict[str, tuple[Status, str, str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one run over all that touch processes."""
     folder = tmp_path_factory.mktemp("faults")
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
     backends = [name if name == "EAGER" else f"{source}:{name}" for name in OF_PROCESSES]
@@ -108,7 +107,6 @@ def test_nothing_is_left_but_bounded_files(folder: Path, records: dict[tuple[str
 STARVED = """
 import os, pathlib
 from mla_conformance.backends.eager import EagerPrefillBackend as E
-
 class Starved(E):
     def run_prefill_new_tokens(self, *arguments, **options):
         pathlib.Path(__file__).with_name("vmstat").write_text("oom_kill 9\\n")
@@ -155,7 +153,6 @@ def test_a_run_on_a_gpu_has_exactly_the_expected_verdicts(tmp_path: Path) -> Non
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
 SMALL = "lse:dims=small;heads=2;q=[5,9]"
-TOO_LARGE = "new_tokens:heads=128;q=[1000000];lse=0"
 
 
 class Wrong(EagerPrefillBackend):
@@ -171,18 +168,13 @@ class ChangesDtype(EagerPrefillBackend):
 
 
 class LosesTheGPU(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("CUDA error: misaligned address")
+    run_prefill_new_tokens = Mock(side_effect=RuntimeError("CUDA error: misaligned address"))
 
 
-def reference(kernel: type[EagerPrefillBackend]) -> str:
-    return f"{kernel.__module__}:{kernel.__name__}"
-
-
-def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | None = None, **task: Any) -> list[Any]:
-    """What a new worker says on a case, its answer last."""
+def asked(kernel: str, case: str = SMALL, limit: int | None = None, **task: Any) -> list[Any]:
     said: list[Any] = []
-    answer = Worker(CPU, limit, said.append, IN_PROCESS).answer(Judge(reference(kernel), case, **task))
+    reference = kernel if kernel == "EAGER" else f"{__name__}:{kernel}"
+    answer = Worker(CPU, limit, said.append, IN_PROCESS).answer(Judge(reference, case, **task))
     return [*said, answer]
 
 
@@ -193,7 +185,7 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(room, "free_memory", lambda device: free[0])
     monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
-    task, need = Judge(reference(EagerPrefillBackend), SMALL), memory_need(Case.parse(SMALL), "cpu")
+    task, need = Judge("EAGER", SMALL), memory_need(Case.parse(SMALL), "cpu")
     wanted = worker.answer(task, need).wants
     assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
     for share, left, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
@@ -202,22 +194,18 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.Monk
         assert answer.wants == wants and (answer.record is None) is bool(wants)
 
 
-def test_a_failure_whose_explanation_nothing_waits_for_has_the_time_that_comparing_takes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(room, "explain", lambda failure, patience: f"{patience:.0f}")
-    given = [int(asked(Wrong, explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
-    assert given[1] >= 60 > given[0]
-
-
 def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(monkeypatch: Any) -> None:
-    assert asked(ChangesDtype)[-1].leaves
+    assert asked("ChangesDtype")[-1].leaves
     monkeypatch.setattr(machine, "allocated_memory", lambda: 51)
-    assert asked(EagerPrefillBackend, limit=100)[-1].leaves
-    assert not asked(EagerPrefillBackend, limit=102)[-1].leaves
+    assert asked("EAGER", limit=100)[-1].leaves and not asked("EAGER", limit=102)[-1].leaves
 
 
-def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explanation_has_its_time_and_is_not_asked_of_a_lost_gpu_which_ends_the_process(monkeypatch: Any) -> None:
+    monkeypatch.setattr(room, "explain", lambda failure, patience: f"{patience:.0f}")
+    given = [int(asked("Wrong", explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
+    assert given[1] >= 60 > given[0]
     monkeypatch.setattr(driver, "device_lost", lambda device: True)
-    _, answer = asked(LosesTheGPU, explain=True)
+    _, answer = asked("LosesTheGPU", explain=True)
     record = answer.record
     assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message
 
@@ -226,16 +214,13 @@ def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeyp
 def test_after_running_out_of_a_gpus_memory_a_process_ends(monkeypatch: Any, device: str, leaves: bool) -> None:
     monkeypatch.setattr(driver, "device_lost", lambda device: False)
     worker = Worker(torch.device(device), None, lambda event: None, IN_PROCESS)
-    record = asked(EagerPrefillBackend, TOO_LARGE)[-1].record
+    record = asked("EAGER", "new_tokens:heads=128;q=[1000000];lse=0")[-1].record
     assert record.status is Status.UNAVAILABLE and worker._leaves(record, disturbed=False) is leaves
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [("CUDA error: out of memory", machine.LACKED_MEMORY), ("CUDA error: misaligned address", None)],
-)
+@pytest.mark.parametrize(("error", "status"), [("out of memory", machine.LACKED_MEMORY), ("misaligned address", None)])
 def test_a_process_that_a_full_gpu_ends_blames_no_kernel(monkeypatch: Any, error: str, status: int | None) -> None:
-    monkeypatch.setattr(room, "start_kernel_process", Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setattr(room, "start_kernel_process", Mock(side_effect=RuntimeError(f"CUDA error: {error}")))
     monkeypatch.setattr(machine, "leave", sys.exit)
     with pytest.raises(SystemExit if status else RuntimeError) as ended:
         room.serve(SimpleNamespace(), SimpleNamespace(memory=None))  # type: ignore[arg-type]

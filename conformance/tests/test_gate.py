@@ -31,17 +31,19 @@ FAILED = PASSED[1].with_fields(status=Status.FAIL, check="lse")
 
 
 def report(records: Sequence[Record], name: str = "a.json", cases: Sequence[str] = (), **told: Any) -> Path:
-    """One as ``certify`` writes it, in the current folder."""
     return write_run(Path(name), records, cases, **told)
 
 
 @pytest.fixture
 def gate(ours: Gate, here: Path) -> Gate:
-    """The gate in a folder of its own, over any selection unless a tier is named."""
     return lambda *arguments, tier="none": ours("gate", *arguments, "--require-tier", tier)
 
 
-def test_a_failure_closes_the_gate_unless_it_is_expected(gate: Gate) -> None:
+def test_what_fails_unexpectedly_is_incomplete_or_empty_closes_the_gate(gate: Gate) -> None:
+    status, out, _ = gate(report(PASSED, cases=CASES[:6]))
+    assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
+    status, out, _ = gate(report([]))
+    assert status == 1 and "nothing was judged" in out
     file = report([PASSED[0], FAILED])
     status, out, _ = gate(file)
     assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
@@ -91,16 +93,8 @@ GONE = f"no longer judged MINE {re.escape(CASES[3])} · was pass"
 def test_a_baseline_tells_what_is_new_gone_and_drifted(
     gate: Gate, before: list[Record], now: list[Record], limit: Any, status: int, said: str
 ) -> None:
-    """How far an error drifts closes the gate if it is limited."""
     found, out, err = gate(report(now, "now.json"), "--baseline", report(before, "before.json"), *limit)
     assert (found, err) == (status, "") and re.search(said, out, re.DOTALL), out
-
-
-def test_an_incomplete_run_and_an_empty_one_do_not_pass(gate: Gate) -> None:
-    status, out, _ = gate(report(PASSED, cases=CASES[:6]))
-    assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
-    status, out, _ = gate(report([], "b.json"))
-    assert status == 1 and "nothing was judged" in out
 
 
 def test_must_pass_cases_have_to_be_passed(gate: Gate) -> None:
@@ -119,14 +113,11 @@ def test_must_pass_cases_have_to_be_passed(gate: Gate) -> None:
     assert re.fullmatch(r"must pass +… lse:q=\[\d+\], lse:.* and \d+ more", further) and len(further) <= 400
 
 
-def test_the_must_pass_list_of_this_version_is_what_the_vocabulary_gives(tmp_path: Path, ours: Gate) -> None:
-    (tmp_path / "printed.txt").write_text(ours("mustpass")[1], encoding="utf-8")
-    listed = MustPass.read(tmp_path / "printed.txt")
+def test_the_must_pass_list_is_what_the_vocabulary_gives(here: Any, ours: Gate, monkeypatch: Any) -> None:
+    Path("printed.txt").write_text(ours("mustpass")[1], encoding="utf-8")
+    listed = MustPass.read(Path("printed.txt"))
     assert listed == MustPass.of_suite() and len(listed.profiles[CORE]) > 100
-    assert {"decode+graph", "cuda"} <= {part for part in listed.profiles}
-
-
-def test_a_changed_vocabulary_is_not_the_list_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"decode+graph", "cuda"} <= {*listed.profiles}
     monkeypatch.setattr(mustpass, "first_cases", lambda: first_cases()[1:])
     with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* a changed list needs a new version"):
         MustPass.of_suite()
@@ -218,16 +209,13 @@ def test_a_backend_that_has_to_be_judged(gate: Gate, required: list[str], said: 
     assert (status, [line for line in out.splitlines() if "missing  " in line]) == (bool(said), [said] if said else [])
 
 
-def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(gate: Gate) -> None:
+def test_a_report_and_a_shard_that_are_not_there_are_named_and_the_others_judged(gate: Gate) -> None:
     file = report([all_passed(TWO)[0].with_fields(status=Status.FAIL, check="lse")])
     status, out, _ = gate(file, file.with_name("b.json"))
     assert status == 1 and f"missing          *    {file.with_name('b.json')} · no such report" in out
     assert f"failing          MINE {TWO[0]}" in out
     status, out, _ = gate(file.with_name("*.jsn"), tier="full")
     assert status == 1 and "*.jsn · no such report" in out and "nothing was judged" in out
-
-
-def test_a_shard_that_is_not_there_is_named(gate: Gate) -> None:
     shards = [Shard.of(f"{index}/3", TWO) for index in (1, 2, 3)]
     files = [report(all_passed(list(s.cases)), f"{s.index}.json", TWO, shard=s) for s in shards]
     assert gate(*files)[0] == 0
@@ -292,7 +280,6 @@ class OomWhenHard(EagerPrefillBackend):
 
 
 def of(facts: BackendFacts, records: Sequence[Record], name: str = "o.json", **code: str) -> Path:
-    """The report of a backend, and of the code beside it."""
     return report(records, name, facts=[facts], code=code)
 
 
@@ -302,7 +289,6 @@ def passed(facts: BackendFacts, first: int = 0, **fields: object) -> list[Record
 
 
 def file_of(path: str, name: str = "Mine") -> BackendFacts:
-    """A backend in a file of its own, as a worker describes it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(f"{EAGER}class {name}(EagerPrefillBackend): pass\n")
     return describe(Subject.of(f"{path}:{name}", CPU))
@@ -363,16 +349,17 @@ def test_a_file_is_its_path_and_bytes(gate: Gate, path: str, required: str, edit
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
     found = gate(of(facts, passed(facts)), "--require", required)
     assert found[0] == status and said in found[1] + found[2]
+    for fingerprint in ("", "file a", "no distribution"):  # without the file's digest a report is not of it
+        file = of(replace(facts, fingerprint=fingerprint), passed(facts))
+        assert gate(file, "--require", required)[0] == (status or 1)
+
+
+CHANGES = (("fingerprint", "fingerprint "), ("helper", "/help.py "))
 
 
 @pytest.mark.parametrize(
     ("path", "change", "said"),
-    [
-        ("mine.py", "", ""),
-        ("mine.py", "fingerprint", "fingerprint "),
-        ("mine.py", "helper", "/help.py "),
-        ("other.py", "", "reference "),
-    ],
+    [("mine.py", "", ""), *(("mine.py", *change) for change in CHANGES), ("other.py", "", "reference ")],
 )
 def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change: str, said: str) -> None:
     """Half of the cases of one, and half of the other."""
@@ -385,12 +372,6 @@ def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change
     status, _, err = gate(*halves, "--require", "mine.py:Mine")
     assert status == (2 if said else 0)
     assert not said or f"b.json: Mine is other code than in a.json: {said}" in err
-
-
-@pytest.mark.parametrize("fingerprint", ["", "file a", "no distribution"])
-def test_a_report_without_the_files_digest_is_not_of_it(gate: Gate, fingerprint: str) -> None:
-    facts = BackendFacts("Mine", file_of("mine.py").reference, fingerprint=fingerprint)
-    assert gate(of(facts, passed(facts)), "--require", "mine.py:Mine")[0] == 1
 
 
 @pytest.mark.parametrize("required", ["TORCH_SDPA", "kernels/mine.py:TORCH_SDPA"])

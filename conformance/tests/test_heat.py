@@ -16,28 +16,19 @@ from mla_conformance.diagnosis import reach
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.diagnosis.reach import heat_maps, heat_of
 from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse, explain_output
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture_file, words
 from mla_conformance.tests.drawn import CONTEXT, changed, subject_of
-from mla_conformance.trials.trial import Trial, judged_trial
+from mla_conformance.trials.trial import judged_trial
 
-CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))
 
 
 def last_head_wrong(run: Any, *arguments: Any, **options: Any) -> Any:
-    """The output of one head of two is wrong, and its LSE in one row."""
     output, lse = run(*arguments, **options)
     output[:, 1] += 1.0
     lse[1, 3] += 1.0
     return output, lse
-
-
-@pytest.fixture
-def failed() -> tuple[Trial, Record]:
-    kernel = changed(EagerPrefillBackend, run_prefill_new_tokens=last_head_wrong)
-    return judged_trial(subject_of(kernel), Case.parse(CASE), CONTEXT)
 
 
 def test_a_picture_shows_where_errors_are() -> None:
@@ -62,32 +53,24 @@ def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
     assert root[0].text == words(part)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"lines": ["012", "0000"]}, "expected 2 lines of 3 digits"),
-        ({"lines": ["01\n", "000"]}, "matching regex"),
-        ({"lines": ["01٣", "000"]}, "matching regex"),
-        ({"rows": 100, "lines": ["0" * 100] * 2}, "matching regex"),
-        ({"rows": 0, "lines": ["", ""]}, ">= 1"),
-    ],
-)
-def test_what_is_no_map_is_refused(change: dict[str, Any], said: str) -> None:
+NO_MAPS = [(["012", "0000"], 3, "expected 2 lines of 3 digits"), (["", ""], 0, ">= 1")]
+NO_MAPS += [(lines, len(lines[0]), "matching regex") for lines in (["01\n", "000"], ["01٣", "000"], ["0" * 100] * 2)]
+
+
+@pytest.mark.parametrize(("lines", "rows", "said"), NO_MAPS)
+def test_what_is_no_map_is_refused(lines: list[str], rows: int, said: str) -> None:
     plain = msgspec.to_builtins(SMALL)
     assert msgspec.convert(plain, HeatMap) == SMALL
     with pytest.raises(msgspec.ValidationError, match=re.escape(said)):
-        msgspec.convert({**plain, **change}, HeatMap)
+        msgspec.convert({**plain, "lines": lines, "rows": rows}, HeatMap)
 
 
-def test_the_part_with_most_cells_over_their_budget_is_shown(failed: tuple[Trial, Record]) -> None:
-    assert failed[1].check == "lse"
-    found = heat_of(*failed)
+def test_the_part_with_most_cells_over_their_budget_is_shown_if_there_is_any(monkeypatch: Any) -> None:
+    kernel = changed(EagerPrefillBackend, run_prefill_new_tokens=last_head_wrong)
+    trial, record = judged_trial(subject_of(kernel), Case.parse("lse:dims=small;heads=2;q=[4,7]"), CONTEXT)
+    found = heat_of(trial, record)
     assert found and (found.part, found.heads, found.rows, found.wrong) == ("output of new tokens", 2, 11, 11)
-    assert set(found.lines[0]) == {"0"} and "0" not in found.lines[1]
-
-
-def test_without_wrong_numbers_or_without_memory_there_is_none(failed: tuple[Trial, Record], monkeypatch: Any) -> None:
-    trial, record = failed
+    assert record.check == "lse" and set(found.lines[0]) == {"0"} and "0" not in found.lines[1]
     assert heat_of(trial, record.with_fields(check="call")) is None
     empty = Measured(*(torch.zeros(2, 0, dtype=torch.double),) * 3)
     assert heat_maps({"LSE of rank 1": empty}) == []

@@ -4,7 +4,7 @@ import builtins
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from resource import RLIMIT_FSIZE as FILES
 from resource import getrlimit, setrlimit
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +24,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import changed, judged
 
-setattr_, matmul = setattr, torch.backends.cuda.matmul
+setattr_, matmul, quantized = setattr, torch.backends.cuda.matmul, torch.quantize_per_tensor
 kept: list[object] = []
 """What would end if nobody held it."""
 
@@ -64,7 +63,6 @@ def freed(output: torch.Tensor, lse: torch.Tensor) -> Any:
 
 
 def overridden(output: torch.Tensor, lse: torch.Tensor) -> Any:
-    """Wrong, with a method that would say otherwise."""
     wrong = torch.zeros_like(output)
     wrong.double = output.double  # type: ignore[method-assign]
     return wrong, lse
@@ -96,7 +94,6 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "LeavesAChild": (lambda: kept.append(Popen(["sleep", "600"], start_new_session=True)), "left 1 child process runn"),
     "ChangesTheMask": (lambda: os.umask(0o7), "umask from "),
 }  # fmt: skip
-"""What a call leaves behind, and what is said of it."""
 RAISED: dict[str, tuple[BaseException | type[BaseException], str]] = {
     "Exits": (SystemExit(0), "the call raised SystemExit: 0"),
     "Interrupts": (KeyboardInterrupt, "the call raised KeyboardInterrupt"),
@@ -108,11 +105,8 @@ RAISED: dict[str, tuple[BaseException | type[BaseException], str]] = {
 RETURNED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Check | None, str]] = {
     "Sparse": (lambda o, lse: (o.to_sparse(), lse), Check.SHAPE, "strided torch.Tensor as output, got a tensor of lay"),
     "Nested": (lambda o, lse: (torch.nested.nested_tensor(list(o)), lse), Check.SHAPE, "got a nested tensor"),
-    "Fake": (lambda o, lse: (FakeTensorMode().from_tensor(o), lse), Check.SHAPE, "got a FakeTensor"),
     "Subclass": (lambda o, lse: (o.as_subclass(Refusing), lse), Check.SHAPE, "got a Refusing"),
-    "Quantized": (
-        lambda o, lse: (torch.quantize_per_tensor(o.float(), 0.1, 0, torch.qint8), lse), Check.SHAPE, "got a quantized"
-    ),
+    "Quantized": (lambda o, lse: (quantized(o.float(), 0.1, 0, torch.qint8), lse), Check.SHAPE, "got a quantized"),
     "Freed": (freed, Check.SHAPE, "got a tensor whose storage holds 0 bytes of "),
     "Negated": (lambda o, lse: (torch._neg_view(-o), lse), Check.SHAPE, "got a lazily negated tensor"),
     "Meta": (lambda o, lse: (o.to("meta"), lse), Check.DEVICE, "expected output on cpu, got meta"),
@@ -134,8 +128,6 @@ CHUNKED = "chunked_context:dims=small;q=[5,3];kv=[40,3];workspace=32"
 
 
 def judged_of(name: str, case: str = NEW_TOKENS) -> Record:
-    """Of EAGER, and something after it."""
-
     def run(honest: Callable[..., Any], *operands: Any, **options: Any) -> Any:
         output, lse = honest(*operands, **options)
         if name in LEFT:
@@ -147,16 +139,13 @@ def judged_of(name: str, case: str = NEW_TOKENS) -> Record:
     return judged(changed(EagerPrefillBackend, run_prefill_new_tokens=run), case)
 
 
-def children() -> str:
-    return "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-
-
 def process() -> list[Any]:
     """What the hostile backends change, read in another way than the driver does where there is one."""
     mask = os.umask(0)
     os.umask(mask)
+    children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     return [
-        *(torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch.zeros(1).device, children(), mask),
+        *(torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch.zeros(1).device, children, mask),
         *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax),
         *(np.asarray, dict(vars(builtins)), torch.get_default_dtype(), torch.initial_seed(), Path.cwd()),
         *(torch.get_float32_matmul_precision(), matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
@@ -175,13 +164,11 @@ def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.Monke
     assert LEFT[name][1] in record.message
 
 
-OF_CHUNKS = ("Interrupts", "Sparse", "Meta", "Dictionary", "Scalar")
-"""Those without which there is nothing to merge, each for a reason of its own."""
+# Those without which there is nothing to merge, each for a reason of its own.
+OF_CHUNKS = [(name, CHUNKED) for name in ("Interrupts", "Sparse", "Meta", "Dictionary", "Scalar")]
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, NEW_TOKENS) for name in OTHERWISE] + [(name, CHUNKED) for name in OF_CHUNKS]
-)
+@pytest.mark.parametrize(("name", "case"), [*((name, NEW_TOKENS) for name in OTHERWISE), *OF_CHUNKS])
 def test_what_is_raised_or_returned_is_a_failure_of_the_call_unless_it_is_right(name: str, case: str) -> None:
     check, said = OTHERWISE[name]
     record = judged_of(name, case)
@@ -194,17 +181,12 @@ def test_memory_may_run_out_in_a_group_and_a_mode_that_the_first_call_leaves_doe
     assert judged_of("LeavesAFunctionMode", CHUNKED).check == Check.PROCESS_STATE
 
 
-@pytest.fixture
-def heeded() -> Iterator[None]:
-    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as a script's background is."""
+def test_an_interrupt_from_outside_is_no_failure_of_the_call() -> None:
+    # They may be ignored here, as in what a script has started in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_from_outside_is_no_failure_of_the_call(heeded: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_step(lambda: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, before)
 
 
 def test_what_libraries_do_is_no_change() -> None:

@@ -20,10 +20,8 @@ from mla_conformance.tests.reports import unexplained
 WRONG = """
 import os, pathlib, re, sys
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class Wrong(EagerPrefillBackend):
     calls = 0
-
     def run_prefill_new_tokens(self, *arguments, **options):
         found = super().run_prefill_new_tokens(*arguments, **options)
         type(self).calls += 1
@@ -109,19 +107,9 @@ print(sorted(set(sys.modules) - before))
     assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "True", "[]"], done.stdout + done.stderr
 
 
-def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "of-a-wheel.dist-info").mkdir()
-    (tmp_path / "package.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    before = deciding_files()
-    for name in ("left.pth", "sitecustomize.py", "data.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "package.py").write_text("forged")
-    changed = sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
-    assert changed == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
-
-
-def test_what_is_written_while_a_run_judges_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_while_a_run_judges_is_not_loaded_and_what_python_would_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "there_before.py").touch()
     refuse_written_since(time.time())
@@ -134,3 +122,12 @@ def test_what_is_written_while_a_run_judges_is_not_loaded(tmp_path: Path, monkey
             importlib.import_module("written_meanwhile")
     finally:
         load_all_again()
+    (tmp_path / "of-a-wheel.dist-info").mkdir()
+    (tmp_path / "package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    before = deciding_files()
+    for name in ("left.pth", "sitecustomize.py", "data.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "package.py").write_text("forged")
+    changed = sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
+    assert changed == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]

@@ -31,12 +31,11 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_p
         journal.seals[0].rename(seal)
 
 
-NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
-NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}']
-NO_EVENTS += [b'{"event": "learned", "backend": "E", "found": {"traced": 7}}']
 HEAT = b'{"heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
+NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
+NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}', b'{"event": "resume", "after": ""}']
+NO_EVENTS += [b'{"event": "learned", "backend": "E", "found": {"traced": 7}}']
 NO_EVENTS += [b'{"event": "learned", "backend": "E", "case": "c", "found": ' + HEAT + b"}"]
-NO_EVENTS += [b'{"event": "resume", "after": ""}']
 
 
 @pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))
@@ -53,7 +52,7 @@ def test_a_line_of_another_is_left_out_wherever_it_stands(tmp_path: Path, line: 
     assert journal.sealed() == {1: Resumed(), 2: Completed()}
 
 
-def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_between_line(tmp_path: Path, monkeypatch: Any) -> None:
     journal = Journal(tmp_path / JOURNAL_NAME)
     journal.append(Resumed())
     (sealed,) = journal.seals
@@ -62,9 +61,6 @@ def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> 
     assert len(journal.sealed()) == 2  # behind the second seal, with the first one still there
     next(seal for seal in journal.seals if seal != sealed).unlink()
     assert journal.take_up() == [2] and journal.sealed() == {1: Resumed()}
-
-
-def test_files_named_as_seals_that_come_and_go_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / JOURNAL_NAME)
     gone = tmp_path / f".{journal.path.name}-gone"
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
@@ -79,8 +75,6 @@ FINISHED = UNFINISHED + '{"event": "end"}\n'
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a folder as a run leaves it whose journal is given."""
-
     def make(journal: str) -> Path:
         folder = tmp_path / "run"
         folder.mkdir()
@@ -111,9 +105,7 @@ def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, refus
         (UNFINISHED, [], "--resume {} continues it, --fresh sets it aside"),
     ],
 )
-def test_a_refused_run_leaves_a_folder_as_it_was(
-    hold: Any, refused: Refused, journal: str, asked: list[str], said: str
-) -> None:
+def test_a_refused_run_leaves_a_folder_as_it_was(hold: Any, refused: Any, journal: str, asked: Any, said: str) -> None:
     folder = hold(journal)
     before = contents(folder)
     assert said.format(folder) in refused(*CERTIFY, folder, *asked)

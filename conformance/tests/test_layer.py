@@ -81,12 +81,6 @@ def test_either_code_of_a_tie_is_right() -> None:
     assert codes.float().unique().tolist() == [1.0] and image.difference() == ""
 
 
-def test_what_one_rank_does_not_write_is_told() -> None:
-    case = "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12];ranks=2"
-    written = judged(SilentSecond, case)
-    assert written.message.startswith("layer on 2 ranks: on rank 1, the entry of slot ")
-
-
 REPLAYS = "graph_replay:call=layer;dims=32-16-32-64;heads=2;q=[1x4];kv=[33,70,1,64];cache=fp8;decodes=4"
 
 
@@ -102,7 +96,9 @@ def test_a_batch_larger_than_captured_must_be_refused_in_whatever_way(monkeypatc
     assert refused.status is Status.PASS, refused.message
 
 
-def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first() -> None:
+def test_what_one_rank_does_not_write_is_told_and_a_builder_without_requests_is_judged_with_decodes_first() -> None:
+    written = judged(SilentSecond, "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12];ranks=2")
+    assert written.message.startswith("layer on 2 ranks: on rank 1, the entry of slot ")
     first = judged(Present, WRITES)
     assert (first.status, first.message) == (Status.UNSUPPORTED, "its builder takes no requests, prefills first")
     other = WRITES.replace("q=[5,1];kv=[12,15]", "q=[1,5];kv=[15,12];order=decodes_first")
@@ -124,8 +120,11 @@ def test_what_a_layer_cannot_be_driven_with_is_unsupported(fields: str, said: st
     assert found.status is (Status.UNSUPPORTED if said else Status.PASS) and found.message.endswith(said)
 
 
-def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_layer_has_its_scales_from_before_where_a_graph_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from the host, from where a GPU copies nothing during a capture."""
+    case: Any = Case.parse(REPLAYS)
+    layer = Layer(EagerLayer, case, torch.bfloat16, CPU)
+    assert layer.attention_layer(case)._k_scale is layer.attention_layer(replace(case, seed=1))._k_scale
 
     def capturing(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
         def replay() -> Any:
@@ -139,16 +138,9 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
     assert judged(EAGER, REPLAYS).status is Status.PASS
 
 
-def test_scales_of_a_layer_stay_where_a_graph_reads_them() -> None:
-    case: Any = Case.parse(REPLAYS)
-    layer = Layer(EagerLayer, case, torch.bfloat16, CPU)
-    assert layer.attention_layer(case)._k_scale is layer.attention_layer(replace(case, seed=1))._k_scale
-
-
 class LastChunkTwice(EagerLayer):
     class impl_class(mla_impl.MLACommonImpl):
         def _gather(self, index: int, kv_cache: Any, attn_metadata: Any, k_scale: Any) -> None:
-            """The last chunk of a context is the one before it once more."""
             tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot
             super()._gather(index - (index == len(tokens) - 1), kv_cache, attn_metadata, k_scale)
 

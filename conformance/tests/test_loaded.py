@@ -26,15 +26,12 @@ import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, thr
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from mla_conformance.driving.loaded import LOADED, loaded_libraries, newly_loaded
-
 here = Path(sys.argv[1])
-
 def write(name, value="right"):
     path = here / f"{name}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"VALUE = {value!r}\\n")
     return path
-
 def compiled(name, mode, value):
     '''A module whose cached bytecode is of another source.'''
     path = write(name, value)
@@ -43,7 +40,6 @@ def compiled(name, mode, value):
     write(name, "x" * len(value))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     return path
-
 for name in "plain computed removed threaded by_spec by_loader package/__init__ package/inner".split():
     write(name)
 compiled("unchecked", py_compile.PycInvalidationMode.UNCHECKED_HASH, "evil")
@@ -100,49 +96,32 @@ def test_every_way_of_loading_a_file_is_noted_and_what_runs_is_the_source(tmp_pa
     assert again == []
 
 
-@pytest.mark.parametrize(
-    ("told", "conflicts"),
-    [
-        ([Loaded({"a": "1"}), Loaded({"a": "1", "b": "2"})], set()),
-        ([Loaded({"a": "1"}), Loaded({"a": "2"})], {"a"}),
-        ([Loaded({"a": "1"}), Loaded({}, {"a": "2"})], {"a"}),
-        ([Loaded({}, {"a": "1"}), Loaded({}, {"a": "2"})], set()),
-        ([Loaded({}, {"a": "1"}), Loaded({"a": "2"})], set()),
-        ([Loaded({"a": "1"}, {"a": "2"})], {"a"}),
-    ],
-)
-def test_one_path_has_one_digest_in_all_processes(told: list[Loaded], conflicts: set[str]) -> None:
+ONE, TWO = {"a": "1"}, {"a": "2"}
+AGREE = [Loaded(ONE), Loaded({"a": "1", "b": "2"})], [Loaded({}, ONE), Loaded({}, TWO)], [Loaded({}, ONE), Loaded(TWO)]
+CONFLICT = [Loaded(ONE), Loaded(TWO)], [Loaded(ONE), Loaded({}, TWO)], [Loaded(ONE, TWO)]
+
+
+@pytest.mark.parametrize("told", [*AGREE, *CONFLICT])
+def test_one_path_has_one_digest_in_all_processes(told: list[Loaded]) -> None:
     code = LoadedCode()
     for each in told:
         code.add(each)
-    assert code.conflicts == conflicts
+    assert code.conflicts == ({"a"} if told in CONFLICT else set())
 
 
-def test_what_was_loaded_is_named_after_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_from_what_was_loaded_is_named_whatever_is_gone(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "helper.py"
+    path.write_text("before")
+    code = LoadedCode({str(path): file_digest(path)})
+    changes: list[Any] = [lambda: path.write_text("before"), lambda: path.write_text("other"), path.unlink, path.mkdir]
+    for number, change in enumerate(changes):
+        change()
+        assert code.changed() == [str(path)] * (number > 0)
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     code = LoadedCode({str(tmp_path / "gone" / "mine.py"): "1"})
     (tmp_path / "gone").rmdir()
     assert list(code.own.values()) == ["1"]
-
-
-@pytest.mark.parametrize(
-    ("change", "differs"),
-    [
-        (lambda path: None, False),
-        (lambda path: path.write_text("other"), True),
-        (lambda path: path.unlink(), True),
-        (lambda path: (path.unlink(), path.mkdir()), True),
-        (lambda path: path.write_text("before"), False),
-    ],
-    ids=["same", "other", "gone", "a folder", "written again"],
-)
-def test_what_differs_from_what_was_loaded_is_named(tmp_path: Path, change: Any, differs: bool) -> None:
-    path = tmp_path / "helper.py"
-    path.write_text("before")
-    code = LoadedCode({str(path): file_digest(path)})
-    change(path)
-    assert code.changed() == [str(path)] * differs
 
 
 CPU = torch.device("cpu")

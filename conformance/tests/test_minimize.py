@@ -27,17 +27,13 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.capabilities import read_case, write_case
 
-Told = Callable[..., str]
-Ours = Callable[..., tuple[int, str, str]]
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
 WRONG = """
 import os, time
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class Wrong(EagerPrefillBackend):
     '''Its LSE is off where a request has more than 6 new tokens; it dies, hangs or raises on the way there.'''
-
     def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, **optional):
         output, lse = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, **optional)
         longest = self._prefill_metadata.query_start_loc.diff().max()
@@ -57,18 +53,16 @@ def wrong(tmp_path: Path) -> str:
     return f"{tmp_path / 'wrong.py'}:Wrong"
 
 
-def test_every_step_is_simpler_and_valid() -> None:
+def record(case: Case, status: Status = Status.CRASH, check: str = "") -> Record:
+    return Record("Mine", "mine.py:Mine", case.capability, case.id, status, check=check)
+
+
+def test_every_step_is_simpler_and_valid_and_only_the_same_failure_counts() -> None:
     steps = list(simpler(LARGE))
     assert len(set(steps)) > 20 and LARGE not in steps
     assert all(len(step.q) == len(step.kv) and Case.parse(step.id) == step for step in steps)
     assert list(simpler(Case.of(capability="lse", q=(1,), dims="small", heads=1))) == []
 
-
-def record(case: Case, status: Status = Status.CRASH, check: str = "") -> Record:
-    return Record("Mine", "mine.py:Mine", case.capability, case.id, status, check=check)
-
-
-def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
     def judge(case: Case) -> Record:
         if len(case.q) > 1 and max(case.kv) >= 20 and case.data == "needle":
             return record(case, Status.FAIL, Check.LSE)
@@ -82,7 +76,7 @@ def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 
 
-def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, told: Told) -> None:
+def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, told: Any) -> None:
     case, found = tmp_path / "case.json", tmp_path / "found.json"
     write_case(case, Case.parse("lse:dims=small;q=[5,9,2];heads=2;data=needle;pad=2"))
     options = ["--backend", wrong, "--salt", "s1", "--device", "cpu", "--timeout", "2", "--out", str(found)]
@@ -97,18 +91,9 @@ def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, told:
         assert command == "mla-conformance" and salted.partition(", expected")[0] in told(1, *arguments)
 
 
-def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    hello = Supervisor.hello
-
-    def hello_to_the_end(supervisor: Supervisor) -> Hello:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return hello(supervisor)
-
-    monkeypatch.setattr(Supervisor, "hello", hello_to_the_end)
-    assert "ended by SIGTERM" in told(143, "minimize", "lse:q=[7]", "--backend", wrong, "--device", "cpu")
-
-
-def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, told: Told, refused: Any) -> None:
+def test_minimising_can_be_ended_and_a_failure_of_a_report_runs_again(
+    wrong: str, monkeypatch: Any, told: Any, write_report: Any, refused: Any
+) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)
@@ -117,6 +102,14 @@ def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Any, told: T
     assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
     said = refused("replay", "--report", path, "--failure", 3)
     assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in said
+    hello = Supervisor.hello
+
+    def hello_to_the_end(supervisor: Supervisor) -> Hello:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return hello(supervisor)
+
+    monkeypatch.setattr(Supervisor, "hello", hello_to_the_end)
+    assert "ended by SIGTERM" in told(143, "minimize", "lse:q=[7]", "--backend", wrong, "--device", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,6 @@ SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    """A run in which two cases fail of one cause, and another is excused."""
     cases = [CASE.format(keys) for keys in (9, 40, 70)]
     seen: dict[str, Any] = {"message": SEEN, "check": "lse", "clause": "4.2", "used": {"lse": 9.0}}
     records = [Record("MINE", "mine.py:Mine", "decode_lse", case, Status.FAIL, **seen) for case in cases]
@@ -157,7 +149,7 @@ def sections(text: str) -> dict[str, str]:
     return {"title": title, **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, ours: Ours, refused: Any) -> None:
+def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, ours: Any, refused: Any) -> None:
     status, printed, _ = ours("export", "--issue", report)
     issue = sections(printed)
     assert status == 0
@@ -175,7 +167,7 @@ def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, our
 
 
 @pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
-def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, ours: Ours) -> None:
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, ours: Any) -> None:
     (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
     if is_records(path := tmp_path / name):
         change_records(path, lambda _: [KeptRecord(record)])

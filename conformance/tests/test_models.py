@@ -70,7 +70,6 @@ FORMS: dict[str, Callable[[Config], Config]] = {
 
 
 def attention(profile: ModelProfile) -> ModelProfile:
-    """What cases depend on: a name and words aside."""
     return replace(profile, name="", rope="")
 
 
@@ -80,9 +79,7 @@ def test_a_name_and_its_configuration_give_the_same_profile(tmp_path: Path, form
     for name, stored in STORED.items():
         path.write_text(json.dumps(FORMS[form](stored.config)))
         assert attention(read_config(path)) == attention(find_model(name))
-
-
-def test_the_softmax_scale_has_the_square_of_yarn_s_mscale() -> None:
+    # The softmax scale has the square of YaRN's mscale.
     scales = {name: find_model(name).scale for name in ("deepseek-v3", "deepseek-v2-lite", "kimi-k2", "glm-5")}
     assert scales == {"deepseek-v3": 187, "deepseek-v2-lite": 159, "kimi-k2": 181, "glm-5": 100}
     assert [find_model(name).rope for name in ("kimi-linear", "kimi-k3", "glm-5.3-flash")] == ["none"] * 3
@@ -113,8 +110,7 @@ def test_a_bad_field_is_named_with_what_was_expected(tmp_path: Path, refused: Ca
 
 
 def test_heads_may_be_wider_than_the_latent(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**STORED["kimi-k2"].config, "kv_lora_rank": 64}))
+    (path := tmp_path / "config.json").write_text(json.dumps({**STORED["kimi-k2"].config, "kv_lora_rank": 64}))
     profile = read_config(path)
     assert any("weights=dense" in case.id for case in cases_of(profile, Deployment.of(profile, 1, "auto")))
 
@@ -133,7 +129,7 @@ def test_what_does_not_fit_a_model_is_refused(refused: Callable[..., str], argum
     assert said in refused("certify", *arguments)
 
 
-def test_models_are_listed_with_their_numbers_and_sources(told: Callable[..., str]) -> None:
+def test_models_are_listed_and_told_in_detail(told: Any, tmp_path: Path) -> None:
     *lines, explained = re.sub("\n +", " ", told(0, "models")).splitlines()
     assert explained.startswith("P-R-V-L: ")
     listed = {line.split()[0]: line for line in lines}
@@ -142,23 +138,16 @@ def test_models_are_listed_with_their_numbers_and_sources(told: Callable[..., st
     assert listed["deepseek-r1"].endswith(": 10 figures confirmed")
     read = "q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim"
     assert listed["longcat-flash"].endswith(f": 5 figures confirmed, unconfirmed: {read}")
-
-
-def test_the_docs_show_where_figures_were_read(tmp_path: Path) -> None:
+    reported = told(0, "models", "glm-5")
+    assert "192-64-256-512" in reported and "top 2048; indexer 32 × 128" in reported
+    assert "confirmed        hidden_size, num_hidden_layers" in reported and "zai-org--GLM-5_config.json" in reported
+    assert "--tp             1, 2, 4, 8, 16, 32, 64" in reported and "cache layouts fp8, fp8_ds_mla" in reported
     docs = Path(__file__).parents[2] / "docs" / "models.md"
     written = tmp_path / "models.md"
     written.write_text(docs.read_text("utf-8"), "utf-8")
     assert main(["models", "--docs", str(written)]) == 0
     assert written.read_text("utf-8") == docs.read_text("utf-8")
     assert "**unconfirmed**: found no copy" in written.read_text("utf-8")
-
-
-def test_a_model_is_told_in_detail(told: Callable[..., str]) -> None:
-    reported = told(0, "models", "glm-5")
-    assert "192-64-256-512" in reported and "top 2048; indexer 32 × 128" in reported
-    assert "confirmed        hidden_size, num_hidden_layers" in reported and "zai-org--GLM-5_config.json" in reported
-    assert "--tp             1, 2, 4, 8, 16, 32, 64" in reported
-    assert "cache layouts fp8, fp8_ds_mla" in reported
 
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"
@@ -171,11 +160,8 @@ Said = dict[str, tuple[Status, str]]
 
 
 def backend(said: Said, name: str = "A", **facts: Any) -> BackendSummary:
-    """One backend with a record of each of these cases."""
-    records = [
-        Record(name, name, case.partition(":")[0], case, status, message=message)
-        for case, (status, message) in said.items()
-    ]
+    made = {case: Record(name, name, case.partition(":")[0], case, status) for case, (status, _) in said.items()}
+    records = [record.with_fields(message=said[case][1]) for case, record in made.items()]
     return BackendSummary(BackendFacts(name, name, **facts), summarise(records, CASES))
 
 
@@ -211,7 +197,7 @@ def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
     assert summary.group is group and reported in answer(summary)
 
 
-def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
+def test_the_lines_answer_first_and_the_gate_refuses_to_mix_models(tmp_path: Path, refused: Callable[..., str]) -> None:
     wrong = backend({PREFILL: NO_PREFILL, DECODE: FAIL}, "B")
     lines = list(outcome_lines(run(backend(ONLY_PREFILL, "A"), wrong), 118))
     first = "right for glm-5 at TP 8, fp8 cache:"
@@ -222,6 +208,11 @@ def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
     first, second, *_ = outcome_lines(run(emulated), 118)
     assert first == "right for glm-5 at TP 8, fp8 cache: none of the backends that can run here"
     assert second == "right, but emulated, which is no evidence for glm-5 at TP 8, fp8 cache:"
+    mine = run(backend(ONLY_PREFILL))
+    for name, each in (("a", mine), ("b", replace(mine, deployment=None))):
+        (tmp_path / f"{name}.json").write_text(to_text(report_form(each)), "utf-8")
+    said = refused("gate", f"{tmp_path}/a.json", "--baseline", f"{tmp_path}/b.json")
+    assert "expected a run of glm-5 at TP 8, fp8 cache as in" in said
 
 
 @pytest.mark.parametrize("view", [html, markdown])
@@ -229,14 +220,6 @@ def test_views_carry_the_model_and_its_answer(view: Any) -> None:
     text = view(run(backend(ONLY_PREFILL, "MINE"))).replace("\\", "")
     assert "glm-5 at TP 8, fp8 cache" in text and "prefill 1/1" in text
     assert "glm-5" not in view(replace(run(backend(ONLY_PREFILL, "MINE")), deployment=None))
-
-
-def test_the_gate_refuses_to_mix_models(tmp_path: Path, refused: Callable[..., str]) -> None:
-    mine = run(backend(ONLY_PREFILL))
-    for name, each in (("a", mine), ("b", replace(mine, deployment=None))):
-        (tmp_path / f"{name}.json").write_text(to_text(report_form(each)), "utf-8")
-    said = refused("gate", f"{tmp_path}/a.json", "--baseline", f"{tmp_path}/b.json")
-    assert "expected a run of glm-5 at TP 8, fp8 cache as in" in said
 
 
 def test_a_deployed_model_is_judged_and_the_run_resumed(tmp_path: Path, told: Any, monkeypatch: Any) -> None:

@@ -42,10 +42,7 @@ TOLD = {"suite": SUITE_VERSION, "version": "1", "tier": "full", "device": "cpu",
 
 
 def run_of_a_shard() -> RunSummary:
-    """Failures with all that is said of one, an expected one, a pass, and a backend that could not be judged."""
-    passed = Record(
-        "MINE", "MINE", "lse", CASES[0], Status.PASS, used={"lse": 0.3}, evidence={"kernel": "k"}, seconds=1
-    )
+    passed = Record("MINE", "MINE", "lse", CASES[0], Status.PASS, 1, used={"lse": 0.3}, evidence={"kernel": "k"})
     failed = Record(
         "MINE", "MINE", "lse", CASES[1], Status.FAIL, message="the call raised E: no /tmp/x 7", check="call",
         clause="4.2", where={"head": 1}, used={"lse": 7.0}, detail="Traceback\n  line",
@@ -63,12 +60,10 @@ def run_of_a_shard() -> RunSummary:
 
 
 def certificate(folder: Path) -> str:
-    """Of a backend which is here, so that everything in the file is compared with something."""
     return to_text(complete(traced=Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})))
 
 
 def journal(folder: Path) -> str:
-    """Of a run that was interrupted behind its first verdict."""
     written = Journal(folder / JOURNAL_NAME)
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
@@ -134,7 +129,6 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
 """The name and the text of a valid file; the command, with ``@`` for it, ``@@`` for its folder, and ``VALID`` for the
 report as a run wrote it; exit statuses that a mutated file may have, that of the valid one first."""
 
-
 _RAW = "written as it stands"
 _LITERALS = ["NaN", "Infinity", "-1e999", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "01"]
 """What no JSON value of Python's writes."""
@@ -198,7 +192,6 @@ def _edit(container: Any, key: Any, random: Random) -> str:
 
 
 def _bytes_changed(text: str, random: Random) -> bytes:
-    """Cut off, cut out, repeated, encoded otherwise, or with something put between."""
     whole, odd = text.encode(), random.choice(_BYTES)
     place = random.randrange(len(whole))
     further = place + 1 + random.randrange(40)
@@ -212,7 +205,6 @@ def _bytes_changed(text: str, random: Random) -> bytes:
 
 
 def stopped(run: Run, **_: object) -> int:
-    """Stands for the run, behind everything that is read before it."""
     list(run.folder.journal.events())
     run.folder.discard()
     return 0

@@ -32,19 +32,15 @@ def blocks(language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The places of a page that a link may name, as GitHub and MkDocs make them of its headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_continuous_integration_runs_the_two_commands_and_the_gate_as_written() -> None:
+def test_continuous_integration_the_image_and_the_dev_container_do_as_the_readme_does() -> None:
     two, own, gate = [block for block in blocks("bash") if block.startswith("pip install -c")], *blocks("bash")[2:]
     ran = re.findall(r'^run "((?:pip install|mla-conformance certify).* && .*)"$', CI, flags=re.MULTILINE)
     assert len(two) == 2 and own.endswith(" --backend my_backend.py:MyBackend\n")  # which the tutorial's test runs
     assert ran == [two[0].strip(), gate.strip().replace("\n", " && "), two[1].strip()]
-
-
-def test_the_image_and_the_dev_container_install_as_the_readme_does() -> None:
     image, text = (ROOT / "Dockerfile").read_text("utf-8"), README.read_text("utf-8")
     assert "pip install --no-cache-dir -c ci/constraints.txt ." in image and "ARG TORCH=cpu" in image
     (url,) = re.findall(r"PIP_EXTRA_INDEX_URL=([^\s`]+)", text)
@@ -97,32 +93,24 @@ JOINED = re.compile(r"""["']\s+f?["']""")
 
 
 def reading(path: Path) -> Iterator[str]:
-    """A page without what commands wrote into it; of a module the literals that are not docstrings; a template."""
     text = path.read_text("utf-8")
     if path.suffix != ".py":
         yield re.sub(r"<!-- ([\w:-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
         return
     nodes = list(ast.walk(ast.parse(text)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    yield from (
-        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
-    )
+    texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (str(node.value) for node in texts if id(node) not in docstrings)
 
 
-def test_no_page_and_no_message_holds_one_of_these_phrases() -> None:
+def test_pages_have_few_words_and_none_and_no_message_holds_one_of_these_phrases() -> None:
+    assert sum(len(" ".join(reading(page)).split()) for page in READ) <= MOST_WORDS
     phrases = re.compile("|".join(map(re.escape, PHRASES.split(" | "))))
     # Only what holds a phrase anywhere, literals joined, is parsed, which takes ten times as long.
-    held = [
-        path
-        for path in (*READ, *SOURCES)
-        if phrases.search(" ".join(JOINED.sub("", path.read_text("utf-8")).lower().split()))
-    ]
+    joined = {path: " ".join(JOINED.sub("", path.read_text("utf-8")).lower().split()) for path in (*READ, *SOURCES)}
+    held = [path for path, text in joined.items() if phrases.search(text)]
     texts = {path: " ".join(" ".join(reading(path)).lower().split()) for path in held}
     assert [(path.name, found[0]) for path, text in texts.items() if (found := phrases.search(text))] == []
-
-
-def test_the_pages_have_few_words() -> None:
-    assert sum(len(" ".join(reading(page)).split()) for page in READ) <= MOST_WORDS
 
 
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
@@ -133,7 +121,6 @@ APACHE = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def shipped_files() -> Iterator[tuple[str, Path]]:
-    """Every file of the packages: (package that the folder is mapped to, path within the folder)."""
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
             inside = path.relative_to(ROOT / folder)
@@ -141,8 +128,8 @@ def shipped_files() -> Iterator[tuple[str, Path]]:
                 yield package, inside
 
 
-def run(command: list[str | Path], folder: Path, environment: dict[str, str] | None = None) -> str:
-    environment = {**os.environ, **(environment or {})}
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    environment = {**os.environ, **variables}
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
@@ -166,19 +153,16 @@ def wheel(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     return built
 
 
-def test_every_folder_of_code_is_a_listed_package() -> None:
+def test_the_wheel_holds_every_file_of_listed_packages_and_no_other(wheel: Path) -> None:
+    expected = {f"{package.replace('.', '/')}/{path.as_posix()}" for package, path in shipped_files()}
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert sorted(packed) == sorted(expected)
     found = {".".join([package, *path.parts[:-1]]) for package, path in shipped_files() if path.name == "__init__.py"}
     assert sorted(SETUPTOOLS["packages"]) == sorted(found)
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FOLDERS.values())
 
 
-def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
-    expected = {f"{package.replace('.', '/')}/{path.as_posix()}" for package, path in shipped_files()}
-    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert sorted(packed) == sorted(expected)
-
-
-def test_the_wheel_tells_its_licence_and_its_description(wheel: Path) -> None:
+def test_the_wheel_tells_its_licence_and_its_description_and_a_citation_names_it(wheel: Path) -> None:
     with ZipFile(wheel) as packed:
         about = f"mla_conformance-{__version__}.dist-info"
         reported = Parser().parsestr(packed.read(f"{about}/METADATA").decode())
@@ -186,9 +170,6 @@ def test_the_wheel_tells_its_licence_and_its_description(wheel: Path) -> None:
         assert hashlib.sha256(packed.read(f"{about}/licenses/LICENSE")).hexdigest() == APACHE
     assert reported["Description-Content-Type"] == "text/markdown"
     assert reported.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_a_citation_names_the_version_and_the_licence_of_the_wheel() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["license"], cited["cff-version"]) == (__version__, "Apache-2.0", "1.2.0")
 
@@ -200,5 +181,5 @@ def test_the_suite_runs_from_the_wheel_in_another_folder(wheel: Path, tmp_path: 
     selected = ["--backend", "TORCH_SDPA", "--mla-capability", "lse", "--mla-tier", "smoke", "--mla-device", "cpu"]
     suite = [sys.executable, "-m", "pytest", "--trace-config", "--pyargs", "mla_conformance.suite", *selected]
     passed = f"{len(find_capability('lse').select(Tier.SMOKE))} passed"
-    printed = run([*suite], elsewhere, {"PYTHONPATH": str(site)})
+    printed = run(suite, elsewhere, PYTHONPATH=str(site))
     assert f"{site}/mla_conformance/plugin.py" in printed and passed in printed

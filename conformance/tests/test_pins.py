@@ -1,7 +1,5 @@
 """What a certificate is tied to: other code, another library or another build under the same name is told."""
 
-import base64
-import hashlib
 import json
 import os
 import shutil
@@ -31,16 +29,13 @@ BACKEND = """
 import ctypes
 from pathlib import Path
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
-
 ctypes.CDLL(str(Path(__file__).with_name("libkernel.so")))
-
 class MyBackend(TorchSDPAPrefillBackend): ...
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A backend in a file with the library that it loads: a real one, the smallest that is at hand."""
     smallest = min(loaded_libraries(), key=lambda path: Path(path).stat().st_size)
     shutil.copy(smallest, tmp_path / "libkernel.so")
     (tmp_path / "my_backend.py").write_text(BACKEND)
@@ -49,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def certificate(folder: Path) -> Path:
-    """The file of a certificate of that backend, without the run that it tells of."""
     backend = parse_reference(f"{folder / 'my_backend.py'}:MyBackend")
     library = folder / "libkernel.so"
     traced = Traced({}, {place_of(library, backend.file): file_digest(library)})
@@ -59,33 +53,19 @@ def certificate(folder: Path) -> Path:
     return path
 
 
+SHARED = ("libkernel.so", "shared library", "")
+
+
 @pytest.mark.parametrize(
-    ("name", "kind", "again"),
-    [
-        *(("my_backend.py", "source", again) for again in ([], ["--rerun", "3"])),
-        ("libkernel.so", "shared library", []),
-    ],
+    ("name", "kind", "again"), [*(("my_backend.py", "source", again) for again in ("", "--rerun=3")), SHARED]
 )
-def test_a_certificate_holds_for_no_other_code(certificate: Path, ours: Any, name: str, kind: str, again: Any) -> None:
+def test_a_certificate_holds_for_no_other_code(certificate: Path, ours: Any, name: str, kind: str, again: str) -> None:
     changed = certificate.with_name(name)
     before = file_digest(changed)
     changed.write_bytes(changed.read_bytes() + b"\n")
-    status, _, complaint = ours("verify", certificate, *again)
+    status, _, complaint = ours("verify", certificate, *again.split())
     said = f"{kind} {changed} was changed: the certificate says SHA-256 {before}, here it is {file_digest(changed)}"
     assert status == 1 and said in complaint
-
-
-def test_a_backend_of_another_machine_is_not_compared(certificate: Path, ours: Any) -> None:
-    """Which is told, and nothing against the certificate; named by --backend, it is."""
-    elsewhere = certificate.parent / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("my_backend.py", "libkernel.so"):
-        certificate.with_name(name).rename(elsewhere / name)
-    status, printed, _ = ours("verify", certificate)
-    assert status == 0 and "the backend was not compared: " in printed
-    status, printed, _ = ours("verify", certificate, "--backend", f"{elsewhere / 'my_backend.py'}:MyBackend")
-    assert status == 0 and "not compared" not in printed
-    assert ours("verify", certificate, "--backend", "TORCH_SDPA")[0] == 2
 
 
 def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
@@ -97,7 +77,6 @@ def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".py", ".zip"])
 def test_a_module_that_was_seen_is_pinned(certificate: Path, tmp_path: Path, ours: Any, suffix: str) -> None:
-    """As a backend finds it by a folder which it puts into the path."""
     helper = tmp_path / "far" / f"helper{suffix}"
     helper.parent.mkdir()
     helper.write_text("def fix(result): return result\n")
@@ -116,23 +95,27 @@ def test_a_module_that_was_seen_is_pinned(certificate: Path, tmp_path: Path, our
     assert status == 0 and "not compared" in printed
 
 
-def test_what_a_wheel_holds_is_pinned_by_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wheel_holds_is_pinned_by_it_and_what_was_altered_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module, added = wheel(tmp_path), tmp_path / "kernels" / "added.py"
     added.touch()
-    said = base64.urlsafe_b64encode(hashlib.sha256(module.read_bytes()).digest()).decode().rstrip("=")
-    (tmp_path / "kernels-1.0.dist-info" / "RECORD").write_text(f"kernels/__init__.py,sha256={said},6\n")
     digests = {str(path): file_digest(path) for path in (module, added)}
     assert owned_by_wheels(digests) == (["kernels"], {str(added): digests[str(added)]})
     assert owned_by_wheels({str(module): "ab"}) == ([], {str(module): "ab"})
     assert owned_by_wheels({torch.__file__: file_digest(Path(torch.__file__))}) == ([], {})
+    found = installed("kernels")
+    module.write_text("A = 3\n")
+    altered = installed("kernels")
+    assert found and not found.altered, "as its RECORD says"
+    assert altered == msgspec.structs.replace(found, altered=("kernels/__init__.py",)), "of the same length"
+    assert found.build == "py3-none-any"
 
 
 def weights(found: "list[Remark]") -> list[Weight]:
     return [remark.weight for remark in found]
 
 
-def test_another_build_of_a_package_inherits_nothing() -> None:
+def test_another_build_of_a_package_inherits_nothing_and_an_adapter_that_judges_alike_counts() -> None:
     backend, pin = parse_reference("TORCH_SDPA"), installed("msgspec")
     assert pin is not None and pin.files and not pin.altered
     here = distribution("msgspec").version
@@ -147,21 +130,6 @@ def test_another_build_of_a_package_inherits_nothing() -> None:
     (other,) = found(here, msgspec.structs.replace(pin, files="ab" * 32))
     assert other.weight is Weight.AGAINST and f"SHA-256 {'ab' * 32}, here it is {pin.files}" in other.sentence
     assert weights(found(here, None)) == [Weight.REPORTED]
-
-
-def wheel(site: Path) -> Path:
-    """A package as pip installs one."""
-    (site / "kernels").mkdir(parents=True)
-    (site / "kernels" / "__init__.py").write_text("A = 1\n")
-    (site / "kernels-1.0.dist-info").mkdir()
-    (site / "kernels-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 1.0\n")
-    (site / "kernels-1.0.dist-info" / "WHEEL").write_text("Tag: py3-none-any\n")
-    record = "kernels/__init__.py,sha256=-IS-eOxVtRNuSXGrmWOzNpsg2UJXY6HCVW-EwfNF-_c,6\n../bin/run,sha256=x,1\n"
-    (site / "kernels-1.0.dist-info" / "RECORD").write_text(record)
-    return site / "kernels" / "__init__.py"
-
-
-def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certificate() -> None:
     backend, name, gone = parse_reference("TORCH_SDPA"), "mla_conformance.backends.torch_sdpa", "mla_conformance.gone"
 
     def counted(sources: dict[str, str], alike: dict[str, list[str]]) -> int:
@@ -178,18 +146,18 @@ def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certi
         assert counted(sources, {name: [here], gone: ["earlier"]}) == against
 
 
-def test_a_file_that_was_altered_after_it_was_installed_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = wheel(tmp_path)
-    found = installed("kernels")
-    module.write_text("A = 3\n")
-    altered = installed("kernels")
-    assert found and altered == msgspec.structs.replace(found, altered=("kernels/__init__.py",)), "of the same length"
-    assert found.build == "py3-none-any"
+def wheel(site: Path) -> Path:
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("A = 1\n")
+    (site / "kernels-1.0.dist-info").mkdir()
+    (site / "kernels-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 1.0\n")
+    (site / "kernels-1.0.dist-info" / "WHEEL").write_text("Tag: py3-none-any\n")
+    record = "kernels/__init__.py,sha256=Bu289DNhZaJx5lJAJaZDnDyqMkb9B5bxFncieXB6UyU,6\n../bin/run,sha256=x,1\n"
+    (site / "kernels-1.0.dist-info" / "RECORD").write_text(record)
+    return site / "kernels" / "__init__.py"
 
 
 def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(tmp_path: Path, monkeypatch: Any) -> None:
-    """As an editable installation leaves it."""
     module = wheel(tmp_path / "site")
     reported = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
     (tmp_path / "site" / "kernels-1.0.dist-info" / "direct_url.json").write_text(reported)
@@ -221,17 +189,15 @@ def test_sources_are_followed_through_what_no_wheel_holds(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "site" / "packaged-1.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    (tmp_path / "my_kernels").mkdir()
-    (tmp_path / "my_kernels" / "__init__.py").write_text("import json, torch, no_such_module\n")
-    (tmp_path / "my_kernels" / "tiles.py").write_text(
-        "from . import helper\nfrom mla_conformance.backends import eager\n"
-    )
-    (tmp_path / "my_kernels" / "helper.py").write_text("import packaged_kernels\n")
+    (own := tmp_path / "my_kernels").mkdir()
+    (own / "__init__.py").write_text("import json, torch, no_such_module\n")
+    (own / "tiles.py").write_text("from . import helper\nfrom mla_conformance.backends import eager\n")
+    (own / "helper.py").write_text("import packaged_kernels\n")
     (tmp_path / "site" / "packaged_kernels.py").write_text("raise SystemExit\n")
     (tmp_path / "mine.py").write_text("def late():\n    from my_kernels.tiles import run\n")
     names = set(source_digests([str(tmp_path / "mine.py")]))
-    own = {name for name in names if not name.startswith("mla_conformance.")}
-    assert own == {"mine.py", "my_kernels", "my_kernels.tiles", "my_kernels.helper"}
+    followed = {name for name in names if not name.startswith("mla_conformance.")}
+    assert followed == {"mine.py", "my_kernels", "my_kernels.tiles", "my_kernels.helper"}
     assert "mla_conformance.backends.metadata" in names
 
 
@@ -257,20 +223,31 @@ def test_a_file_is_found_by_its_name_on_every_machine(tmp_path: Path, monkeypatc
 def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
     then = Traced({"lse": ("flash::fwd", "Memset")}, {"flash/_C.so": "1", "~/.cache/jit/k.so": "1"})
     assert list(compare_loaded(then, then)) == []
-    other = Traced(
-        {"lse": ("void at::native::softmax",)}, {"flash/_C.so": "2", "~/.cache/jit/k.so": "2", "new.so": "3"}
-    )
+    libraries = {"flash/_C.so": "2", "~/.cache/jit/k.so": "2", "new.so": "3"}
+    other = Traced({"lse": ("void at::native::softmax",)}, libraries)
     found = list(compare_loaded(then, other))
     assert weights(found) == [Weight.AGAINST, Weight.REPORTED, Weight.REPORTED, Weight.AGAINST]
     assert found[0].sentence == "loaded library flash/_C.so was changed: the certificate says SHA-256 1, here it is 2"
     assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
 
 
-def test_a_certificate_of_what_is_here_holds_with_its_sources(certificate: Path, ours: Any) -> None:
+def test_a_certificate_holds_with_its_sources_and_a_backend_of_another_machine_is_not_compared(
+    certificate: Path, ours: Any
+) -> None:
     """Without the digest of the code that is here a certificate is of other code."""
     status, printed, _ = ours("verify", certificate)
     assert status == 0 and "MyBackend on cpu" in printed
-    stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
+    stated = msgspec.json.decode(issued := certificate.read_bytes(), type=Certificate)
     bare = msgspec.structs.replace(stated, pins=msgspec.structs.replace(stated.pins, sources={}))
     certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(bare, seal=seal(bare))))
     assert ours("verify", certificate)[0] == 1
+    certificate.write_bytes(issued)
+    elsewhere = certificate.parent / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("my_backend.py", "libkernel.so"):
+        certificate.with_name(name).rename(elsewhere / name)
+    status, printed, _ = ours("verify", certificate)
+    assert status == 0 and "the backend was not compared: " in printed
+    status, printed, _ = ours("verify", certificate, "--backend", f"{elsewhere / 'my_backend.py'}:MyBackend")
+    assert status == 0 and "not compared" not in printed
+    assert ours("verify", certificate, "--backend", "TORCH_SDPA")[0] == 2

@@ -27,19 +27,17 @@ SUITE = ["--pyargs", "mla_conformance.suite", "--mla-tier", "smoke", "--mla-devi
 WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]
 WRONG = """
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class WRONG(EagerPrefillBackend):
     def _finish(self, state):
         output, lse = super()._finish(state)
         return output, 2 * lse
-
 class EAGER_2(EagerPrefillBackend): ...
 """
 Listing = Callable[..., tuple[int, list[str]]]
+MISTAKE = pytest.ExitCode.USAGE_ERROR
 
 
 def pytest_in(folder: Path, *arguments: str, python: Path | str = sys.executable) -> tuple[int, str]:
-    """Exit status and output of pytest in a process and folder of its own, with no settings from outside."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -62,11 +60,6 @@ def judged(once: Callable[[str, Callable[[Path], None]], Path], python: Path) ->
     return once("plugin", fill)
 
 
-def test_help_is_shown_where_the_plugin_is_installed(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_inprocess(*WITHOUT, "--help", "-k", "x")
-    assert result.ret == 0 and "--mla-tier" in result.stdout.str()
-
-
 def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged: Path) -> None:
     printed = (judged / "printed").read_text()
     found = set(re.findall(r"\] (PASSED|FAILED|SKIPPED) test_conformance.py::test_conformance\[(.*)\] ", printed))
@@ -83,9 +76,8 @@ def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged:
 def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback_in_the_junit_file_too(judged: Path) -> None:
     printed = (judged / "printed").read_text()
     for case in CASES:
-        assert re.search(
-            rf"^FAIL WRONG lse · case {re.escape(case)} · .*: LSE is .* \(SPEC 4\.2\)$", printed, re.MULTILINE
-        )
+        failed = rf"^FAIL WRONG lse · case {re.escape(case)} · .*: LSE is .* \(SPEC 4\.2\)$"
+        assert re.search(failed, printed, re.MULTILINE)
         assert f"replay: mla-conformance replay '{case}' --backend {judged}/wrong.py:WRONG" in printed
     assert "Traceback" not in printed and "AssertionError" not in printed
     suite = ElementTree.parse(judged / "junit.xml").getroot()[0]
@@ -98,7 +90,6 @@ def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback_in_the_
 
 @pytest.fixture
 def listed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Listing:
-    """Exit status and ids of what a selection collects, in this process and a folder of its own."""
     pytester.makepyfile(wrong=WRONG)
     everyone_runs = Mock(reasons=defaultdict[str, tuple[str, ...]](tuple))  # and nothing is judged
     monkeypatch.setattr(beside, "Judging", lambda asked: everyone_runs)
@@ -127,7 +118,23 @@ def test_a_selection_is_exact_and_combines(listed: Listing, selection: list[str]
     assert listed(*SUITE, *selection) == (0, ids(*names))
 
 
-def test_options_are_called_as_by_certify_where_the_suite_is_run(listed: Listing, pytester: pytest.Pytester) -> None:
+def test_a_line_is_shown_while_a_test_runs_and_options_are_told(pytester: pytest.Pytester) -> None:
+    told = pytester.runpytest_inprocess(*WITHOUT, "--help", "-k", "x")
+    assert told.ret == 0 and "--mla-tier" in told.stdout.str()
+    said = "from mla_conformance.api.own_tests import say_meanwhile\n\ndef test_own():\n    say_meanwhile('looking')\n"
+    pytester.makepyfile(said)
+    assert "looking" in pytester.runpytest_inprocess(*WITHOUT).outlines
+    assert "looking" not in pytester.runpytest_inprocess(*WITHOUT, "-q").outlines
+
+
+def test_a_role_or_a_capability_is_exact_and_options_are_called_as_by_certify(
+    listed: Listing, pytester: pytest.Pytester
+) -> None:
+    kinds = ["--mla-capability=decode", "--mla-capability=sparse_layer", "-k"]
+    _, found = listed(*kinds, "EAGER and decode")
+    assert found and all(id.startswith("decode:") for id in found)
+    _, others = listed(*kinds, "backend=EAGER and not decode")
+    assert any("decodes=" in id for id in others) and all(id.startswith("sparse_layer:") for id in others)
     short = ["--tier", "smoke", "--device=cpu", "--capability", "lse"]
     assert listed("-k", "TORCH_SDPA", *short) == listed("--backend=TORCH_SDPA", *short) == (0, ids("TORCH_SDPA"))
     pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--device')")
@@ -137,21 +144,6 @@ def test_options_are_called_as_by_certify_where_the_suite_is_run(listed: Listing
     )
     assert pytester.runpytest_inprocess(*WITHOUT, "-k", "TORCH_SDPA", "--device=mine", "--no-explain", own).ret == 0
     assert "MLA_CONFORMANCE_NO_EXPLAIN" not in os.environ
-
-
-def test_a_line_is_shown_while_a_test_runs(pytester: pytest.Pytester) -> None:
-    said = "from mla_conformance.api.own_tests import say_meanwhile\n\ndef test_own():\n    say_meanwhile('looking')\n"
-    pytester.makepyfile(said)
-    assert "looking" in pytester.runpytest_inprocess(*WITHOUT).outlines
-    assert "looking" not in pytester.runpytest_inprocess(*WITHOUT, "-q").outlines
-
-
-def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
-    kinds = ["--mla-capability", "decode", "--mla-capability", "sparse_layer", "-k"]
-    _, found = listed(*kinds, "EAGER and decode")
-    assert found and all(id.startswith("decode:") for id in found)
-    _, others = listed(*kinds, "backend=EAGER and not decode")
-    assert any("decodes=" in id for id in others) and all(id.startswith("sparse_layer:") for id in others)
 
 
 def test_the_ini_file_says_the_tier_of_a_bare_run(listed: Listing, pytester: pytest.Pytester, monkeypatch: Any) -> None:
@@ -169,24 +161,19 @@ def test_the_ini_file_says_the_tier_of_a_bare_run(listed: Listing, pytester: pyt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "ended", "said"),
     [
-        (["-k", "backend=NOPE"], "unknown backend 'NOPE'; expected one of EAGER, TORCH_SDPA"),
-        (["--backend", "NOPE", "-k", "backend=EAGER"], "unknown backend 'NOPE'; expected one of EAGER, TORCH_SDPA"),
-        (["--mla-case", "lse:q=x"], "field q: expected a list"),
+        (["-k", "backend=NOPE"], MISTAKE, "unknown backend 'NOPE'; expected one of EAGER, TORCH_SDPA"),
+        (["--backend", "NOPE", "-k", "backend=EAGER"], MISTAKE, "unknown backend 'NOPE'; expected one of EAGER, TORCH"),
+        (["--mla-case", "lse:q=x"], MISTAKE, "field q: expected a list"),
+        ([*SUITE[2:], "--backend", "FLASH_ATTN"], pytest.ExitCode.NO_TESTS_COLLECTED, "1 skipped"),
     ],
 )
-def test_a_mistake_is_a_usage_error(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_judged_is_no_success(pytester: Any, arguments: list[str], ended: int, said: str) -> None:
     result = pytester.runpytest_inprocess(*WITHOUT, "--pyargs", "mla_conformance.suite", *arguments)
     printed = "\n".join([*result.outlines, *result.errlines])
-    assert result.ret == pytest.ExitCode.USAGE_ERROR and said in printed
+    assert result.ret == ended and said in printed
     assert "Traceback" not in printed and "INTERNALERROR" not in printed
-
-
-def test_a_named_backend_that_cannot_run_here_is_no_success(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_inprocess(*WITHOUT, *SUITE, "--backend", "FLASH_ATTN")
-    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
-    result.assert_outcomes(skipped=1)
 
 
 def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
@@ -206,35 +193,26 @@ def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
 ENDING = """
 import atexit, os, threading, time, unittest
 import pytest
-
 def at_once(): os._exit(0)
 def at_exit(): atexit.register(os._exit, 0)
 def skips(): raise unittest.SkipTest("later\\x1b[2J")
 def exits(): pytest.exit("done", returncode=0)
 def from_a_thread(): threading.Thread(target=lambda: os._exit(0)).start(); time.sleep(600)
 """
-ENDS = (
-    ENDING
-    + """
+ENDS = f"""{ENDING}
 from mla_conformance.backends.eager import EagerPrefillBackend
-
 class Wrong(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, q, k, v, *args, **kwargs):
-        return q.new_zeros(*q.shape[:2], v.shape[-1])
-
+    def run_prefill_new_tokens(self, q, k, v, *_, **__): return q.new_zeros(*q.shape[:2], v.shape[-1])
 class AtOnce(Wrong):
-    def run_prefill_new_tokens(self, *args, **kwargs): at_once()
-
+    def run_prefill_new_tokens(self, *_, **__): at_once()
 class Skips(Wrong):
-    def run_prefill_new_tokens(self, *args, **kwargs): skips()
+    def run_prefill_new_tokens(self, *_, **__): skips()
 """
-)
 CASE = "new_tokens:q=[4];lse=0"
 OWN = f"""
 import pytest
 import mla_conformance as mla
 from ending import {{way}}
-
 @pytest.mark.parametrize("case", [mla.case("{CASE}")], ids=str)
 def test_mine(case):
     {{way}}()
@@ -280,17 +258,7 @@ def test_who_ends_the_process_is_seen_wherever_tests_stand(tmp_path: Path, way: 
     assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
 
 
-def test_a_run_ends_where_its_caller_ignores_the_ends_of_children(tmp_path: Path) -> None:
-    (tmp_path / "test_own.py").write_text("# mla_conformance\n\ndef test_nothing(): ...\n")
-    ignoring = (
-        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"  # a venv is found by the first of them
-    )
-    line = [sys.executable, "-c", ignoring, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
-    assert subprocess.run(line, cwd=tmp_path, check=False, timeout=120).returncode == 0
-
-
-def test_who_kills_pytest_ends_the_tests(tmp_path: Path) -> None:
+def test_who_kills_pytest_ends_the_tests_and_a_run_ends_where_ends_of_children_are_ignored(tmp_path: Path) -> None:
     told = tmp_path / "told"
     os.mkfifo(told)
     (tmp_path / "test_own.py").write_text(
@@ -302,6 +270,13 @@ def test_who_kills_pytest_ends_the_tests(tmp_path: Path) -> None:
         assert heard.read(5) == "begun"
         run.kill()
         assert heard.read() == ""  # the other end is closed
+    (tmp_path / "test_own.py").write_text("# mla_conformance\n\ndef test_nothing(): ...\n")
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"  # a venv is found by the first of them
+    )
+    line = [sys.executable, "-c", ignoring, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
+    assert subprocess.run(line, cwd=tmp_path, check=False, timeout=120).returncode == 0
 
 
 def test_what_keeps_a_failure_from_running_again_alone_leaves_the_summary(tmp_path: Path, python: Path) -> None:

@@ -9,17 +9,9 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import driver
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems import operands
+from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import Problem
-from mla_conformance.problems.memory import (
-    Guarded,
-    Original,
-    Snapshot,
-    out_of_memory,
-    poison,
-    same_bytes,
-    storage_bytes,
-)
+from mla_conformance.problems.memory import Guarded, Original, Snapshot, out_of_memory, same_bytes, storage_bytes
 from mla_conformance.problems.operands import fill_normal, stored
 from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.table import build_problem
@@ -62,15 +54,12 @@ def test_operands_in_e4m3_saturate_whatever_a_cast_makes_of_them(monkeypatch: py
     assert found.float().tolist() == [448.0, -448.0, 1.0]
 
 
-def test_chunks_do_not_show_and_the_first_numbers_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_show_and_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7)
     monkeypatch.setitem(operands._CHUNK, "cpu", 77)
     assert torch.equal(fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7), whole)
     units = fill_normal(torch.empty(4, dtype=torch.float64), 3) * 209.0  # sums of eight bytes, centred
     assert units.round().int().tolist() == [349, -46, -1, 66]
-
-
-def test_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1000)
     case = "context_chunk:dims=small;heads=2;q=[3];kv=[200];data=needle"
     first, second = (built(case).attention[0] for _ in range(2))
@@ -83,7 +72,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dtype: torch.dtype) -> None:
-    tensor = poison((3, 5), dtype, CPU)
+    tensor = memory.poison((3, 5), dtype, CPU)
     assert tensor.dtype == dtype and bool(tensor.float().isnan().all())
     buffer = Guarded.allocate((4, 2, 3), dtype, CPU)
     assert buffer.view.shape == (4, 2, 3) and bool(buffer.view.float().isnan().all())
@@ -125,11 +114,8 @@ def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
         assert len(set(named.tolist())) == len(named) and bool(((named >= first) & (named < first + bound)).all())
 
 
-LAYER = "layer:q=[5,1];kv=[9,4];page=16;workspace=64;decodes=1;layers=2"
-
-
-def test_a_copy_has_the_same_bytes_in_storages_of_its_own() -> None:
-    case = Case.parse(LAYER)
+def test_a_copy_has_the_same_bytes_in_storages_of_its_own_that_are_shared_as_those_were() -> None:
+    case = Case.parse("layer:q=[5,1];kv=[9,4];page=16;workspace=64;decodes=1;layers=2")
     built = build_problem(case, CPU)
     kept, copied = Original(built, [case]).copy(), Original(built).copy()
     assert kept.case is case and copied.case == case and copied.case is not case
@@ -138,8 +124,6 @@ def test_a_copy_has_the_same_bytes_in_storages_of_its_own() -> None:
         assert same_bytes(storage_bytes(mine), storage_bytes(theirs))
         assert mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
 
-
-def test_what_shares_a_storage_or_is_one_tensor_does_so_in_a_copy() -> None:
     whole = torch.arange(12.0).view(3, 4)
     one, view, same = Original((whole, whole[1:, ::2], whole)).copy()
     assert same is one and torch.equal(view, one[1:, ::2])
@@ -147,17 +131,14 @@ def test_what_shares_a_storage_or_is_one_tensor_does_so_in_a_copy() -> None:
     assert not view.any() and whole.any()
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_003])
-def test_every_byte_is_compared(size: int) -> None:
-    x = torch.arange(size).to(torch.uint8)
-    assert same_bytes(x, x.clone())
-    for place in {0, size // 2, size - 1} if size else ():
-        other = x.clone()
-        other[place] ^= 128
-        assert not same_bytes(x, other)
-
-
-def test_a_snapshot_tells_what_differs_of_what_it_kept_in_time() -> None:
+def test_every_byte_is_compared_and_a_snapshot_tells_what_differs_of_what_it_kept_in_time() -> None:
+    for size in (0, 1, 4096, 4097, 100_003):
+        x = torch.arange(size).to(torch.uint8)
+        assert same_bytes(x, x.clone())
+        for place in {0, size // 2, size - 1} if size else ():
+            other = x.clone()
+            other[place] ^= 128
+            assert not same_bytes(x, other)
     a, b, beside = torch.zeros(9), torch.zeros(5000), torch.zeros(3)
     snapshot = Snapshot({"a": a, "b": b, "rows of b": b[10:]})
     snapshot.keep([b, beside])

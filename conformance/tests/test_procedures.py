@@ -14,15 +14,12 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, changed, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
 from mla_conformance.trials.trial import PROCEDURES, judged_trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
-
-
-def test_the_capabilities_name_every_procedure_and_no_other() -> None:
-    assert {capability.procedure for capability in CAPABILITIES.values()} == PROCEDURES.keys()
 
 
 class DeniesFloat16(EagerPrefillBackend):
@@ -47,13 +44,7 @@ class RefusesLate(DeniesFloat16):
 
 RefusesAtOnce = changed(DeniesFloat16, __init__=Mock(side_effect=ValueError("no fp16")))
 
-
-class LeavesItsDtypeAtOnce(EagerPrefillBackend):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        torch.set_default_dtype(torch.float64)
-        raise ValueError("no float64")
-
-
+LEAVES_ITS_DTYPE = known_defects()["refusal-leaves-the-default-dtype"].kernel
 FP16, FP64 = "refusals:dims=small;heads=2;q=[9];dtype=fp16", "refusals:dims=small;heads=2;q=[9];dtype=fp64;out=1;lse=0"
 
 
@@ -65,7 +56,7 @@ FP16, FP64 = "refusals:dims=small;heads=2;q=[9];dtype=fp16", "refusals:dims=smal
         (DeniesFloat16, FP16, Check.UNDECLARED_SUPPORT, "(no fp16), but it ran and returned a right result"),
         (RunsItWrongly, FP16, Check.UNSAFE_REFUSAL, "(no fp16), but it ran and returned a wrong result"),
         (RefusesLate, FP16, Check.UNSAFE_REFUSAL, "(no fp16), but changed q of new tokens"),
-        (LeavesItsDtypeAtOnce, FP64, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
+        (LEAVES_ITS_DTYPE, FP64, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
     ],
 )
 def test_a_refusal_must_be_real_and_leave_no_traces(backend: type | str, text: str, check: str, said: str) -> None:
@@ -75,10 +66,11 @@ def test_a_refusal_must_be_real_and_leave_no_traces(backend: type | str, text: s
     assert trial.disturbed == (check == Check.PROCESS_STATE) and torch.get_default_dtype() is torch.float32
 
 
-def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_cannot_be_built_are_no_refusal_and_procedures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mla_conformance.trials.trial.build_problem")
     record = judged(RefusesAtOnce, f"{FP16};seed=9")
     assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
+    assert {capability.procedure for capability in CAPABILITIES.values()} == PROCEDURES.keys()
 
 
 SELECT = "call=select;q=[1,1];kv=[9,4];topk=4"
@@ -99,11 +91,15 @@ class LengthsByAddress(EagerTopKBackend):
         super().prepare_metadata(replace(topk_metadata, lengths=lengths))
 
 
-class SlotsByAddress(EagerCacheBackend):
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
-        super().run_write_latent(kv_c, k_pe, kv_cache, kept_by_address(self, slot_mapping), k_scale)
+def slots_by_address(run: Any, *, slot_mapping: Tensor, **others: Tensor) -> None:
+    run(slot_mapping=kept_by_address(run.args[0], slot_mapping), **others)
+
+
+SLOTS_BY_ADDRESS = changed(EagerCacheBackend, run_write_latent=slots_by_address)
+
+
+def slots_of_the_first(run: Any, *, slot_mapping: Tensor, **others: Tensor) -> None:
+    run(slot_mapping=slot_mapping.flip(0), **others)
 
 
 class StatesByAddress(EagerCompressBackend):
@@ -144,11 +140,10 @@ class OrderOfTheFirst(EagerTopKBackend):
     ("kernel", "text", "behind"),
     [
         (LengthsByAddress, f"call_order:{SELECT}", "step 0: the same requests, 0 tokens on"),
-        (SlotsByAddress, f"call_order:{WRITES}", "step 0: the same requests, 0 tokens on"),
+        (SLOTS_BY_ADDRESS, f"call_order:{WRITES}", "step 0: the same requests, 0 tokens on"),
         (StatesByAddress, "call_order:call=compress;dims=8-8-16-16;q=[5,1,4];kv=[7,3,0];page=4", "step "),
         (PlansOf128Batches, f"many_batches:{STEP}", "batch "),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_what_an_earlier_call_left_is_found_and_the_call_alone_is_right(kernel: type, text: str, behind: str) -> None:
     record = judged(kernel, text)
@@ -157,16 +152,14 @@ def test_what_an_earlier_call_left_is_found_and_the_call_alone_is_right(kernel: 
     assert f"; on a new instance it is right (SPEC {record.clause})" in record.message
 
 
-def test_a_wrong_first_call_has_nothing_before_it_and_a_later_one_is_told_from_one_that_is_wrong_alone() -> None:
-    assert "new instance" not in judged(SlotsOfTheFirst, f"call_order:{WRITES}").message
+def test_a_wrong_call_alone_is_told_and_equal_calls_have_equal_bits() -> None:
+    kernel = changed(EagerCacheBackend, run_write_latent=slots_of_the_first)
+    first = judged(kernel, f"call_order:{WRITES}")
+    assert first.check == Check.WRITTEN and "new instance" not in first.message
     assert "; on a new instance it is wrong as well" in judged(OnlyNine, f"call_order:{SELECT}").message
-
-
-class SlotsOfTheFirst(EagerCacheBackend):
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
-        super().run_write_latent(kv_c, k_pe, kv_cache, slot_mapping.flip(0), k_scale)
+    record = judged(OrderOfTheFirst, f"many_batches:{SELECT};data=ones")
+    assert record.check is Check.NONDETERMINISM
+    assert "has other bits than the same call of a new one" in record.message
 
 
 class OnlyNine(EagerTopKBackend):
@@ -175,12 +168,6 @@ class OnlyNine(EagerTopKBackend):
     def _windows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         starts, lengths = super()._windows(logits)
         return starts, lengths.clamp(max=10)
-
-
-def test_equal_calls_have_equal_bits_whatever_came_between() -> None:
-    record = judged(OrderOfTheFirst, f"many_batches:{SELECT};data=ones")
-    assert record.check is Check.NONDETERMINISM
-    assert "has other bits than the same call of a new one" in record.message
 
 
 DECODE = Case.parse("cuda_graph:call=decode;q=[1x8];kv=[2000,64,300,129,17,1000,40,5];page=64")

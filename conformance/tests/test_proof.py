@@ -55,7 +55,6 @@ def differences(family: ProofFamily) -> tuple[dict[str, float], TheirRun]:
 
 
 def effect(family: ProofFamily, place: str, first: int = 0) -> float:
-    """The largest difference of an output or a score where one place of their code stays in float32."""
     hidden = hidden_states()
     theirs = run_layer(family, hidden, first=first, kept=[place])
     golden = GoldenLayer(family, theirs.weights, hidden, first)

@@ -46,13 +46,10 @@ def run(*backends: BackendSummary) -> RunSummary:
 @pytest.mark.parametrize(
     ("statuses", "listed", "outcome", "exit_status"),
     [
-        ((PASS, PASS), 2, BackendOutcome.PASS, 0),
-        ((PASS, UNSUPPORTED), 2, BackendOutcome.PASS, 0),
+        *(((PASS, other), 2, BackendOutcome.PASS, 0) for other in (PASS, UNSUPPORTED)),
         ((UNSUPPORTED,), 1, BackendOutcome.UNSUPPORTED, 3),
-        ((PASS, FAIL), 2, BackendOutcome.FAIL, 1),
-        ((PASS, CRASH), 2, BackendOutcome.FAIL, 1),
-        ((PASS,), 2, BackendOutcome.NOT_RUN, 3),
-        ((), 2, BackendOutcome.NOT_RUN, 3),
+        *(((PASS, other), 2, BackendOutcome.FAIL, 1) for other in (FAIL, CRASH)),
+        *((statuses, 2, BackendOutcome.NOT_RUN, 3) for statuses in ((PASS,), ())),
     ],
 )
 def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: BackendOutcome, exit_status: int) -> None:
@@ -61,15 +58,11 @@ def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: Backen
     assert run(summary).exit_status == exit_status
 
 
-def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
+def test_an_unavailable_backend_neither_helps_nor_harms_and_a_record_may_stand_for_many_cases() -> None:
     absent = backend(reasons=("pip install b",))
-    assert absent.outcome is BackendOutcome.UNAVAILABLE
-    assert run(absent).exit_status == 3
+    assert absent.outcome is BackendOutcome.UNAVAILABLE and run(absent).exit_status == 3
     assert run(absent, backend(PASS)).exit_status == 0
     assert list(backend_lines(absent, 80)) == ["B ? unavailable: pip install b"]
-
-
-def test_a_record_may_stand_for_many_cases() -> None:
     drawn = record(PASS, capability="explored").with_fields(cases=30)
     (capability,) = summarise([drawn], ["explored"])
     assert capability.counts == Counts(listed=30, passed=30)
@@ -79,15 +72,12 @@ def test_a_record_may_stand_for_many_cases() -> None:
     assert missing.outcome is BackendOutcome.NOT_RUN
 
 
-def test_the_last_line_counts_every_backend_and_every_case_once() -> None:
+def test_the_last_line_counts_all_once_and_what_cannot_run_is_told_in_one() -> None:
     several = run(backend(PASS, UNSUPPORTED), backend(FAIL, WAIVED), backend(reasons=("no GPU",)), backend(PASS))
     assert closing_line(several) == (
         "2 backends right · 1 wrong · 1 cannot run here · cases: 2 passed · 1 failed · 1 unsupported · "
         "1 expected to fail · worst passing error 0.50 of its budget, B"
     )
-
-
-def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     absent = [BackendSummary(BackendFacts(f"B{n}", reasons=("no",))) for n in range(9)]
     lines = list(outcome_lines(run(backend(PASS), *absent), 80, brief=True))
     assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
@@ -97,7 +87,7 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
 
 UNWRITTEN = "the last heads are not written"
 SAID = (
-    "decode: output is 0 at request 0, query 0, head 3, column 1, expected 2, wrong in 1 of 4 heads, first at request 0"
+    "decode: output is 0 at request 0, query 0, head 3, column 1, expected 2, wrong in 1 of 4 heads, first at request"
 )
 
 
@@ -116,7 +106,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_a_function_is_told_by_cause_with_what_its_failures_have_in_common() -> None:
+def test_a_function_is_told_by_cause_with_what_failures_have_in_common_and_the_rest_is_counted() -> None:
     assert list(function_lines("t.py::mine", [*PASSING, *FAILURES], False)) == [
         "t.py::mine: 3 of 5 cases fail, 1 likely cause",
         "     only with layers=2: 3 such cases fail so, 0 pass",
@@ -125,9 +115,6 @@ def test_a_function_is_told_by_cause_with_what_its_failures_have_in_common() -> 
         "     expected 2, wrong in 1 of 4 heads",
         "     replay: pytest 't.py::mine[decode:call=decode;q=[2];kv=[5];layers=2]'",
     ]
-
-
-def test_the_rest_of_many_causes_is_counted() -> None:
     causes = [failing(f"q=[2];kv=[{length}]", explanation=f"mistake {'abcdef'[length]}") for length in range(1, 6)]
     lines = list(function_lines("t.py::mine", causes, False))
     assert lines[0] == "t.py::mine: 5 of 5 cases fail, 5 likely causes" and lines[-1] == "  … and 2 more cases"
@@ -146,17 +133,7 @@ def held(cases: tuple[Case, ...]) -> int:
     return len(Pairs(SPACE, SPACE.rows(cases)))
 
 
-def test_what_lacked_memory_or_a_verdict_is_claimed_and_named() -> None:
-    lacking = of_pairs(ARRAY[30:], Status.UNAVAILABLE)
-    found = judged_pairs([*of_pairs(ARRAY[:30]), *lacking], [])[SPACE.role]
-    assert (found.claimed, found.judged) == (held(ARRAY), held(ARRAY[:30]))
-    assert len(found.not_judged) == found.claimed - found.judged > 0
-    assert all(pair.count("=") == 2 and " · " in pair for pair in found.not_judged)
-    fitted = [case.id for case in ARRAY[30:]]
-    assert judged_pairs(of_pairs(ARRAY[:30]), fitted)[SPACE.role] == found
-
-
-def test_a_backend_tells_what_it_claims_and_a_pair_that_was_not_judged() -> None:
+def test_a_backend_tells_what_it_claims_and_what_was_not_judged() -> None:
     whole = judged_pairs(of_pairs(ARRAY), [])
     assert judged_of_claimed(whole) == f"pairs of classes claimed {held(ARRAY):,}, judged {held(ARRAY):,}"
     lacking = judged_pairs([*of_pairs(ARRAY[1:]), *of_pairs(ARRAY[:1], Status.UNAVAILABLE)], [])
@@ -165,6 +142,13 @@ def test_a_backend_tells_what_it_claims_and_a_pair_that_was_not_judged() -> None
     assert judged_of_claimed(whole, [due, due]).endswith("; 2 cases due on a GPU, not judged here")
     said = judged_of_claimed(lacking)
     assert said.endswith(f"; not judged, for example: {SPACE.role} {lacking[SPACE.role].not_judged[0]}")
+    rest = of_pairs(ARRAY[30:], Status.UNAVAILABLE)
+    found = judged_pairs([*of_pairs(ARRAY[:30]), *rest], [])[SPACE.role]
+    assert (found.claimed, found.judged) == (held(ARRAY), held(ARRAY[:30]))
+    assert len(found.not_judged) == found.claimed - found.judged > 0
+    assert all(pair.count("=") == 2 and " · " in pair for pair in found.not_judged)
+    fitted = [case.id for case in ARRAY[30:]]
+    assert judged_pairs(of_pairs(ARRAY[:30]), fitted)[SPACE.role] == found
 
 
 VALIDATOR = Draft202012Validator(schema())
@@ -191,7 +175,10 @@ def test_a_real_report_follows_the_published_schema(report: Json, capsys: pytest
     assert not VALIDATOR.is_valid({**report, "more": 1})
 
 
-def test_every_record_is_in_the_report(report: Json, real_run: Path) -> None:
+def test_every_record_is_in_the_report_which_reads_back_as_it_was(report: Json, real_run: Path) -> None:
+    run = load_report(real_run / "report.json")
+    assert json.loads(to_text(report_form(run))) == report
+    assert run.exit_status == 1 and len(run.judged_cases) == len(report["cases"])
     events = [json.loads(line) for line in (real_run / "journal.jsonl").read_text().splitlines()]
     journalled = {(e["record"]["backend"], e["record"]["case"]) for e in events if e["event"] == "verdict"}
     reported = {(name, record["case"]) for name, part in report["backends"].items() for record in part["records"]}
@@ -214,12 +201,6 @@ def test_every_failure_by_a_wrong_number_that_was_explained_has_a_map(report: Js
     assert {each["part"] for each in broken["heat"].values()} == {"LSE of new tokens"}
 
 
-def test_a_report_reads_back_as_it_was(report: Json, real_run: Path) -> None:
-    run = load_report(real_run / "report.json")
-    assert json.loads(to_text(report_form(run))) == report
-    assert run.exit_status == 1 and len(run.judged_cases) == len(report["cases"])
-
-
 def test_nan_and_infinity_are_written_as_text_to_the_supervisor_too(tmp_path: Path) -> None:
     record = Record("B", "B", "lse", "lse:q=[1]", Status.FAIL, used={"element": "nan", "lse": "inf"})
     plain = json.loads(encode(Told(Step.JUDGED, record)))["record"]
@@ -233,12 +214,6 @@ def test_nan_and_infinity_are_written_as_text_to_the_supervisor_too(tmp_path: Pa
     assert json.loads(to_text(report_form(load_report(path)))) == data
 
 
-def _heat(report: Json) -> Json:
-    """The map of the first failure that has one."""
-    maps: dict[str, Json] = report["backends"]["Broken"]["heat"]
-    return next(iter(maps.values()))
-
-
 EDITS: list[tuple[Callable[[Json], object], str]] = [
     (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/5"),
     (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/5, got \"other/2\""),
@@ -247,7 +222,7 @@ EDITS: list[tuple[Callable[[Json], object], str]] = [
     (lambda r: r["backends"]["Broken"].update(status="pass"), 'Broken.status is "pass", but "fail" follows'),
     (lambda r: r["backends"]["EAGER"]["records"].pop(), 'EAGER.status is "pass", but "not_run" follows'),
     (lambda r: r["backends"]["EAGER"]["records"].extend(r["backends"]["EAGER"]["records"][:1]), "two records of one"),
-    (lambda r: _heat(r).update(lines=["5"] * 65), "expected `array` of length <= 64"),
+    (lambda r: next(iter(r["backends"]["Broken"]["heat"].values())).update(lines=["5"] * 65), "of length <= 64"),
     (lambda r: r["backends"]["EAGER"].update(heat=r["backends"]["Broken"]["heat"]), "EAGER has a heat map of \"lse:"),
     (lambda r: r["cases"].pop(), "one of a case that is not listed"),
     (lambda r: r["cases"].append(r["cases"][0]), "holds a case twice"),
@@ -256,7 +231,6 @@ EDITS: list[tuple[Callable[[Json], object], str]] = [
 
 @pytest.mark.parametrize(("edit", "said"), EDITS)
 def test_an_edited_report_is_refused(report: Json, tmp_path: Path, refused: Any, edit: Any, said: str) -> None:
-    """By every command that reads it, none of which overwrites anything."""
     edit(report)
     path, out, text = tmp_path / "bad.json", tmp_path / "out.html", json.dumps(report)
     path.write_text(text, encoding="utf-8")

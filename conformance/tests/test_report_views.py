@@ -104,25 +104,13 @@ def test_a_replay_line_is_as_one_would_type_it(real_run: Path, monkeypatch: Any,
     assert "--backend broken.py:Broken" in view(run) and f"--backend {real_run.parent}" not in view(run)
 
 
-def test_a_map_stands_at_its_own_failure_alone() -> None:
-    run = nasty_run()
-    (record,), (backend, _) = run.records, run.backends
-    records = [record.with_fields(case="lse:q=[1]"), record.with_fields(case="lse:q=[2]")]
-    other = replace(backend, capabilities=summarise(records), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
-    text = html(replace(run, backends=(other,)))
-    assert text.count("<figure>") == 1 and text.index("1 more") < text.index("<figure>")
-
-
-def test_nothing_of_a_report_is_markup() -> None:
+def test_nothing_of_a_report_is_markup_and_annotations_are_one_escaped_line_each() -> None:
     page = Page(html(nasty_run()))
     assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 13
     text = markdown(nasty_run())
     assert "<script" not in text.replace(r"\<script", "") and r"a\|b \`c\`" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 3 and all(len(re.findall(r"(?<!\\)\|", row)) == 9 for row in rows)
-
-
-def test_annotations_are_one_escaped_line_each() -> None:
     error, warning = annotations(nasty_run()).splitlines()
     assert error.startswith("::error title=B'%3A 1 case of lse::a|b `c` <script>") and "50%25%0A\\x3a:error::d" in error
     assert error.endswith(f"replay: {nasty_run().records[0].replay}")
@@ -131,15 +119,10 @@ def test_annotations_are_one_escaped_line_each() -> None:
     assert annotations(RunSummary(ENVIRONMENT, (odd,))).startswith("::warning title=a%3A b%2C 50%25 unavailable::x")
 
 
-def test_the_step_summary_is_appended(real_run: Path) -> None:
-    summary = real_run.with_name("summary.md").read_text(encoding="utf-8")
+def test_the_step_summary_is_appended_and_junit_counts_and_says_how_to_see_it_again(real_run: Path) -> None:
+    run, summary = load_report(real_run / "report.json"), real_run.with_name("summary.md").read_text(encoding="utf-8")
     assert summary.startswith("before\n## MLA conformance\n")
-    cases = len(load_report(real_run / "report.json").cases)
-    assert f"| EAGER | ✅ pass | {cases} / {cases} | 0 | 0 | 0 |" in summary
-
-
-def test_junit_counts_and_says_how_to_see_it_again(real_run: Path) -> None:
-    run = load_report(real_run / "report.json")
+    assert f"| EAGER | ✅ pass | {len(run.cases)} / {len(run.cases)} | 0 | 0 | 0 |" in summary
     root = ElementTree.fromstring(junit(run))
     suites = {suite.attrib["name"]: suite for suite in root}
     assert suites.keys() == {backend.name for backend in run.backends}
@@ -182,20 +165,22 @@ def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confir
         assert (said in text) is there
 
 
-@pytest.mark.parametrize("kind", ["text", "html", "markdown"])
-def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
+def test_a_map_stands_at_its_own_failure_and_why_the_rest_was_not_run_beside_its_number() -> None:
+    stopped = replace(nasty_run().backends[0], stopped="gave up after 5 equal failures of its process")
+    for kind in ("text", "html", "markdown"):
+        text = FORMATS[kind](replace(nasty_run(), backends=(stopped,)))
+        assert "1 NOT RUN: gave up after 5 equal failures of its process" in text, kind
     run = nasty_run()
-    stopped = replace(run.backends[0], stopped="gave up after 5 equal failures of its process")
-    text = FORMATS[kind](replace(run, backends=(stopped,)))
-    assert "1 NOT RUN: gave up after 5 equal failures of its process" in text
+    (record,), (backend, _) = run.records, run.backends
+    records = [record.with_fields(case="lse:q=[1]"), record.with_fields(case="lse:q=[2]")]
+    other = replace(backend, capabilities=summarise(records), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
+    text = html(replace(run, backends=(other,)))
+    assert text.count("<figure>") == 1 and text.index("1 more") < text.index("<figure>")
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [
-        ("junit", '<testsuite name="Broken"'),
-        ("text", "wrong: Broken, 1 likely cause, 4 cases: perhaps The LSE is in base 2, "),
-    ],
+    [("junit", '<testsuite name="Broken"'), ("text", "wrong: Broken, 1 likely cause, 4 cases: perhaps The LSE is in ")],
 )
 def test_render_prints_or_writes(real_run: Path, tmp_path: Path, ours: Any, kind: str, said: str) -> None:
     render, out = ("report", "render", real_run / "report.json"), tmp_path / "out"

@@ -20,14 +20,11 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
-Patch = pytest.MonkeyPatch
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
 class OneTooFar(MyWindow):
     def attend(self, q, keys, window, sink):
         return super().attend(q, keys, window + 1, sink)
-
-
 class ForgetsSinks(MyWindow):
     def attend(self, q, keys, window, sink):
         return super().attend(q, keys, window, None)
@@ -37,7 +34,7 @@ OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
 
 
 @pytest.fixture
-def role(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
+def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
     tables = (*TABLES, KEPT, sys.modules)
     for table in tables:
@@ -79,10 +76,8 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, comma
     assert f"expected --role {role}, as it was: sha256:{digest}" in ours("report", "render", "run")[2]
     status, printed, _ = ours("report", "render", "run", "--role", role.name)
     assert status == 0 and "MyWindow ✔ right" in printed
-    for name, check, said in (
-        ("OneTooFar", Check.LSE, "the output is wrong"),
-        ("ForgetsSinks", Check.OUTPUT, "the LSE is right"),
-    ):
+    wrong = {"OneTooFar": (Check.LSE, "the output is wrong"), "ForgetsSinks": (Check.OUTPUT, "the LSE is right")}
+    for name, (check, said) in wrong.items():
         record = judged(f"my_window.py:{name}", CAPABILITIES["window_sinks"].cases[1])
         assert (record.status, record.check) == (Status.FAIL, check) and said in record.message
         assert record.replay.endswith(f"--role {role}")

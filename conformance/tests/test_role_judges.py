@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mla_conformance.backends import loading, references
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder, Ties
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.case import Case
 from mla_conformance.defects import honest_attention
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.driving.driver import Observation, Returned
@@ -21,14 +21,12 @@ from mla_conformance.roles.indexer.problem import golden_scores
 from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.roles.topk.problem import PoolTokens
 from mla_conformance.tests.drawn import judged, little_work
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 TOPK = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[20,3];topk=8"
 
 
 def built(text: str) -> tuple[Problem, Any, torch.Tensor]:
-    """A problem, its golden scores, and the best tokens of each row in order, -1 behind them."""
     problem = build_problem(Case.parse(text), CPU)
     golden = golden_scores(problem).scores
     best = golden.scores.topk(8, dim=1)
@@ -40,12 +38,9 @@ def verdict(problem: Problem, value: Any, declaration: Declaration | None = None
     return judge(problem, golden_of(problem), observation, declaration or Declaration())
 
 
-def test_the_order_of_a_selection_is_free() -> None:
+def test_the_order_of_a_selection_and_ties_are_free() -> None:
     problem, _, best = built(TOPK)
     assert verdict(problem, best).status is verdict(problem, best.flip(1)).status is Status.PASS
-
-
-def test_ties_are_free() -> None:
     problem, golden, _ = built(f"{TOPK};data=zero_keys")
     order = golden.visible.sum(dim=1, keepdim=True) - 1 - torch.arange(8)
     assert verdict(problem, order.clamp(min=-1).int()).status is Status.PASS
@@ -53,7 +48,7 @@ def test_ties_are_free() -> None:
     assert verdict(problem, best.new_tensor([[29, 3, 8, 0]])).status is Status.PASS
 
 
-def test_scores_count_below_the_bound_alone() -> None:
+def test_scores_count_below_the_bound_alone_and_codes_that_are_nan_are_wrong() -> None:
     problem, golden, _ = built("indexer_logits:call=index_logits;heads=4;q=[2,1];kv=[20,3];inflate=2")
     logits = torch.full(problem.calls[0].result_shape, torch.nan)
     logits[:, : golden.scores.shape[1]] = golden.scores.float().nan_to_num(neginf=torch.nan)
@@ -61,10 +56,13 @@ def test_scores_count_below_the_bound_alone() -> None:
     assert verdict(problem, logits).status is Status.PASS
     assert verdict(problem, logits[:, :-1]).check is Check.SHAPE
     assert verdict(problem, logits.double()).check is Check.DTYPE
+    problem, (q, k, k_scale, weights) = returned_of("prepare_index:q=[2,1];kv=[5,0];heads=4")
+    wrong = verdict(problem, (q, torch.full_like(k.float(), torch.nan).to(k.dtype), k_scale, weights))
+    assert wrong.check is Check.PREPARED and "code of keys is NaN" in wrong.message, wrong.message
+    assert verdict(problem, (q, k, k_scale)).check is Check.SHAPE
 
 
 def returned_of(text: str) -> tuple[Problem, Any]:
-    """A problem, and what EAGER returns."""
     case = Case.parse(text)
     problem = build_problem(case, CPU)
     kernel = DEFINITIONS[case.role].kernel(
@@ -95,13 +93,6 @@ def test_what_is_declared_of_a_selection_holds(declared: dict[str, Any], said: s
     assert wrong.check is Check.SELECTION and said in wrong.message, wrong.message
 
 
-def test_codes_that_are_nan_or_lack_weights_are_wrong() -> None:
-    problem, (q, k, k_scale, weights) = returned_of("prepare_index:q=[2,1];kv=[5,0];heads=4")
-    wrong = verdict(problem, (q, torch.full_like(k.float(), torch.nan).to(k.dtype), k_scale, weights))
-    assert wrong.check is Check.PREPARED and "code of keys is NaN" in wrong.message, wrong.message
-    assert verdict(problem, (q, k, k_scale)).check is Check.SHAPE
-
-
 @pytest.mark.parametrize(
     ("tokens", "tail", "said"),
     [
@@ -122,12 +113,6 @@ def test_whole_pools_and_the_tail_are_right_in_any_order(tokens: tuple[int, ...]
     assert set(said) <= set(found) and bool(found) == bool(said)
 
 
-@pytest.mark.parametrize("fields", ["topk=10;pool=4", "topk=8;tail=1"])
-def test_a_case_selects_whole_pools(fields: str) -> None:
-    with pytest.raises(CaseError, match="expected whole pools"):
-        Case.parse(f"pooled_topk:call=select;q=[1];kv=[40];{fields}")
-
-
 DRAWN: list[tuple[str | type, str]] = [
     *product(("EAGER", "TORCH_SDPA"), ("combinations", "decode_combinations")),
     *((vars(honest_attention)[name], "decode_combinations") for name in ("KeysOfTheModel", "StoredSplits")),
@@ -143,9 +128,6 @@ def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str | type, capabi
     case = data.draw(little_work(capability, heads=("1", "odd", "8")))
     record, refuses = judged(kernel, case), (kernel, capability) in MAY_REFUSE
     assert record.status is Status.PASS or (refuses and record.status is Status.UNSUPPORTED), record.message
-
-
-EQUAL_ENTRIES = "decode:dims=small;heads=16;q=[6];kv=[2000];data=low_rank;cache=fp8;kscale=7"
 
 
 class CoarseWeights(EagerDecodeBackend):
@@ -165,15 +147,13 @@ class LosesAKey(EagerDecodeBackend):
     ("kernel", "check"), [("EAGER", ""), ("TORCH_SDPA", ""), (CoarseWeights, Check.OUTPUT), (LosesAKey, Check.LSE)]
 )
 def test_weights_of_equal_entries_are_rounded_alike_which_is_no_failure(kernel: Any, check: str) -> None:
-    record = judged(kernel, EQUAL_ENTRIES)
+    record = judged(kernel, "decode:dims=small;heads=16;q=[6];kv=[2000];data=low_rank;cache=fp8;kscale=7")
     assert (record.status, record.check) == (Status.FAIL if check else Status.PASS, check), record.shares
 
 
 UNEVEN = "requests with different numbers of query tokens not supported"
 
-
-class AsManyEach(EagerDecodeBackend):
-    supports_nonuniform_queries = False
+AsManyEach = type("AsManyEach", (EagerDecodeBackend,), {"supports_nonuniform_queries": False})
 
 
 class WithoutLse(EagerDecodeBackend):
@@ -192,16 +172,10 @@ class WithoutLse(EagerDecodeBackend):
         (WithoutLse, "dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "LSE not declared"),
         (WithoutLse, "decode:heads=1;q=[2];kv=[1];lse=0", ""),
         (WithoutLse, "refusals:call=decode;heads=1;q=[2];kv=[1]", "LSE not declared"),
+        ("FLEX_ATTENTION", "refusals:call=decode;heads=1;q=[2];kv=[1]", "prefill only"),
+        (EagerDecodeBackend, "refusals:heads=1;q=[2]", "decode only"),
     ],
 )
-def test_what_a_decode_does_not_declare_is_unsupported(kernel: type, case: str, said: str) -> None:
+def test_what_a_decode_does_not_declare_is_unsupported(kernel: type | str, case: str, said: str) -> None:
     record = judged(kernel, case)
     assert (record.status, record.message) == (Status.UNSUPPORTED if said else Status.PASS, said)
-
-
-@pytest.mark.parametrize(("name", "said"), [("FLEX_ATTENTION", "prefill only"), (EagerDecodeBackend, "decode only")])
-def test_a_backend_without_the_role_is_unsupported(name: str | type, said: str) -> None:
-    capability = CAPABILITIES["refusals"]
-    case = next(case for case in capability.cases if (case.call == Call.DECODE) == (said == "prefill only"))
-    record = judged(name, case)
-    assert (record.status, record.message) == (Status.UNSUPPORTED, said)

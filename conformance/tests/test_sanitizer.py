@@ -31,9 +31,8 @@ SAMPLES = {
     "synccheck": ("diverge", "Barrier error Divergent thread(s) in warp", 2, "/src/bad.cu:6", ""),
     "triton": ("_load", OUTSIDE.format("read", 1), 2, "/src/oob.py:9", "/src/oob.py:21"),
 }
-TORCHS = (
-    "<record><kind>{}</kind><what><text>Bad</text></what><where><func>void at::native::fill</func></where></record>"
-)
+_FILL = "<where><func>void at::native::fill</func></where>"
+TORCHS = f"<record><kind>{{}}</kind><what><text>Bad</text></what>{_FILL}</record>"
 HOST = "<record><kind>Api</kind><what><api>cudaMemcpy</api><result>700</result></what></record>"
 
 
@@ -46,16 +45,14 @@ def test_errors_are_grouped_by_kernel_and_cause(tool: str) -> None:
     assert errors_of(wrote(tool)) == (SanitizerError(*SAMPLES[tool]),)
 
 
-def test_a_refusal_that_libraries_handle_is_no_error() -> None:
+def test_what_counts_where_no_kernel_of_the_backend_has_an_error() -> None:
+    """Not a refusal that libraries handle."""
     for said in (
         'CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuGetProcAddress',
         'cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.',
     ):
         record = f"<record><kind>Api</kind><what><text>Program hit {said}</text><api>cuda</api></what></record>"
         assert [each.kernel for each in errors_of(output(record, HOST))] == ["cudaMemcpy"]
-
-
-def test_what_counts_where_no_kernel_of_the_backend_has_an_error() -> None:
     assert errors_of(output()) == errors_of(output(TORCHS.format("Initcheck"))) == ()
     assert [each.kernel for each in errors_of(output(TORCHS.format("Precise")))] == ["void at::native::fill"]
     assert [(each.kernel, each.cause) for each in errors_of(output(HOST))] == [("cudaMemcpy", "700")]
@@ -128,20 +125,17 @@ def test_a_tool_that_cannot_watch_is_unavailable(writes: Callable[..., None], ar
     assert why in told and not any(each.errors for each in found.cases)
 
 
-def test_cases_that_are_watched_and_clean_share_a_process(writes: Callable[..., None]) -> None:
-    writes(output())
-    found = watch().calls([CASE, DECODE, OTHER], most=1)
-    assert [each.case for each in found.cases] == [CASE, DECODE] and all(each.is_clean for each in found.cases)
-    assert found.begin and found.begin.environment["device"] == "cpu" and not found.begin.unsupported
-
-
-def test_an_error_is_told_of_the_case_that_shows_it_although_its_process_ended_badly(writes: Any) -> None:
+def test_clean_cases_share_a_process_and_an_error_is_told_of_the_case_that_shows_it(writes: Any) -> None:
     writes(wrote("memcheck"), of=DECODE)
     first, second = watch().calls([CASE, DECODE]).cases
     assert first.is_clean and [each.count for each in second.errors] == [2]
     writes(wrote("memcheck"), True, 1)
     (found,) = watch().calls([CASE]).cases
     assert [each.count for each in found.errors] == [2] and not found.unavailable
+    writes(output())
+    two = watch().calls([CASE, DECODE, OTHER], most=1)
+    assert [each.case for each in two.cases] == [CASE, DECODE] and all(each.is_clean for each in two.cases)
+    assert two.begin and two.begin.environment["device"] == "cpu" and not two.begin.unsupported
 
 
 def test_a_call_that_raises_is_not_clean(tmp_path: Path, writes: Callable[..., None]) -> None:
@@ -170,14 +164,12 @@ def test_the_tool_says_its_version_and_its_toolkits(tmp_path: Path, monkeypatch:
         Tool.found()
 
 
-MINE = BackendReference("MINE", "a.py:MINE")
-
-
 def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
     error = SanitizerError("decode", "Invalid read", 2, "mla.cu:40", "mine.py:7")
     found = [Sanitized("lse:q=[4]", (error,)), Sanitized("lse:q=[8]", (error,)), Sanitized("lse:q=[9]", (), "too slow")]
     found.append(Sanitized("lse:q=[1]", seconds=1.5))
-    said = list(lines(watch(), MINE, sanitizer.Watched(sanitizer.CallsBegin(), tuple(found))))
+    mine = BackendReference("MINE", "a.py:MINE")
+    said = list(lines(watch(), mine, sanitizer.Watched(sanitizer.CallsBegin(), tuple(found))))
     assert said[0] == "memcheck MINE: decode: Invalid read, 4 times, mla.cu:40, launched at mine.py:7"
     assert said[1] == "  replay: mla-conformance replay 'lse:q=[4]' --backend a.py:MINE"
     by = "compute-sanitizer 2025.3.1.0"

@@ -39,13 +39,10 @@ NASTY = "</td><script>alert(1)</script>\x1b[31m"
 
 
 def certificate(backend: str, wrong: list[str] = [], **changes: Any) -> Certificate:  # noqa: B006
-    """A complete record of this suite, whose ``wrong`` cases are known to fail."""
     cases = dict.fromkeys(CASES, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE)
     records = [Record(backend, backend, case.partition(":")[0], case, status) for case, status in cases.items()]
-    found = tuple(
-        Finding(case, Status.FAIL, "lse", f"LSE of {case} is off", f"K.toml entry 1 (decode_lse): bug: {REASON}")
-        for case in wrong
-    )
+    known = f"K.toml entry 1 (decode_lse): bug: {REASON}"
+    found = tuple(Finding(case, Status.FAIL, "lse", f"LSE of {case} is off", known) for case in wrong)
     lacking = dict(MustPass.of_suite().missing({record.case: record for record in records}, waivable=True))
     environment = {"device": "NVIDIA H200", "suite": SUITE_VERSION, "torch": "2.11.0", "compute_capability": "9.0"}
     told: dict[str, Any] = {"date": "2026-01-02", "backend": backend, "reference": backend, "device": "NVIDIA H200"}
@@ -72,7 +69,6 @@ RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records, and in ``site`` what became of them."""
     folder = tmp_path_factory.mktemp("scoreboard")
     for name, make in RECORDS.items():
         (folder / f"{name}.json").write_text(json.dumps(make()))
@@ -90,7 +86,6 @@ def words(markup: str) -> str:
 
 
 def row(page: str, kernel: str, section: str) -> str:
-    """What the first row of a kernel says in a section."""
     part = page.partition(f'<h2 id="{section}">')[2].partition("</section>")[0]
     return next(words(each) for each in part.split("<tr") if kernel in each)
 
@@ -109,13 +104,10 @@ def test_each_kernel_has_its_verdict_in_words_and_its_pairs_of_classes(page: str
     assert re.search(r"FLASHMLA, .* NVIDIA H200 212 µs ± 2 81 % ", row(page, "FLASHMLA", "speed"))
 
 
-def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:
+def test_a_failure_is_told_with_its_reason_and_how_to_see_it_and_the_history_goes_back(page: str) -> None:
     failures = page.partition('<h2 id="failures">')[2]
     assert REASON in words(failures) and 'href="https://github.com/vllm-project/vllm/issues/47800"' in failures
     assert f"replay &#39;{WRONG[0]}&#39; --backend TRITON_MLA --salt &#39;x y&#39;" in failures
-
-
-def test_the_history_of_a_kernel_goes_back(page: str) -> None:
     history = words(page.partition('<h2 id="history">')[2])
     new, old = history.find("2026-01-02"), history.find("2025-12-01")
     assert "TRITON_MLA 2026.3" in history and "certify --backend TRITON_MLA --device cuda" in history
@@ -142,12 +134,9 @@ def test_engines_are_told_whether_what_they_pick_is_right(page: str) -> None:
     assert "? not known no record of FLASH_ATTN[fa3]" in row(page, "1. FLASH_ATTN (", "engines")
 
 
-def test_what_does_not_verify_is_not_shown_as_a_record(page: str) -> None:
-    assert "CUDNN" not in page.partition('<h2 id="refused">')[0]
-    assert "changed.json the seal does not fit the content" in words(page.partition('<h2 id="refused">')[2])
-
-
-def test_nothing_of_a_record_is_markup_and_the_page_needs_nothing_else(page: str) -> None:
+def test_nothing_of_a_record_is_markup_and_what_does_not_verify_is_not_shown_as_one(page: str) -> None:
+    shown, _, not_shown = page.partition('<h2 id="refused">')
+    assert "CUDNN" not in shown and "changed.json the seal does not fit the content" in words(not_shown)
     assert page.count("<script") == 3 and "\x1b" not in page and "&lt;script&gt;" in page
     assert not re.search(r"<(link|img|iframe)|\ssrc=|@import|url\(", page)
     targets = re.findall(r'href="([^"]*)"', page)
@@ -155,14 +144,11 @@ def test_nothing_of_a_record_is_markup_and_the_page_needs_nothing_else(page: str
     assert {target for target in targets if target[0] != "#"} == {REASON[REASON.index("https") : -1]}
 
 
-def test_a_badge_says_the_verdict(folder: Path) -> None:
+def test_a_badge_says_the_verdict_and_sarif_has_a_result_for_each_failure(folder: Path) -> None:
     badges = {path.stem: path.read_text(encoding="utf-8") for path in (folder / "site" / "badges").iterdir()}
     said = {name: ElementTree.fromstring(text)[0].text or "" for name, text in badges.items()}
     assert said["TRITON_MLA"].startswith("TRITON_MLA: wrong on 2 of ") and SUITE_VERSION in said["TRITON_MLA"]
     assert said["FLASH_ATTN_MLA-vllm"].endswith("NVIDIA H200 · of suite 2026.3: outdated") and len(said) == 4
-
-
-def test_sarif_has_a_result_for_each_failure(folder: Path) -> None:
     log = json.loads((folder / "site" / "scoreboard.sarif").read_text(encoding="utf-8"))
     (run,) = log["runs"]
     rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
@@ -177,27 +163,19 @@ def test_sarif_has_a_result_for_each_failure(folder: Path) -> None:
     assert len({each["partialFingerprints"]["kernelAndCase/v1"] for each in run["results"]}) == len(names)
 
 
-def test_two_kernels_do_not_share_a_badge(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_two_kernels_share_no_badge(tmp_path: Path, refused: Any, ours: Any) -> None:
     for number, name in enumerate(("A[b]", "A-b")):
         (tmp_path / f"{number}.json").write_text(json.dumps(earlier(certificate(name))))
     said = refused("scoreboard", tmp_path / "0.json", tmp_path / "1.json", "--out", tmp_path / "site")
     assert "expected another name, a second kernel has the badge A-b.svg" in said
-
-
-def test_a_record_of_an_earlier_form_is_not_shown_and_says_how_to_renew_it(tmp_path: Path, ours: Ours) -> None:
     record = {**msgspec.to_builtins(certificate("FLASHMLA")), "schema": "mla-conformance-certificate/5"}
     (tmp_path / "record.json").write_text(json.dumps(record))
     status, _, said = ours("scoreboard", tmp_path / "record.json", "--out", tmp_path / "site")
     assert status == 1 and "renew it: mla-conformance certify --backend FLASHMLA" in said
 
 
-KERNELS = {
-    "new_tokens": ("flash::fwd", "void at::native::fill"),
-    "lse": ("flash::fwd",),
-    "context_chunk": ("flash::fwd", "flash::split"),
-    "decode": ("mla::decode",),
-    "refusals": ("none::such",),
-}
+KERNELS = {"new_tokens": ("flash::fwd", "void at::native::fill"), "lse": ("flash::fwd",), "decode": ("mla::decode",)}
+KERNELS |= {"context_chunk": ("flash::fwd", "flash::split"), "refusals": ("none::such",)}
 ERROR = SanitizerError("oob<T>", "Invalid read", 2, "/src/mla.cu:40", "/src/mine.py:7")
 
 
@@ -221,15 +199,12 @@ def records(tmp_path: Path) -> Path:
     return tmp_path / "records.jsonl"
 
 
-def test_each_set_of_kernels_that_a_record_tells_has_its_smallest_case(records: Path) -> None:
+def test_each_set_of_kernels_of_a_record_has_its_smallest_case(records: Path) -> None:
     request = RunRequest.of(["TORCH_SDPA"], device="cuda")
     cases, most, what = choose(request, False, records, "TORCH_SDPA")
     assert [case.capability for case in cases].count("context_chunk") == 1 and len(cases) == 3
     assert {case.capability for case in cases} <= {"new_tokens", "lse", "context_chunk", "decode"}
     assert most == 0 and f"3 of 3 sets of kernels that a profiler saw for suite {SUITE_VERSION}" in what
-
-
-def test_without_a_record_a_few_cases_of_each_role_are_offered(records: Path) -> None:
     cases, most, _ = choose(RunRequest.of(["EAGER"], device="cuda"), False, records, "EAGER")
     assert most == 2 and {case.capability for case in cases} == {"memory_bounds"}
     cases, most, _ = choose(RunRequest.of(["EAGER"], ["lse"]), True, records, "TORCH_SDPA")
@@ -238,8 +213,6 @@ def test_without_a_record_a_few_cases_of_each_role_are_offered(records: Path) ->
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command finds one error, in the second case that it is asked for."""
-
     def calls(_: Watch, cases: list[str], most: int) -> Watched:
         told = Sanitized(cases[0], seconds=1.25), Sanitized(cases[1], (ERROR,)), Sanitized(cases[2], (), "too slow")
         return Watched(CallsBegin({"device": "NVIDIA H200", "cuda": "13.0"}, {"torch": "2.11"}), told)

@@ -42,26 +42,14 @@ def test_parts_hold_every_case_once_and_are_balanced(cases: list[str], count: in
 
 def test_durations_balance_the_parts_and_other_shards_do_not_exist() -> None:
     seconds = dict(zip(CASES, [60.0, 10.0, 10.0, 10.0, 10.0, 10.0], strict=False))
-    alone, rest = split(CASES, 2, seconds)
-    assert alone == (CASES[0],) and rest == tuple(CASES[1:])
+    assert split(CASES, 2, seconds) == [(CASES[0],), tuple(CASES[1:])]
     for text in ("", "1", "0/2", "3/2", "1/0", "-1/2", "a/b", "1/2/3", "1/8"):
         with pytest.raises(InputError):
             Shard.of(text, CASES)
 
 
-def test_the_merge_keeps_where_the_errors_of_each_shard_are(shards: list[Path]) -> None:
-    runs = [load_report(path) for path in shards]
-    maps = [HeatMap("LSE of new tokens", 1, 1, (digit,)) for digit in "123"]
-    mapped = [
-        replace(run, backends=(replace(run.backends[0], heat={run.judged_cases[0]: found}),))
-        for run, found in zip(runs, maps, strict=True)
-    ]
-    assert merge_shards(mapped).backends[0].heat == dict(zip(CASES[:3], maps, strict=True))
-
-
 @pytest.fixture
 def shards(tmp_path: Path, write_report: Callable[..., Path]) -> list[Path]:
-    """Three shards of a run in which everything passed; the run stands beside them."""
     cases = CASES[:3]
     records = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in cases]
     write_report("whole.json", records)
@@ -72,10 +60,18 @@ def shards(tmp_path: Path, write_report: Callable[..., Path]) -> list[Path]:
     return paths
 
 
-def test_the_merge_of_all_shards_is_the_whole_report(shards: list[Path], tmp_path: Path, settled: Any) -> None:
+def test_the_merge_of_all_shards_is_the_whole_report_with_its_maps_of_errors(
+    shards: list[Path], tmp_path: Path, settled: Any
+) -> None:
     whole, merged = tmp_path / "whole.json", tmp_path / "all.json"
     assert main(["report", "merge", *map(str, reversed(shards)), "--out", str(merged)]) == 0
     assert settled(merged) == settled(whole) and main(["report", "diff", str(whole), str(merged)]) == 0
+    runs = [load_report(path) for path in shards]
+    maps = [HeatMap("LSE of new tokens", 1, 1, (digit,)) for digit in "123"]
+    heats = [{run.judged_cases[0]: found} for run, found in zip(runs, maps, strict=True)]
+    parts = [replace(run.backends[0], heat=heat) for run, heat in zip(runs, heats, strict=True)]
+    mapped = [replace(run, backends=(part,)) for run, part in zip(runs, parts, strict=True)]
+    assert merge_shards(mapped).backends[0].heat == dict(zip(CASES[:3], maps, strict=True))
 
 
 def edit(path: Path, change: Callable[[Json], object]) -> None:
@@ -86,8 +82,6 @@ def edit(path: Path, change: Callable[[Json], object]) -> None:
 
 @pytest.fixture
 def unmerged(refused: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
-    """What is said of reports that cannot be merged; an earlier result is kept."""
-
     def merge(*paths: Path) -> str:
         (tmp_path / "out.json").write_text("kept")
         said = refused("report", "merge", *paths, "--out", tmp_path / "out.json")
@@ -173,6 +167,7 @@ ABSENT = RunSummary({"suite": "1"}, (BackendSummary(BackendFacts("X", "X", ("gon
         (GOOD, run({A: PASS, B: FAIL}), [("newly failing", True)]),
         (run({A: FAIL, B: FAIL}), run({A: FAIL, B: CRASH}), []),
         (run({A: FAIL, B: PASS}), GOOD, [("newly passing", False)]),
+        (run({A: FAIL, B: PASS}), run({A: PASS, B: FAIL}), [("newly failing", True), ("newly passing", False)]),
         (run({A: UNSUPPORTED, B: PASS}), run({A: FAIL, B: PASS}), [("newly failing", True)]),
         (run({A: FAIL, B: PASS}), run({A: UNSUPPORTED, B: PASS}), []),
         (GOOD, run({A: UNSUPPORTED, B: PASS}), [("no longer judged", True)]),
@@ -194,13 +189,8 @@ def test_changes(before: RunSummary, after: RunSummary, expected: list[tuple[str
     assert kinds(before, after) == expected
 
 
-def test_regressions_come_first_and_how_far_an_error_may_drift_is_the_callers() -> None:
-    changes = kinds(run({A: FAIL, B: PASS}), run({A: PASS, B: FAIL}))
-    assert changes == [("newly failing", True), ("newly passing", False)]
+def test_an_expectation_changes_nothing_of_what_a_kernel_did_and_how_far_an_error_may_drift_is_the_callers() -> None:
     assert kinds(GOOD, run({A: PASS, B: PASS}, used=0.41), drift=0.25) == []
-
-
-def test_an_expectation_changes_nothing_of_what_a_kernel_did() -> None:
     failing = run({A: PASS, B: FAIL})
     (backend,), status = failing.backends, Status.EXPECTED_FAILURE
     records = [r.with_fields(status=status, judged=r.status) if r.failed else r for r in failing.records]

@@ -18,16 +18,9 @@ from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.commands import listing
 from mla_conformance.judging.golden import memory_need
+from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import SPACES, array_of
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    FITTED,
-    Capability,
-    Tier,
-    counted,
-    listed,
-    long_contexts,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier, counted, listed, long_contexts
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
@@ -105,22 +98,15 @@ def test_excluded_pairs_are_listed_by_reason(ours: Any, monkeypatch: pytest.Monk
     assert "  ranks are merged by their LSE: 8 pairs" in lines and "    ranks=2 with lse=not asked" in lines
 
 
-def test_each_tier_holds_the_one_below_and_no_case_twice() -> None:
+def test_each_tier_holds_the_one_below_and_one_gpu_has_room_for_each_case() -> None:
     smoke, full, nightly = (cases_of(tier) for tier in Tier)
-    assert set(smoke) <= set(full) <= set(nightly)
-    assert len(set(nightly)) == len(nightly)
-
-
-def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
-    assert set(long_contexts()) <= set(cases_of(Tier.NIGHTLY)) - set(cases_of(Tier.FULL))
+    assert set(smoke) <= set(full) <= set(nightly) and len(set(nightly)) == len(nightly)
+    assert set(long_contexts()) <= set(nightly) - set(full)
     assert max(max(case.kv, default=0) for case in long_contexts()) == 2**20
     for case in long_contexts():
         assert 2e9 < memory_need(case, "cuda") < 130e9, case.id
         assert case.operations() > 1e12
-
-
-def test_one_gpu_has_room_for_each_listed_case() -> None:
-    """On 12 ranks one wanted more than an H200 has, so that no kernel that claimed it had a record."""
+    # On 12 ranks one wanted more than an H200 has, so that no kernel that claimed it had a record.
     needs = {case.id: memory_need(case, "cuda") for case in cases_of(Tier.FULL)}
     assert max(needs.values()) < 120e9, max(needs, key=needs.__getitem__)
     rows = Case.parse("many_rows:call=sparse_prefill;heads=16;q=[65537];kv=[9]")
@@ -128,7 +114,7 @@ def test_one_gpu_has_room_for_each_listed_case() -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=list(CAPABILITIES))
-def test_the_smoke_tier_meets_every_role(capability: Capability) -> None:
+def test_the_smoke_tier_meets_every_role(capability: capabilities.Capability) -> None:
     # One case of over a hundred calls tells enough at first.
     roles = {case.role for case in capability.cases[: 1 if capability.procedure == "many_batches" else None]}
     assert {case.role for case in capability.smoke} == roles
@@ -137,11 +123,9 @@ def test_the_smoke_tier_meets_every_role(capability: Capability) -> None:
 
 NARROW = """
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-
 class Narrow(EagerDecodeBackend):
     supported_kv_cache_dtypes = ["auto"]
     supports_nonuniform_queries = False
-
     @staticmethod
     def get_supported_kernel_block_sizes():
         return [64]
@@ -168,7 +152,6 @@ DEPENDS = Only("a", ("2", "3"), "only beside another a")
 
 
 def space(*rules: Rule, only: Only | None = None) -> Space:
-    """Of these classes, with these rules; ``d`` depends on ``a`` where asked."""
     dimensions = [
         Dimension(name, {label: {} for label in labels}, lambda case: None, only if only and name == "d" else Only())
         for name, labels in CLASSES.items()
@@ -177,40 +160,31 @@ def space(*rules: Rule, only: Only | None = None) -> Space:
     return Space(Role.PREFILL, "combinations", tuple(dimensions), rules, lambda row, draw: {}, small)
 
 
-FREE = space()
+NO_1_WITH_Y = never("no 1 with y", {"a": ("1",), "b": ("y",)})
 MADE = {
-    "free": FREE,
-    "a pair": space(never("no 1 with y", {"a": ("1",), "b": ("y",)})),
+    "free": space(),
+    "a pair": space(NO_1_WITH_Y),
     "a dimension that decides": space(
         Rule("s needs both", ("a", "c"), lambda a, c: c != "s" or a == "1"),
         Rule("s needs both", ("d", "c"), lambda d, c: c != "s" or d == "0"),
     ),
-    "together": space(
-        never("no 1 with y", {"a": ("1",), "b": ("y",)}), never("no x with p", {"b": ("x",), "c": ("p",)})
-    ),
+    "together": space(NO_1_WITH_Y, never("no x with p", {"b": ("x",), "c": ("p",)})),
     "dependent": space(only=DEPENDS),
 }
-every = pytest.mark.parametrize("given", MADE.values(), ids=list(MADE))
 
 
 def possible_rows(given: Space) -> list[Row]:
-    """All rows of a space, found by trying everything."""
     labels = [(*each.classes, NOTHING) if each.only.name else tuple(each.classes) for each in given.dimensions]
     rows = (dict(zip(CLASSES, classes, strict=True)) for classes in product(*labels))
     return [row for row in rows if all((row[d.name] != NOTHING) == d.has_say(row) for d in given.dimensions)]
 
 
-def allowed(given: Space, row: Row) -> bool:
-    return all(rule.allows(row) for rule in given.all_rules)
-
-
-@every
+@pytest.mark.parametrize("given", MADE.values(), ids=list(MADE))
 def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
     rows, impossible = cover(given, Pairs.every(given), lambda row, left: dict(row), lambda row: [row])
-    assert all(allowed(given, row) and list(row) == list(CLASSES) for row in rows)
-    possible = {
-        frozenset(pair) for row in possible_rows(given) if allowed(given, row) for pair in combinations(held(row), 2)
-    }
+    assert all(rule.allows(row) and list(row) == list(CLASSES) for row in rows for rule in given.all_rules)
+    could_be = [held(row) for row in possible_rows(given) if all(rule.allows(row) for rule in given.all_rules)]
+    possible = {frozenset(pair) for each in could_be for pair in combinations(each, 2)}
     assert set(map(frozenset, Pairs(given, rows))) == possible
     assert set(map(frozenset, Pairs.every(given))) - possible == set(map(frozenset, impossible))
 

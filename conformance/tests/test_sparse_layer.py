@@ -25,7 +25,6 @@ HALVES = "sparse_layer:dtype=fp16;q=[3,17];kv=[30,5];index_heads=9;topk=16;rope_
 
 
 def batch(text: str) -> SparseLayerBatch:
-    """What a case is made of."""
     case: Any = Case.parse(text)
     made = SparseLayerBatch(case, CPU, "")
     made.calls()
@@ -40,27 +39,18 @@ PROVEN |= {HALVES: "data_movement_friendly"}
 def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: Any) -> None:
     made, expected = batch(text), golden_of(build_problem(Case.parse(text), CPU))
     assert isinstance(expected, GoldenAttention)
-    layer, case = made.layer, made.case
-    old = ~made.new
+    layer, case, old = made.layer, made.case, ~made.new
     cached = torch.cat(latents(made.hidden[old], made.positions[old], layer.weights, layer.spec), dim=1)
     pages = torch.nn.utils.rnn.pad_sequence([cached[rows] for rows in segments(start_loc(case.kv))], batch_first=True)
     context = PagedContext(pages, torch.arange(len(case.kv)).unsqueeze(1), case.kv, 4 * pages.shape[1])
-    output = mla_layer(
-        made.hidden[made.new],
-        made.positions[made.new],
-        layer.weights,
-        layer.spec,
-        query_start_loc=made.counted,
-        context=context,
-        path=path,
-        selected=made.lists,
-    )
+    options: Any = {"query_start_loc": made.counted, "context": context, "path": path, "selected": made.lists}
+    new = made.hidden[made.new], made.positions[made.new]
+    output = mla_layer(*new, layer.weights, layer.spec, **options)
     own = expected.calls[0].output.flatten(1) @ layer.weights.W_O
     torch.testing.assert_close(output, own, rtol=0, atol=2e-3 * float(own.abs().max()))
 
 
 def called(text: str) -> tuple[Any, Any]:
-    """A call that EAGER has made, on all its ranks, and what it returned by heads."""
     problem = build_problem(Case.parse(text), CPU)
     (call,) = problem.calls
     kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
@@ -70,7 +60,7 @@ def called(text: str) -> tuple[Any, Any]:
     return call, output
 
 
-def test_what_ranks_return_is_added() -> None:
+def test_what_ranks_return_is_added_and_rows_of_short_prefills_and_padding_may_hold_anything() -> None:
     (call, together), (_, alone) = called(f"{MIXED};tp=2"), called(MIXED)
     torch.testing.assert_close(together.float(), alone.float(), rtol=0.02, atol=0.02)
     results = [torch.zeros(11, part.weights.o_proj.shape[0], dtype=torch.bfloat16) for part in call.parts]
@@ -78,9 +68,6 @@ def test_what_ranks_return_is_added() -> None:
     assert one.joined(results, parts).shape == alone.shape and not one.joined(results, parts).any()
     wrong = results[0][:, 1:]
     assert one.joined([results[0], wrong], parts) is wrong
-
-
-def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
     call, _ = called("sparse_layer:q=[1,5];kv=[3,3];decodes=1;pad=2")
     buffer = call.written["topk_indices_buffer"].cache
     buffer[1:8] = 77
@@ -116,9 +103,8 @@ def test_the_golden_result_of_a_layer_is_that_of_the_one_that_is_proven(text: st
 def states_of(made: LayerBatch) -> tuple[torch.Tensor, PagedContext]:
     """Hidden states [T, H] in which queries and new latents stand side by side, and those of the context as stored."""
     seen, case = torch.cat(made.seen, dim=1), made.case
-    parts = [
-        seen[rows].split((kv, q)) for rows, kv, q in zip(segments(start_loc(made.totals)), case.kv, case.q, strict=True)
-    ]
+    spans = zip(segments(start_loc(made.totals)), case.kv, case.q, strict=True)
+    parts = [seen[rows].split((kv, q)) for rows, kv, q in spans]
     pages = torch.nn.utils.rnn.pad_sequence([old for old, _ in parts], batch_first=True)
     table = torch.arange(len(parts)).unsqueeze(1)
     hidden = torch.cat((made.queries.double().flatten(1), torch.cat([new for _, new in parts])), dim=1)

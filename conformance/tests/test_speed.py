@@ -23,7 +23,6 @@ from mla_conformance.trials.subject import Subject
 CPU = torch.device("cpu")
 DECODE = "decode:dims=small;heads=2;q=[1];kv=[64]"
 
-
 CLOCK = {"now": 0.0}  # seconds, of which each look takes 1/1024
 
 
@@ -131,30 +130,21 @@ def test_the_profiler_tells_when_calls_and_kernels_run(monkeypatch: pytest.Monke
         measure.kernel_times(none.numel, CPU)
 
 
-def test_a_plain_call_is_as_long_as_its_kernels_run() -> None:
-    spans, kernels = (
-        [(10.0, 30.0), (100.0, 130.0)],
-        [(0.0, 9.0), (10.0, 14.0), (12.0, 16.0), (20.0, 30.0), (40.0, 99.0)],
-    )
-    assert measure.busy_in(spans, [*kernels, (100.0, 130.0), (110.0, 115.0)]) == [16.0, 30.0]
+def test_a_plain_call_is_as_long_as_its_kernels_run_and_left_out_where_launches_were_counted() -> None:
+    kernels = [(0.0, 9.0), (10.0, 14.0), (12.0, 16.0), (20.0, 30.0), (40.0, 99.0), (100.0, 130.0), (110.0, 115.0)]
+    assert measure.busy_in([(10.0, 30.0), (100.0, 130.0)], kernels) == [16.0, 30.0]
+    plain = Timed("prefill", "prefill 4k", "x:q=[1]", called=Interval(9.0, 8.0, 9.5))
+    both = Speed((timed("decode", "decode 1 × 1k", 9.0), plain), timer="do_bench; L2 flushed")
+    assert [each.called for each in both.comparable] == [None, None]
+    assert both.of("decode 1 × 1k") and not both.of("prefill 4k")
+    alone = Speed((plain,), timer="do_bench; L2 flushed")
+    assert not alone.has_times and "with the waits for their launches" in alone.reason
+    assert Speed((plain,), timer="CUPTI, of graphs do_bench").has_times
 
 
 def timed(kind: str, shape: str, median: float, share: float = 0.5) -> Timed:
     called, graph = Interval(0.9 * median, 0.8 * median, 9 * median), Interval(median, median - 2, median + 2)
     return Timed(kind, shape, "x:q=[1]", called, graph, share=share)
-
-
-def test_plain_calls_of_a_timer_that_counted_launches_are_left_out() -> None:
-    plain = Timed("prefill", "prefill 4k", "x:q=[1]", called=Interval(9.0, 8.0, 9.5))
-    both = Speed((timed("decode", "decode 1 × 1k", 9.0), plain), timer="do_bench; L2 flushed")
-    assert (
-        [each.called for each in both.comparable] == [None, None]
-        and both.of("decode 1 × 1k")
-        and not both.of("prefill 4k")
-    )
-    alone = Speed((plain,), timer="do_bench; L2 flushed")
-    assert not alone.has_times and "with the waits for their launches" in alone.reason
-    assert Speed((plain,), timer="CUPTI, of graphs do_bench").has_times
 
 
 def test_the_table_has_the_columns_that_most_kernels_have() -> None:

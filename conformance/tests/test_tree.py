@@ -19,8 +19,7 @@ MIXED = "tree_decode:dims=small;heads=2;q=[9,1,12,7];kv=[5,17,0,64];tree=random+
 
 
 def batch_of(text: str) -> TreeBatch:
-    case: Any = Case.parse(text)
-    return TreeBatch(case, CPU)
+    return TreeBatch(Case.parse(text), CPU)  # type: ignore[arg-type]
 
 
 def test_random_trees_have_siblings_and_early_ends_and_each_request_its_own() -> None:
@@ -43,16 +42,13 @@ def test_requests_in_another_order_keep_their_trees() -> None:
     assert judged(EagerTreeBackend, regrouped).status is Status.PASS
 
 
-def test_a_tree_of_ones_own_and_rows_of_padding() -> None:
+def test_a_tree_of_ones_own_rows_of_padding_and_masks_of_another_width() -> None:
     (call,) = batch_of("tree_decode:q=[4];kv=[9];parents=[0,0,0,1]").calls()
     assert call.masks[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert judged(EagerTreeBackend, "tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2;parents=[0,0]").status is Status.PASS
     golden: Any = golden_of(build_problem(Case.parse("tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2"), CPU))
     (state,) = golden.calls
     assert state.lse[:, 2:].eq(-math.inf).all() and not state.output[2:].any()
-
-
-def test_masks_of_another_width_are_refused() -> None:
     (call,) = batch_of("tree_decode:dims=small;heads=2;q=[3,2];kv=[9,0]").calls()
     backend = EagerTreeBackend(2, 1.0, 32, 16, 8, 16, "auto", None)
     backend.prepare_metadata(MLATreeMetadata(**vars(call.metadata) | {"tree_mask": call.metadata.tree_mask[:-1]}))

@@ -18,15 +18,12 @@ from mla_conformance.trials.subject import describe
 BACKENDS = "vllm.v1.attention.backends.mla.fake"
 SMALL = "call=layer;dims=32-16-32-64;heads=2"
 PREFILLS_FIRST = f"mixed_batch:{SMALL};q=[5,9,1];kv=[40,0,130];decodes=1;data=needle;workspace=64"
-DECODES_FIRST = (
-    f"mixed_batch:{SMALL};q=[1,1,20];kv=[33,7,40];decodes=2;order=decodes_first;layers=3;layout=sliced;pad=2"
-)
+BEHIND = f"{SMALL};q=[1,1,20];kv=[33,7,40];decodes=2;order=decodes_first"
+DECODES_FIRST = f"mixed_batch:{BEHIND};layers=3;layout=sliced;pad=2"
 
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``judged(case, backend)``: the record of a case on a class of the stand-in, as a user names it."""
-
     def judge(case: str, backend: type = fake.MLACommonBackend) -> Record:
         fake.install(monkeypatch, {**fake.LAYER, BACKENDS: {"Backend": backend}})
         return judged_on(f"{BACKENDS}:Backend", case)
@@ -37,13 +34,12 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        PREFILLS_FIRST,
-        DECODES_FIRST,
+        *(PREFILLS_FIRST, DECODES_FIRST),
         f"mixed_batch:{SMALL};q=[3,3,9];kv=[30,4,64];decodes=2;order=decodes_first;weights=dense",
         f"weight_absorption:{SMALL};q=[5,1];kv=[20,33];decodes=1",
         f"graph_padding:{SMALL};q=[1,1];kv=[40,16];decodes=2;pad=3",
         f"call_order:{SMALL};q=[5,9,1];kv=[40,0,130];decodes=1;workspace=64;model=1;layout=packed",
-        f"call_order:{SMALL};q=[1,1,20];kv=[33,7,40];decodes=2;order=decodes_first;model=1;layout=sliced",
+        f"call_order:{BEHIND};model=1;layout=sliced",
     ],
 )
 def test_an_unchanged_backend_passes_as_a_layer(case: str, judged: Any) -> None:
@@ -102,7 +98,6 @@ SCRIPT = """
 import sys
 import torch
 from mla_conformance.distributed import judge_ranks
-
 rank, rendezvous, *backends = sys.argv[1:]
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=2)
@@ -113,10 +108,8 @@ torch.distributed.destroy_process_group()
 
 def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path, python: Path) -> None:
     given = (str(tmp_path / "rendezvous"), "EAGER", "mla_conformance.tests.test_layer:SilentSecond")
-    ranks = [
-        subprocess.Popen([str(python), "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    calls = ([str(python), "-c", SCRIPT, str(rank), *given] for rank in range(2))
+    ranks = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for call in calls]
     first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0] and second == [first[-1]] == ["[0, 1]"]
     assert first[0].startswith("EAGER · 2 processes through gloo · cpu · torch ") and "4 pass" in first

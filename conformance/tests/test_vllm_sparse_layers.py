@@ -5,7 +5,7 @@ whatever is translated wrongly is wrong.
 """
 
 import math
-from dataclasses import fields, make_dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import eager_sparse_layer, prepare, roles, sparse
-from mla_conformance.backends.sparse_layer import (
-    MLASparseLayerConfig,
-    MLASparseLayerMetadata,
-    SparseIndexerWeights,
-    SparseLayerWeights,
-)
+from mla_conformance.backends import eager_sparse_layer, prepare, roles, sparse, sparse_layer
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests import fake_vllm as fake
@@ -33,19 +27,15 @@ DECODES = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,1];kv=[140,9];decodes=2
 BOTH = f"sparse_layer:call=sparse_layer;{ENGINE};q=[1,3,9];kv=[140,9,130];decodes=1"
 STATE = fake.STATE
 # This vLLM does not ask whether a batch is causal.
-Common = make_dataclass(
-    "CommonAttentionMetadata",
-    [part.name for part in fields(fake.CommonAttentionMetadata) if part.name != "causal"],
-    kw_only=True,
-)
+Common = make_dataclass("CommonAttentionMetadata", fake.FIELDS.replace(" causal", "").split(), kw_only=True)
+
+
+def vector(*shape: int, dtype: torch.dtype | None = None) -> Any:
+    return torch.nn.Parameter(torch.full(shape, torch.nan, dtype=dtype), requires_grad=False)
 
 
 def linear(rows: int, columns: int) -> Any:
-    return SimpleNamespace(weight=torch.nn.Parameter(torch.full((rows, columns), torch.nan), requires_grad=False))
-
-
-def vector(columns: int, dtype: torch.dtype | None = None) -> Any:
-    return torch.nn.Parameter(torch.full((columns,), torch.nan, dtype=dtype), requires_grad=False)
+    return SimpleNamespace(weight=vector(rows, columns))
 
 
 class Builder:
@@ -90,7 +80,7 @@ class DeepseekV32Attention(fake.Cached):
         self.rotary_emb, self.indexer_rope_emb = SimpleNamespace(), SimpleNamespace()
         self.impl, self.indexer = backend.get_impl_cls()(), None
         if model.index_topk_pattern == "F":
-            norm = SimpleNamespace(weight=vector(columns, torch.float32), bias=vector(columns, torch.float32))
+            norm = SimpleNamespace(**{name: vector(columns, dtype=torch.float32) for name in ("weight", "bias")})
             self.indexer = SimpleNamespace(
                 wq_b=linear(model.index_n_heads * columns, model.q_lora_rank),
                 wk_weights_proj=linear(columns + model.index_n_heads, model.hidden_size),
@@ -110,12 +100,11 @@ class DeepseekV32Attention(fake.Cached):
         theirs = mine if indexer is None else batch.attn_metadata[indexer.k_cache.prefix].common
         tokens = int(mine.query_start_loc_cpu[-1])
         decodes = int((mine.query_start_loc_cpu.diff() == 1).cumprod(0).sum())
-        attention, index = _batch(mine), _batch(theirs)
-        layer.prepare_metadata(
-            MLASparseLayerMetadata(
-                attention, index, mine.slot_mapping[:tokens], theirs.slot_mapping[:tokens], min(decodes, mine.num_reqs)
-            )
+        slots = mine.slot_mapping[:tokens], theirs.slot_mapping[:tokens]
+        metadata = sparse_layer.MLASparseLayerMetadata(
+            _batch(mine), _batch(theirs), *slots, min(decodes, mine.num_reqs)
         )
+        layer.prepare_metadata(metadata)
         output = torch.full((len(hidden), model.hidden_size), torch.nan, dtype=hidden.dtype)
         buffer = (self.impl if indexer is None else indexer).topk_indices_buffer
         caches = self.cache, None if indexer is None else indexer.k_cache.cache
@@ -123,44 +112,32 @@ class DeepseekV32Attention(fake.Cached):
         output[:tokens] = layer.run_sparse_layer(hidden[:tokens], positions[:tokens], table, *caches, buffer)
         return output
 
-    def _config(self) -> MLASparseLayerConfig:
+    def _config(self) -> sparse_layer.MLASparseLayerConfig:
         model, engine, rope = self.model, self.engine, self.model.rope_parameters
         yarn = 1.0 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))
         alike = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "rms_norm_eps", "index_n_heads")
-        return MLASparseLayerConfig(
-            **{name: getattr(model, name) for name in alike},
-            dtype=engine.model_config.dtype,
-            num_heads=model.num_attention_heads,
-            scale=(model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2,
-            is_neox_style=False,
-            preparation=prepare.IndexPreparation(
-                head_dim=model.index_head_dim,
-                rope_dim=model.qk_rope_head_dim,
-                rope_first=True,
-                is_neox_style=not model.indexer_rope_interleave,
-                hadamard=False,
-                scale_format="pow2",
-                fold_scales=True,
-                eps=1e-6,
-            ),
-            topk_tokens=model.index_topk,
-            skip_topk=self.indexer is None,
-            kv_cache_dtype=engine.cache_config.cache_dtype,
-            tile_scales="pow2",
-            index_kv_cache_dtype="fp8_index",
-            block_size=engine.cache_config.block_size,
-        )
+        told: dict[str, Any] = {name: getattr(model, name) for name in alike}
+        told |= {"dtype": engine.model_config.dtype, "num_heads": model.num_attention_heads, "is_neox_style": False}
+        told |= {"scale": (model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5 * yarn**2}
+        told |= {"topk_tokens": model.index_topk, "skip_topk": self.indexer is None}
+        told |= {"kv_cache_dtype": engine.cache_config.cache_dtype, "block_size": engine.cache_config.block_size}
+        halves = not model.indexer_rope_interleave
+        form = (model.index_head_dim, model.qk_rope_head_dim, True, halves, False, "pow2", True, 1e-6)
+        caches: Any = {"tile_scales": "pow2", "index_kv_cache_dtype": "fp8_index"}
+        return sparse_layer.MLASparseLayerConfig(preparation=prepare.IndexPreparation(*form), **caches, **told)
 
-    def _weights(self) -> SparseLayerWeights:
+    def _weights(self) -> sparse_layer.SparseLayerWeights:
         model, indexer = self.model, self.indexer
         q_a, kv_a = self.fused_qkv_a_proj.weight.data.tensor_split([model.q_lora_rank])
         theirs = None
         if indexer is not None:
             wk, weights = indexer.wk_weights_proj.weight.data.tensor_split([model.index_head_dim])
             norm = indexer.k_norm
-            theirs = SparseIndexerWeights(indexer.wq_b.weight.data, wk, norm.weight.data, norm.bias.data, weights)
+            theirs = sparse_layer.SparseIndexerWeights(
+                indexer.wq_b.weight.data, wk, norm.weight.data, norm.bias.data, weights
+            )
         norms = self.q_a_layernorm.weight.data, self.kv_a_layernorm.weight.data
-        return SparseLayerWeights(
+        return sparse_layer.SparseLayerWeights(
             q_a, norms[0], self.q_b_proj.weight.data, kv_a, norms[1], self.kv_b, self.o_proj.weight.data, theirs
         )
 
@@ -172,18 +149,11 @@ def _batch(common: Any) -> sparse.MLASparseMetadata:
     queries, lengths = queries[asked], common.seq_lens_cpu_upper_bound[asked]
     assert lengths.tolist() == common.seq_lens[asked].tolist()
     starts = torch.cat((queries.new_zeros(1), queries.cumsum(0).int()))
-    return sparse.MLASparseMetadata(
-        query_start_loc=starts,
-        req_id_per_token=torch.arange(len(queries), dtype=torch.int32).repeat_interleave(queries),
-        seq_lens=lengths,
-        block_table=common.block_table_tensor[asked],
-        workspace_starts=None,
-        index_space=roles.IndexSpace.POSITION,
-        max_query_len=common.max_query_len,
-        max_seq_len=common.max_seq_len,
-        query_lens_cpu=queries,
-        seq_lens_cpu=lengths,
-    )
+    requests = torch.arange(len(queries), dtype=torch.int32).repeat_interleave(queries)
+    longest = {"max_query_len": common.max_query_len, "max_seq_len": common.max_seq_len}
+    host = {"query_lens_cpu": queries, "seq_lens_cpu": lengths}
+    table, space = common.block_table_tensor[asked], roles.IndexSpace.POSITION
+    return sparse.MLASparseMetadata(starts, requests, lengths, table, None, space, **longest, **host)
 
 
 class Backend(fake.MLACommonBackend):
@@ -201,8 +171,6 @@ class Backend(fake.MLACommonBackend):
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``judged(case)``: its record on the stand-in's backend; ``layer`` stands for vLLM's, ``deep_gemm`` is there."""
-
     def judge(case: str, layer: type = DeepseekV32Attention, deep_gemm: bool = True) -> Record:
         parts: dict[str, dict[str, Any]] = {
             "vllm.distributed.parallel_state": {"model_parallel_is_initialized": lambda: True},

@@ -29,7 +29,6 @@ def assert_same(a: AttentionState, b: AttentionState, tolerance: float = 0.0) ->
 
 
 def exact_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, list[mpf]]:
-    """One query [D] over its visible keys [S, D] and values [S, V], straight from the definition."""
     rows = [([mpf(x) for x in key], [mpf(x) for x in value]) for key, value in zip(k.tolist(), v.tolist(), strict=True)]
     if not rows:
         return {**dict.fromkeys(("output", *TERMS), [mpf(0)] * v.shape[1]), "lse": [-mpmath.inf], "lse_score": [mpf(0)]}
@@ -101,16 +100,13 @@ def test_merging_any_split_of_the_keys(normal: Normal, seed: int, q_len: int, fi
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), INF, -INF, 1e30])
-def test_an_empty_part_is_ignored_whatever_it_holds(garbage: float) -> None:
+def test_a_merge_ignores_an_empty_part_whatever_it_holds_hides_no_nan_and_is_exact(garbage: float) -> None:
     empty, full = torch.full((2, 3, 4), garbage), torch.ones(2, 3, 4)
     none, some = torch.full((3, 2), -INF), torch.full((3, 2), 0.5)
     for output, lse in (merge(empty, none, full, some), merge(full, some, empty, none)):
         assert (output == 1).all() and (lse == 0.5).all()
     output, lse = merge(empty, none, empty, none)
     assert (output == 0).all() and (lse == -INF).all()
-
-
-def test_a_merge_hides_no_nan_and_is_exact_at_extreme_lse() -> None:
     one, lse = torch.ones(1, 1, 1), torch.full((1, 1), 1e5)
     assert merge(one * torch.nan, lse, one, lse)[0].isnan().all()
     output, merged = merge(one, lse, 3 * one, lse)
@@ -172,13 +168,10 @@ def test_every_order_of_merges_stays_within_the_terms(chunks: int, mean: float) 
         assert float(error.square().mean()) <= ROUNDOFF**2 * float(terms.squares.mean())
 
 
-def test_a_merge_of_a_small_share_rounds_little() -> None:
+def test_a_merge_of_a_small_share_rounds_little_and_chunks_are_the_states_that_calls_would_return() -> None:
     small, large = torch.full((1,), 2.0**-10).double(), torch.ones(1).double()
     assert float(merged_parts([small, large]).total) == 1 + 2.0**-10
     assert float(merged_parts([small, small, large]).total) < 3.1
-
-
-def test_chunks_of_a_request_are_the_states_that_its_calls_would_return() -> None:
     drawing = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(rows, 2, 8, generator=drawing).double() for rows in (3, 12, 12))
     scores = torch.einsum("tnd,snd->nts", q, k)

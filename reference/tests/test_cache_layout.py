@@ -11,25 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.reference.cache_layout import (
-    cache_dtype,
-    copy_blocks,
-    decode_rows,
-    encode,
-    entry_width,
-    steady,
-    swap_blocks,
-)
+from mla_conformance.reference import cache_layout, quantization
+from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
-from mla_conformance.reference.quantization import (
-    E4M3_MAX,
-    dequantize_e2m1,
-    dequantize_e4m3,
-    e4m3_ordinal,
-    quantize_e2m1,
-    quantize_e4m3,
-)
+from mla_conformance.reference.quantization import E4M3_MAX, e4m3_ordinal, quantize_e4m3
 
 BF16 = torch.bfloat16
 
@@ -40,7 +26,7 @@ def latents(tokens: int, seed: int = 0, dtype: torch.dtype = BF16) -> tuple[torc
     return kv_c, k_pe
 
 
-def test_auto_keeps_the_bits_and_fp8_divides_both_parts_by_the_scale() -> None:
+def test_auto_keeps_the_bits_and_blocks_are_copied_within_every_cache_and_between_two() -> None:
     kv_c, k_pe = torch.tensor([[0.25, 1000.0]], dtype=BF16), torch.tensor([[-0.5, 1e-6]], dtype=BF16)
     as_it_is = encode(kv_c, k_pe, "auto", 3.0)
     assert torch.equal(as_it_is, torch.cat((kv_c, k_pe), dim=-1))
@@ -49,14 +35,11 @@ def test_auto_keeps_the_bits_and_fp8_divides_both_parts_by_the_scale() -> None:
     assert rows.float().tolist() == [[0.5, 448.0, -1.0, 0.0]]
     decoded = decode_rows(rows, "fp8", 0.5, 2, 2)
     assert decoded[0].tolist() == [[0.25, 224.0]] and decoded[1].tolist() == [[-0.5, 0.0]]
-
-
-def test_blocks_are_copied_within_every_cache_and_between_two() -> None:
     caches = [torch.arange(5.0).view(5, 1, 1).repeat(1, 2, 3).to(dtype) for dtype in (BF16, torch.float8_e4m3fn)]
-    copy_blocks(caches, torch.tensor([[1, 2], [2, 0]]))
+    cache_layout.copy_blocks(caches, torch.tensor([[1, 2], [2, 0]]))
     assert [cache[:, 0, 0].tolist() for cache in map(torch.Tensor.float, caches)] == [[2.0, 1.0, 1.0, 3.0, 4.0]] * 2
     other = torch.zeros(3, 2, 3, dtype=BF16)
-    swap_blocks(caches[0], other, torch.tensor([[4, 1]]))
+    cache_layout.swap_blocks(caches[0], other, torch.tensor([[4, 1]]))
     assert other[:, 1, 2].tolist() == [0.0, 4.0, 0.0] and caches[0][4, 0, 0] == 4
 
 
@@ -70,9 +53,7 @@ def test_scales_that_are_powers_of_two_hold_every_tile_and_are_the_least_that_do
     assert bool((scales >= least).all()) and bool(((scales < 2 * least) | (scales == 2.0**-13)).all())
     decoded, _ = decode_rows(rows, "fp8_ds_mla", 1.0, 512, 64)
     assert bool(((decoded - kv_c.double()).abs() <= scales.repeat_interleave(128, 1) * 16).all())
-
-
-def test_an_entry_without_rope_holds_zeros_there() -> None:
+    # An entry without rope holds zeros there.
     kv_c, k_pe = latents(3)
     rows = encode(kv_c, k_pe[:, :0], "fp8_ds_mla", 1.0)
     assert rows.shape == (3, 656) == (3, entry_width("fp8_ds_mla", 512, 0)) and not rows[:, 528:].any()
@@ -101,7 +82,6 @@ def nearest_code(x: Fraction) -> int:
 
 
 def probes() -> list[float]:
-    """Every value and midpoint, each with its float64 and its float32 neighbours, and points far outside."""
     edges = VALUES + [(a + b) / 2 for a, b in pairwise(VALUES)] + [Fraction(464), Fraction(480)]
     exact = [float(edge) for edge in edges]
     beside = [math.nextafter(x, direction) for x in exact for direction in (-math.inf, math.inf)]
@@ -122,7 +102,7 @@ def test_every_code_is_the_correctly_rounded_one(scale: float) -> None:
 def test_ordinals_count_the_codes_in_the_order_of_their_values() -> None:
     finite = [code for code in range(256) if code & 0x7F != 0x7F]
     codes = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    ordinals, values = e4m3_ordinal(codes), dequantize_e4m3(codes, 1.0)
+    ordinals, values = e4m3_ordinal(codes), quantization.dequantize_e4m3(codes, 1.0)
     assert ordinals.dtype == torch.int16 and sorted(set(ordinals.tolist())) == list(range(-126, 127))
     by_ordinal = values[ordinals.argsort()]
     assert (by_ordinal.diff() >= 0).all()
@@ -161,10 +141,8 @@ KEYS = {
     "nvfp4_ds_mla": {0: 6.0, 1: -1.5, 16: 12.0},
     "nvfp4_v4": {0: 6.0, 1: -1.5, 447: 12.0, 448: -2.0, 511: 7.0},
 }
-ROPES = {
-    "fp8_ds_mla": torch.arange(64, dtype=BF16)[None],
-    "nvfp4_ds_mla": torch.tensor([[1.0, *[0.0] * 62, -500.0]], dtype=BF16),
-}
+ROPES = {"fp8_ds_mla": torch.arange(64.0)[None], "nvfp4_ds_mla": torch.tensor([[1.0, *[0.0] * 62, -500.0]])}
+ROPES = {name: rope.to(BF16) for name, rope in ROPES.items()}
 E4M3, BYTE = torch.float8_e4m3fn, torch.uint8
 BY_HAND: list[tuple[str, slice, torch.dtype, dict[int, Any]]] = [
     ("fp8_ds_mla", slice(512), E4M3, {0: 448.0, 1: -3.5, 2: 0.0, 128: 448.0, 511: 448.0}),
@@ -196,15 +174,12 @@ def test_an_entry_by_hand(layout: str, part: slice, dtype: torch.dtype, numbers:
     assert {place: found[place] for place in numbers} == numbers
 
 
-def test_the_scale_of_an_index_key_by_hand() -> None:
+def test_the_scale_of_an_index_key_by_hand_and_tiles_on_the_edge_of_one() -> None:
     keys = torch.tensor([[448.0], [-450.0], [1e-5]]).to(BF16).expand(3, 128)
     for kind, scales in (("float32", [1.0, 450 / 448]), ("pow2", [1.0, 2.0, 2.0**-22])):
         rows = encode(keys, keys[:, :0], "fp8_index", 1.0, kind)
         found = rows[:, 128:].contiguous().view(torch.float32)[:, 0]
         assert torch.equal(found[: len(scales)], torch.tensor(scales))
-
-
-def test_tiles_on_the_edge_of_a_scale_are_not_steady() -> None:
     found = steady(key({0: 448.0, 32: 446.0, 64: 450.0}), TILED_FORMATS["fp8_v41"], "float32", 2.0**-20)
     assert found[0].tolist() == [False, *[True] * 15]
     ties = steady(key({0: 6 * 17 / 16, 16: 6.0}), TILED_FORMATS["fp4_v41"], "float32", 2.0**-20)
@@ -227,7 +202,7 @@ def test_shuffled_codes_stand_in_tiles_of_16_tokens_and_columns() -> None:
     assert torch.equal(read_entries(cache, torch.tensor([32 + 17]), "fp8_index_shuffled"), row)
 
 
-def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
+def test_the_meaning_of_a_byte_is_its_code_times_its_scale_and_codes_of_e2m1_are_nearest() -> None:
     row = torch.zeros(1, 528, dtype=torch.uint8)
     row[0, 0], row[0, 33] = 0x38, 0xB8  # 1.0 and -1.0
     row[0, 512:515] = torch.tensor([130, 0, 255], dtype=torch.uint8)
@@ -236,14 +211,11 @@ def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
     row = encode(key(KEYS["nvfp4_ds_mla"]), ROPES["nvfp4_ds_mla"], "nvfp4_ds_mla", 1.0)
     kv_c, k_pe = decode_rows(row, "nvfp4_ds_mla", 1.0, 512, 64)
     assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
-
-
-def test_codes_of_e2m1_are_nearest_with_ties_to_even_and_saturate() -> None:
     given = [0.0, 0.24, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0, -0.75, -5.0]
-    found = dequantize_e2m1(quantize_e2m1(torch.tensor(given, dtype=torch.float64)))
+    found = quantization.dequantize_e2m1(quantization.quantize_e2m1(torch.tensor(given, dtype=torch.float64)))
     assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -1.0, -4.0]
     every = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(quantize_e2m1(dequantize_e2m1(every)), every)
+    assert torch.equal(quantization.quantize_e2m1(quantization.dequantize_e2m1(every)), every)
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla", "fp4_v41", "fp8_v4"])

@@ -47,20 +47,14 @@ def test_latent_mean_by_both_paths() -> None:
         assert_golden(route(*operands, **batch(payload)), payload)
 
 
-def test_merge() -> None:
+def test_merge_e4m3_and_chunk_plan() -> None:
     payload = load("merge")["payload"]
     state = AttentionState(*merge(*tensors(payload, "output_a", "lse_a", "output_b", "lse_b")))
     assert_golden(state, payload)
-
-
-def test_e4m3() -> None:
     payload = load("e4m3")["payload"]
     (values,) = tensors(payload, "value")
     codes = quantize_e4m3(values, payload["scale"]).view(torch.uint8)
     assert codes.tolist() == payload["code"]
-
-
-def test_chunk_plan() -> None:
     payload = load("chunk_plan")["payload"]
     sizes = {name: payload[name] for name in ("workspace_tokens", "page_size")}
     plan = plan_context_chunks(payload["context_lens"], **sizes)

@@ -45,21 +45,18 @@ def test_a_packed_chunk_is_a_run_of_rows(lens: list[int], page_size: int, spare:
         assert following.starts[split] == (end if end < lens[split] else 0)
 
 
-def test_prefills_without_context_take_no_share() -> None:
+def test_prefills_without_context_take_no_share_and_refusals_say_what_to_do() -> None:
     for planner in chunking.PLANNERS.values():
         assert planner([], workspace_tokens=0, page_size=16) == planner([0, 0], workspace_tokens=0, page_size=16) == ()
     (chunk,) = chunking.plan_context_chunks([0, 64, 0], workspace_tokens=64, page_size=16)
     assert chunk.key_start_loc == (0, 0, 64, 64)
-
-
-def test_refusals_of_planners_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"at least 32 .* got 31; enlarge the workspace"):
         chunking.plan_context_chunks([5, 5], workspace_tokens=31, page_size=16)
     with pytest.raises(ValueError, match=r"at least 16 \(one page\), got 15"):
         chunking.pack_context_chunks([5], workspace_tokens=15, page_size=16)
 
 
-def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
+def test_chunks_collect_what_was_written_and_misfits_are_refused(prefill: Any) -> None:
     context = prefill.context
     plan = chunking.plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
     for chunk in plan:
@@ -68,9 +65,6 @@ def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
         expected = torch.cat([request[span] for request, span in zip(prefill.latents, spans, strict=True)])
         assert kv_c.shape == (chunk.num_tokens, 32) and k_pe.shape == (chunk.num_tokens, 8)
         assert torch.equal(torch.cat((kv_c, k_pe), dim=-1), expected)  # also: no NaN of an unused slot
-
-
-def test_misfits_are_refused() -> None:
     cache, chunk = torch.zeros(3, 4, 5), chunking.ContextChunk(starts=(4,), seq_lens=(5,))
     for slot in (-2, 12):
         with pytest.raises(ValueError, match=r"slots in 0\.\.11"):

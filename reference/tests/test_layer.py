@@ -35,7 +35,6 @@ SPECS = {
 
 
 def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
-    """Random weights of every kind that a spec asks for; gates of each value from the hidden state, else of heads."""
     dims, head, heads = spec.dims, spec.dims.head, spec.dims.num_heads
     hidden, rank, latent, width = dims.hidden_size, dims.q_lora_rank, dims.kv_lora_rank, head.v_head_dim
     rope, queries = head.qk_rope_head_dim, (rank or hidden) * (2 if spec.doubled_query_latent else 1)
@@ -110,8 +109,23 @@ def test_a_window_shows_a_row_itself_and_those_right_before(path: Any, normal: A
     torch.testing.assert_close(again, rows, rtol=0, atol=0)
 
 
-def test_all_tokens_selected_is_no_selection(prefill: Any, normal: Any) -> None:
-    """Any order, -1 between them; a selection within a window is what both leave."""
+def test_rms_norm_divides_by_the_root_mean_square_and_queries_grow_by_steps(normal: Any) -> None:
+    factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
+    steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
+    assert factors.tolist() == pytest.approx(steps)
+    x, weight = normal(5, 7, 30) * 9, normal(6, 30)
+    want = torch.stack([weight * row / (sum(v * v for v in row.tolist()) / 30 + 4.0) ** 0.5 for row in x])
+    torch.testing.assert_close(rms_norm(x, weight, 4.0), want, rtol=1e-14, atol=1e-14)
+
+
+def test_all_tokens_selected_is_no_selection_and_lists_that_do_not_fit_are_refused(prefill: Any, normal: Any) -> None:
+    weights = weights_of(PLAIN, normal)
+    listed = replace(PLAIN, selects=True)
+    lists = torch.full((9, 2), -1)
+    for spec, selected, said in ((listed, None, "lists of selected"), (PLAIN, lists, "no lists of selected")):
+        with pytest.raises(ValueError, match=f"M-1: expected {said} tokens"):
+            run(spec, weights, prefill, normal, "compute_friendly", selected=selected)
+    # Any order, -1 between them; a selection within a window is what both leave.
     weights, lens = weights_of(PLAIN, normal), prefill.context.context_lens
     own = torch.tensor([lens[0] + i for i in range(4)] + [0, 1] + [lens[2] + i for i in range(3)])[:, None]
     every = torch.arange(16).flip(0).expand(9, -1)
@@ -121,24 +135,3 @@ def test_all_tokens_selected_is_no_selection(prefill: Any, normal: Any) -> None:
         for path in PATHS:
             got = run(listed, weights, prefill, normal, path, selected=every)
             torch.testing.assert_close(got, run(seen, weights, prefill, normal, path), rtol=1e-12, atol=1e-12)
-
-
-def test_rms_norm_divides_by_the_root_mean_square(normal: Any) -> None:
-    x, weight = normal(5, 7, 30) * 9, normal(6, 30)
-    want = torch.stack([weight * row / (sum(v * v for v in row.tolist()) / 30 + 4.0) ** 0.5 for row in x])
-    torch.testing.assert_close(rms_norm(x, weight, 4.0), want, rtol=1e-14, atol=1e-14)
-
-
-def test_lists_that_do_not_fit_are_refused(prefill: Any, normal: Any) -> None:
-    weights = weights_of(PLAIN, normal)
-    listed = replace(PLAIN, selects=True)
-    lists = torch.full((9, 2), -1)
-    for spec, selected, said in ((listed, None, "lists of selected"), (PLAIN, lists, "no lists of selected")):
-        with pytest.raises(ValueError, match=f"M-1: expected {said} tokens"):
-            run(spec, weights, prefill, normal, "compute_friendly", selected=selected)
-
-
-def test_growth_of_queries() -> None:
-    factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
-    steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
-    assert factors.tolist() == pytest.approx(steps)

@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.reference import prepare_index
 from mla_conformance.reference.dimensions import Yarn
-from mla_conformance.reference.prepare_index import (
-    Prepared,
-    hadamard,
-    layer_norm,
-    nearest_power,
-    rotated,
-    scale_bounds,
-    sylvester,
-)
+from mla_conformance.reference.prepare_index import Prepared, hadamard, layer_norm, rotated, scale_bounds, sylvester
 from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
 
 
-def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column(normal: Any) -> None:
+def test_the_transform_is_its_own_inverse_and_scales_are_of_either_class(normal: Any) -> None:
     x = Prepared.of(normal(0, 2, 3, 128))
     assert torch.allclose(hadamard(hadamard(x)).values, x.values, rtol=0, atol=1e-13)
     spike = hadamard(Prepared.of(torch.ones(1, 128))).values
@@ -29,6 +22,13 @@ def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column(no
     assert signs == [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     with pytest.raises(ValueError, match="expected a power of two, got 96"):
         sylvester(96, torch.device("cpu"))
+    largest, error = torch.tensor([448.0, 449.0, 0.0, 1e-7], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    low, high = scale_bounds(largest, error, powers_of_two=True)
+    assert low.tolist() == [1.0, 2.0, 0.0, 2**-32] and high.tolist() == [2.0, 2.0, 2**-22, 2**-22]
+    low, high = scale_bounds(largest, error, powers_of_two=False)
+    assert (low <= largest / 448).all() and high[:2].tolist() == pytest.approx([1.0, 449 / 448], rel=1e-6)
+    near = torch.tensor([0.25 * (1 + 2**-22), 0.26], dtype=torch.float64)
+    assert prepare_index.nearest_power(near).tolist() == [0.25, 0.26]
 
 
 def chain(x: torch.Tensor, turns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Prepared:
@@ -58,38 +58,24 @@ def test_steps_in_float32_stay_within_the_error_and_near_enough_to_need_it(shift
     assert beyond > 0 if shift else beyond > 0.5  # far from 0 a variance from the mean square is allowed to be off
 
 
-def test_scales_of_either_class() -> None:
-    largest, error = torch.tensor([448.0, 449.0, 0.0, 1e-7], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    low, high = scale_bounds(largest, error, powers_of_two=True)
-    assert low.tolist() == [1.0, 2.0, 0.0, 2**-32] and high.tolist() == [2.0, 2.0, 2**-22, 2**-22]
-    low, high = scale_bounds(largest, error, powers_of_two=False)
-    assert (low <= largest / 448).all() and high[:2].tolist() == pytest.approx([1.0, 449 / 448], rel=1e-6)
-    near = torch.tensor([0.25 * (1 + 2**-22), 0.26], dtype=torch.float64)
-    assert nearest_power(near).tolist() == [0.25, 0.26]
-
-
 V3 = Yarn(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
 
 
-def test_interleaved_is_complex_multiplication(normal: Any) -> None:
+def test_interleaved_is_complex_multiplication_and_halves_are_its_permutation(normal: Any) -> None:
     x, positions = normal(1, 5, 3, 8), torch.tensor([0, 1, 7, 1000, 163839])
     frequency = 500.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     turn = torch.polar(torch.ones(5, 4, dtype=torch.float64), positions[:, None] * frequency)
     expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn[:, None]).flatten(-2)
     turned = rope(x, positions, Rotation.plain(8, base=500.0, interleaved=True))
     torch.testing.assert_close(turned, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_the_styles_differ_by_a_permutation(normal: Any) -> None:
     x, positions = normal(2, 5, 8), torch.arange(5) * 3
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     halves = rope(x[:, order], positions, Rotation.plain(8, interleaved=False))
-    torch.testing.assert_close(
-        halves, rope(x, positions, Rotation.plain(8, interleaved=True))[:, order], rtol=0, atol=1e-15
-    )
+    pairs = rope(x, positions, Rotation.plain(8, interleaved=True))
+    torch.testing.assert_close(halves, pairs[:, order], rtol=0, atol=1e-15)
 
 
-def test_fast_pairs_stay_slow_ones_are_slowed_down_and_those_between_lie_between() -> None:
+def test_fast_pairs_stay_slow_ones_are_slowed_down_and_the_temperature() -> None:
     rotation, plain = Rotation.extended(V3, 64, interleaved=True), plain_frequencies(64, 1e4)
     shares = [frequency / before for frequency, before in zip(rotation.frequencies, plain, strict=True)]
     assert rotation.dim == 64 and rotation.interleaved and rotation.magnitude == 1.0
@@ -97,10 +83,7 @@ def test_fast_pairs_stay_slow_ones_are_slowed_down_and_those_between_lie_between
     assert shares[:11] == [1.0] * 11 and shares[23:] == pytest.approx([1 / 40] * 9)
     steps = {round(a - b, 12) for a, b in pairwise(shares[10:24])}
     assert steps == {round((1 - 1 / 40) / 13, 12)}
-
-
-def test_temperature() -> None:
-    """A model with one factor for rotated parts only, with DeepSeek's, and with an extension by 1."""
+    # A model with one factor for rotated parts only, with DeepSeek's, and with an extension by 1.
     temperature = 0.1 * math.log(40) + 1
     assert V3.softmax_factor == pytest.approx(temperature**2) and V3.magnitude == 1.0
     paper = Yarn(factor=40.0, original_positions=4096)

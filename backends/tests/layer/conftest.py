@@ -41,8 +41,6 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 @dataclass
 class World:
-    """One layer, its configuration and its cache."""
-
     max_seqs: int = 4
     max_model_len: int = 4
     speculative: int | None = 7
@@ -51,15 +49,9 @@ class World:
     decode: Any = Decode
 
     def __post_init__(self) -> None:
-        self.config = layer_config(
-            dtype=torch.float32,
-            max_model_len=self.max_model_len,
-            head_size=LATENT + ROPE,
-            max_num_seqs=self.max_seqs,
-            block_size=PAGE,
-            ranks=self.ranks,
-            drafted=self.speculative,
-        )
+        most = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_seqs, "block_size": PAGE}
+        told: Any = {"head_size": LATENT + ROPE, "ranks": self.ranks, "drafted": self.speculative, **most}
+        self.config = layer_config(dtype=torch.float32, **told)
         self.backend = mla_layer.mla_backend(self.prefill, self.decode)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
         self.weight = normal(99, LATENT, HEADS, NOPE + VALUE) / LATENT**0.5
@@ -106,14 +98,11 @@ class Batch:
         return normal(77, tokens, HEADS * (NOPE + ROPE)), normal(78, tokens, LATENT), normal(79, tokens, 1, ROPE)
 
     def common(self) -> attention_impl.CommonAttentionMetadata:
-        """The batch for the second route, made of the first one's pieces."""
         return common_metadata(self.requests, padding=0, block_size=PAGE, device=CPU, sharding=Sharding())
 
 
 @pytest.fixture
 def same() -> Callable[..., None]:
-    """That two metadata agree in every field, their views included."""
-
     def check(a: Any, b: Any, name: str = "metadata") -> None:
         if isinstance(a, Tensor):
             # What a workspace holds is written by the kernels that use it.
@@ -133,11 +122,5 @@ def same() -> Callable[..., None]:
     return check
 
 
-@pytest.fixture
-def world() -> type[World]:
-    return World
-
-
-@pytest.fixture
-def batch() -> type[Batch]:
-    return Batch
+world = pytest.fixture(name="world")(lambda: World)
+batch = pytest.fixture(name="batch")(lambda: Batch)

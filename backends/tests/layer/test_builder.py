@@ -58,17 +58,17 @@ def test_the_threshold_counts_drafts_where_the_kernel_takes_several(world: Any) 
     causal = type("Causal", (exact,), {"supports_causal_dcp": True})
     assert world(ranks=2, decode=causal).builder().reorder_batch_threshold == 8
     assert world(decode=None).builder().reorder_batch_threshold is None
+    # Graphs have the support of the decode backend without prefills.
+    for level in AttentionCGSupport:
+        decode = type("Level", (exact,), {"cudagraph_support": level})
+        support = world(decode=decode).backend.get_builder_cls().get_cudagraph_support(None, None)
+        assert support == (AttentionCGSupport.UNIFORM_BATCH if level == AttentionCGSupport.ALWAYS else level)
+    assert world(decode=None).backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
 
 
 # What vLLM 0.33's `split_decodes_and_prefills` gives for (query lengths, threshold, uniform).
-SPLITS = {
-    ((1, 1, 9), 1, False): 2,
-    ((1, 9, 2), 8, False): 1,
-    ((2, 1, 0), 8, False): 3,
-    ((1, 0), 1, True): 2,
-    ((3, 3, 0, 0), 3, True): 4,
-    ((3, 0, 9), 3, True): 2,
-}
+SPLITS: dict[Any, int] = {((1, 1, 9), 1, False): 2, ((1, 9, 2), 8, False): 1, ((2, 1, 0), 8, False): 3}
+SPLITS |= {((1, 0), 1, True): 2, ((3, 3, 0, 0), 3, True): 4, ((3, 0, 9), 3, True): 2}
 
 
 def test_a_batch_is_split_as_vllm_splits_it(world: Any) -> None:
@@ -85,16 +85,7 @@ def test_a_batch_is_split_as_vllm_splits_it(world: Any) -> None:
     assert (metadata.num_decodes, metadata.num_prefills) == (0, 3)
 
 
-def test_graph_support_is_the_decode_backends_without_prefills(world: Any) -> None:
-    exact = world().decode
-    for level in AttentionCGSupport:
-        decode = type("Level", (exact,), {"cudagraph_support": level})
-        support = world(decode=decode).backend.get_builder_cls().get_cudagraph_support(None, None)
-        assert support == (AttentionCGSupport.UNIFORM_BATCH if level == AttentionCGSupport.ALWAYS else level)
-    assert world(decode=None).backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
-
-
-def test_capture_and_drafting_and_cascade(world: Any, same: Any) -> None:
+def test_capture_drafting_and_cascade_and_the_workspace_rule(world: Any, same: Any) -> None:
     builder = world().builder()
     decodes = common([1, 1], [4, 5])
     assert builder.build_for_cudagraph_capture(decodes).use_cuda_graph
@@ -103,8 +94,6 @@ def test_capture_and_drafting_and_cascade(world: Any, same: Any) -> None:
     with pytest.raises(ValueError, match="captured with decodes only, of up to 8 tokens, got 1 prefills of up to 9"):
         builder.build_for_cudagraph_capture(common([9], [9]))
 
-
-def test_the_workspace_rule(world: Any) -> None:
     def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
         config = world(max_model_len=max_model_len, max_seqs=max_seqs).config
         config.cache_config.block_size = page
@@ -136,7 +125,6 @@ CONTRADICTIONS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_batch_that_contradicts_itself_is_refused(name: str, world: Any) -> None:
-    """Of either route: requests, or vLLM's common metadata."""
     batch, message = CONTRADICTIONS[name]
     with pytest.raises(ValueError, match=message):
         if isinstance(batch, list):
@@ -145,7 +133,7 @@ def test_a_batch_that_contradicts_itself_is_refused(name: str, world: Any) -> No
             world().builder().build(0, batch)
 
 
-def test_context_needs_a_workspace(world: Any, batch: Any) -> None:
+def test_context_needs_a_workspace_and_sizes_that_the_kernel_lacks_are_refused(world: Any, batch: Any) -> None:
     one = batch(world(), [(4, 5, True)])
     with pytest.raises(ValueError, match=r"need a workspace, got none; call MLACommonState.begin_forward first"):
         _ = one.world.builder().build_from_requests(one.requests).prefill_metadata
@@ -155,9 +143,6 @@ def test_context_needs_a_workspace(world: Any, batch: Any) -> None:
     few = batch(world(max_seqs=1, max_model_len=1), [(1, 2, True)] * 5)
     with pytest.raises(ValueError, match=r"at least 20 \(5 contexts of one page of 4 tokens\), got 16; enlarge"):
         few.world.builder().build_from_requests(few.requests)
-
-
-def test_sizes_that_the_kernel_lacks_are_refused(world: Any) -> None:
     sized = type("Sized", (world().decode,), {"supported_latent_dims": [(512, 64)]})
     with pytest.raises(ValueError, match=r"expected a head size of \[576\], got 40; it is L \+ R"):
         world(decode=sized).builder()

@@ -6,20 +6,14 @@ import pytest
 import torch
 
 from mla_conformance.backends import block_size, kernel
-from mla_conformance.backends.layer.attention_impl import (
-    AttentionType,
-    CommonAttentionMetadata,
-)
-from mla_conformance.backends.layer.attention_layer import (
-    AttentionBackend,
-    subclass_attention_backend_with_overrides,
-)
+from mla_conformance.backends.layer import attention_layer
+from mla_conformance.backends.layer.attention_impl import AttentionType, CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_layer import AttentionBackend
 
 
 def answering(**answers: Any) -> type[AttentionBackend]:
-    """A backend whose methods have these answers."""
     methods = {name: classmethod(lambda cls, *_, x=answer, **__: x) for name, answer in answers.items()}
-    return subclass_attention_backend_with_overrides("Answering", AttentionBackend, methods)  # type: ignore[type-abstract]
+    return attention_layer.subclass_attention_backend_with_overrides("Answering", AttentionBackend, methods)  # type: ignore[type-abstract]
 
 
 def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
@@ -29,7 +23,7 @@ def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
     return backend.validate_configuration(**(settings | changes))
 
 
-def test_the_reasons_come_in_the_order_of_vllm() -> None:
+def test_the_reasons_come_in_the_order_of_vllm_and_a_batch_without_its_padding() -> None:
     answers = {"get_supported_head_sizes": [576], "get_supported_kernel_block_sizes": [block_size.MultipleOf(64)]}
     picky = answering(**answers, supports_compute_capability=False, supports_combination="not together")
     picky.supported_kv_cache_dtypes = ["fp8"]
@@ -52,9 +46,6 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
     insists = answering(is_mla=True, is_sparse=True)
     assert reasons(insists) == ["non-MLA not supported", "non-sparse not supported"]
     assert reasons(insists, use_mla=True, use_sparse=True) == reasons(answering()) == []
-
-
-def test_a_batch_without_its_padding() -> None:
     starts, rows = torch.tensor([0, 2, 3, 7, 7], dtype=torch.int32), torch.arange(4)
     named: dict[str, Any] = dict.fromkeys(("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens"), rows)
     common = CommonAttentionMetadata(

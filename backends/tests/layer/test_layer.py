@@ -35,15 +35,12 @@ def test_validation_asks_both_kernels(world: Any) -> None:
     assert validate(mla_backend(None, missing)) == ["required dependencies not available: pip install x"]
 
 
-def test_what_a_latent_layer_has_no_meaning_for_is_refused(world: Any) -> None:
+def test_what_a_latent_layer_has_no_meaning_for_or_does_not_fit_is_refused(world: Any) -> None:
     settings: dict[str, Any] = {"alibi_slopes": [0.5], "sliding_window": 128, "logits_soft_cap": 30.0}
     settings |= {"kv_sharing_target_layer_name": "layer.3", "attn_type": "encoder", "indexer": object()}
     for name, value in settings.items():
         with pytest.raises(UnsupportedConfiguration, match=f"an MLA layer does not support {name}, got"):
             world().impl(**{name: value})
-
-
-def test_sizes_that_do_not_fit_together_are_refused(world: Any) -> None:
     for name, got, expected in (("head_size", 41, 40), ("qk_head_dim", 25, 24), ("num_kv_heads", 3, 1)):
         with pytest.raises(ValueError, match=f"expected {name} {expected} for L = 32.*, got {got}"):
             world().impl(**{name: got})
@@ -52,9 +49,15 @@ def test_sizes_that_do_not_fit_together_are_refused(world: Any) -> None:
     plain = type("Plain", (world().decode,), {"supported_kv_cache_dtypes": ["auto"]})
     with pytest.raises(UnsupportedConfiguration, match=r"EAGER: cache dtype fp8 not supported \(supported: auto\)"):
         world(decode=plain).impl(kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"kv_b_proj weight \[N·\(P \+ V\), L\] = \[84, 32\] for N = 3.* got \[32, 8"):
+        world().impl(kv_b_proj=SimpleNamespace(weight=torch.zeros(32, 84)))
+    with pytest.raises(ValueError, match="one of the attributes weight, qweight, weight_packed, got a SimpleNamespace"):
+        world().impl(kv_b_proj=SimpleNamespace())
 
 
-def test_quantised_weights_are_asked_for_their_image_of_the_identity_without_a_bias(world: Any) -> None:
+def test_quantised_weights_are_asked_for_their_image_and_lengths_of_a_rank_may_come_with_the_batch(
+    world: Any, batch: Any
+) -> None:
     w = world()
     dense = w.weight.flatten(1).mT.contiguous()
 
@@ -79,16 +82,6 @@ def test_quantised_weights_are_asked_for_their_image_of_the_identity_without_a_b
     torch.testing.assert_close(w.impl(kv_b_proj=Quantised()).W_UV, plain.W_UV)
     plain.process_weights_after_loading(torch.float16)
     assert plain.W_UV.dtype == torch.float16
-
-
-def test_a_projection_of_another_shape_is_refused(world: Any) -> None:
-    with pytest.raises(ValueError, match=r"kv_b_proj weight \[N·\(P \+ V\), L\] = \[84, 32\] for N = 3.* got \[32, 8"):
-        world().impl(kv_b_proj=SimpleNamespace(weight=torch.zeros(32, 84)))
-    with pytest.raises(ValueError, match="one of the attributes weight, qweight, weight_packed, got a SimpleNamespace"):
-        world().impl(kv_b_proj=SimpleNamespace())
-
-
-def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> None:
     common = batch(world(), [(1, 4, False), (1, 7, False)]).common()
     w = world(ranks=2)
     assert w.builder(1).build(0, common).decode_metadata.seq_lens.tolist() == [2, 4]
@@ -103,7 +96,6 @@ ONE = torch.tensor(1.0)
 
 
 def metadata_of(one: Any, profile: bool = False) -> Any:
-    """Metadata of the first route with the state's workspace."""
     builder, state = one.world.builder(), one.world.backend.get_state_cls()(one.world.runner())
     builder.is_profile_run = profile
     metadata = builder.build_from_requests(one.requests)
@@ -116,15 +108,12 @@ def forward(one: Any, metadata: Any, cache: Any = None, rows: int | None = None,
     return w.impl().forward(w.layer, *operands, w.cache if cache is None else cache, metadata, **given)
 
 
-def test_a_profile_run_computes_nothing_or_reserves(world: Any, batch: Any) -> None:
+def test_a_profile_run_computes_nothing_or_reserves_and_what_has_no_place_is_refused(world: Any, batch: Any) -> None:
     one = batch(world(), PREFILLS)
     assert forward(one, None, one.world.cache[:0]).abs().max() == 0
     reserving, computed = metadata_of(one, profile=True), forward(one, metadata_of(one))
     assert reserving.is_profile_run and torch.equal(forward(one, reserving), computed)
     assert torch.equal(forward(one, metadata_of(one), torch.empty(0)), computed)
-
-
-def test_what_a_forward_has_no_place_for_is_refused(world: Any, batch: Any) -> None:
     one = batch(world(), DECODES)
     metadata = metadata_of(one)
     for given, said in (

@@ -12,7 +12,7 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 
 
 def inputs(tokens: int) -> Any:
-    return SimpleNamespace(input_tokens=torch.zeros(tokens).long(), input_positions=torch.zeros(tokens).long())
+    return SimpleNamespace(**{f"input_{name}": torch.zeros(tokens).long() for name in ("tokens", "positions")})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -40,7 +40,7 @@ def test_advancing_is_rebuilding(seed: int, world: Any, same: Any) -> None:
     assert prompts or pointers == [metadata.slot_mapping.data_ptr(), metadata.seq_lens_tensor.data_ptr()]
 
 
-def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
+def test_a_step_moves_every_query_and_no_padding_and_what_is_none_is_refused(world: Any) -> None:
     requests = [LayerRequest(1, 2, [0], False), LayerRequest(1, 3, [5, 3], False)]
     metadata, given = world().builder().build_from_requests(requests, 2), inputs(4)
     slots = metadata.slot_mapping.tolist()
@@ -50,11 +50,8 @@ def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
     assert given.input_tokens.tolist() == [100, 101, 0, 0] and given.input_positions.tolist()[:2] == [3, 4]
     assert metadata.seq_lens_tensor.tolist() == [4, 5, 0, 0]
     assert metadata.slot_mapping.tolist() == [3, 12, *slots[2:]]
-
-
-def test_what_is_no_decode_step_is_refused(world: Any) -> None:
     plain: Any = [(1, 4, [0, 1], False)]
-    for requests, seqs, queries, ranks, said in (
+    for batch, seqs, queries, ranks, said in (
         ([(4, 4, [0, 1], True)], 1, 1, 1, "a batch of decodes, got 1 prefills; pass turn_prefills_into_decodes"),
         ([(2, 4, [0, 1], False)], 1, 1, 1, "decodes of one token, got up to 2; build the next step's metadata"),
         (plain, 2, 1, 1, "num_seqs 1, .* got 2 and 1"),
@@ -62,7 +59,7 @@ def test_what_is_no_decode_step_is_refused(world: Any) -> None:
         (plain, 1, 1, 2, "cannot advance on 2 context-parallel ranks"),
         ([(1, 7, [5, 3], False)], 1, 1, 1, "next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"),
     ):
-        metadata = world(ranks=ranks).builder().build_from_requests([LayerRequest(*each) for each in requests])
+        metadata = world(ranks=ranks).builder().build_from_requests([LayerRequest(*each) for each in batch])
         with pytest.raises(ValueError, match=said):
             metadata.advance_step(inputs(1), None, 4, seqs, queries)
 
@@ -83,22 +80,7 @@ def captured(world: Any) -> Any:
     return SimpleNamespace(state=state, metadata=metadata, buffers=buffers, load=load)
 
 
-def test_a_replay_that_does_not_fit_is_refused(captured: Any) -> None:
-    """One that fits fills the buffers, of its blocks as many as they have room for."""
-    captured.load((1, 7, list(range(20)), False))
-    assert captured.buffers["seq_lens_tensor"].tolist() == captured.buffers["seq_lens_cpu"].tolist() == [8, *[0] * 7]
-    assert captured.buffers["block_tables"][0].tolist() == list(range(16))
-    assert (captured.buffers["slot_mapping"][1:] == -1).all() and (captured.buffers["block_tables"][1:] == -1).all()
-    for requests, said in (
-        ([(1, 1, [0], False)] * 9, "up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"),
-        ([(2, 0, [0], True)], "as captured, got 1 prefills and 0 decode tokens; run it without the graph"),
-        ([(1, 64, list(range(17)), False)], "sequences of up to 64 tokens, as captured, got 65"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            captured.load(*requests)
-
-
-def test_capturing_has_an_inside_and_an_outside_and_serves_decoders_alone(captured: Any) -> None:
+def test_capturing_has_an_inside_and_an_outside_and_a_replay_that_does_not_fit_is_refused(captured: Any) -> None:
     state = captured.state
     for call in (state.graph_clone, state.graph_capture_get_metadata_for_batch):
         with pytest.raises(ValueError, match="graph buffers exist inside of"):
@@ -116,6 +98,18 @@ def test_capturing_has_an_inside_and_an_outside_and_serves_decoders_alone(captur
     ):
         with pytest.raises(NotImplementedError, match="does not serve encoder-decoder models"):
             call(*given, True)
+    # One that fits fills the buffers, of its blocks as many as they have room for.
+    captured.load((1, 7, list(range(20)), False))
+    assert captured.buffers["seq_lens_tensor"].tolist() == captured.buffers["seq_lens_cpu"].tolist() == [8, *[0] * 7]
+    assert captured.buffers["block_tables"][0].tolist() == list(range(16))
+    assert (captured.buffers["slot_mapping"][1:] == -1).all() and (captured.buffers["block_tables"][1:] == -1).all()
+    for requests, said in (
+        ([(1, 1, [0], False)] * 9, "up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"),
+        ([(2, 0, [0], True)], "as captured, got 1 prefills and 0 decode tokens; run it without the graph"),
+        ([(1, 64, list(range(17)), False)], "sequences of up to 64 tokens, as captured, got 65"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            captured.load(*requests)
 
 
 def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
@@ -134,7 +128,7 @@ def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
     assert state.context_chunk_workspace is None and state.context_chunk_workspace_size == 0
 
 
-def test_a_rank_that_is_awaited_in_vain_ends_the_others() -> None:
+def test_a_rank_that_is_awaited_in_vain_ends_the_others_and_metadata_of_another_are_refused(world: Any) -> None:
     lockstep = Lockstep(2)
     one, two = lockstep.groups
     with pytest.raises(RuntimeError, match="rank 0 waits in exchange 0, and rank 1 ended before it"):
@@ -143,9 +137,6 @@ def test_a_rank_that_is_awaited_in_vain_ends_the_others() -> None:
         lockstep.run([lambda: one.all_gather(torch.ones(1)), lambda: 1 // 0])
     with pytest.raises(RuntimeError, match=r"expected tensors of one form from all ranks, got \[\[1\], \[2\]\]"):
         lockstep.run([lambda: one.all_gather(torch.ones(1)), lambda: two.all_gather(torch.ones(2))])
-
-
-def test_metadata_of_another_rank_is_refused(world: Any) -> None:
     w = world(ranks=2)
     metadata = w.builder(1).build_from_requests([LayerRequest(1, 4, [0, 1], False)])
     with pytest.raises(ValueError, match=r"expected metadata of rank 0 of 1, .* got those of rank 1 of 2; construct"):

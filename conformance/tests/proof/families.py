@@ -10,7 +10,6 @@ from mla_conformance.reference.rope import Rotation, plain_frequencies
 
 HIDDEN, HEADS, Q_RANK, LATENT, NOPE, ROPE, VALUE = 48, 4, 32, 24, 16, 8, 12
 INDEX_HEADS, INDEX_WIDTH, INDEX_TOPK, INDEX_POOL = 3, 20, 6, 2
-WINDOW = 5
 CLASS_EPSILON, CONFIGURED_EPSILON = 1e-6, 1e-5
 """Of norms whose class has its own, and of those that follow the configuration."""
 
@@ -26,8 +25,6 @@ class IndexerForm:
 
 @dataclass(frozen=True)
 class ProofFamily:
-    """Models whose attention is one class of transformers."""
-
     module: str  # ``transformers.models.MODULE.modeling_MODULE``
     prefix: str  # what its classes begin with
     spec: LayerSpec  # the layer as the reference describes it; its ``model`` names the models
@@ -39,18 +36,9 @@ class ProofFamily:
     @property
     def configuration(self) -> dict[str, Any]:
         head = self.spec.dims.head
-        sizes = {
-            "hidden_size": HIDDEN,
-            "num_hidden_layers": 1,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": HEADS,
-            "q_lora_rank": self.spec.dims.q_lora_rank,
-            "kv_lora_rank": LATENT,
-            "qk_nope_head_dim": head.qk_nope_head_dim,
-            "qk_rope_head_dim": head.qk_rope_head_dim,
-            "v_head_dim": head.v_head_dim,
-            "rms_norm_eps": CONFIGURED_EPSILON,
-        }
+        sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "rms_norm_eps": CONFIGURED_EPSILON, **asdict(head)}
+        sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+        sizes |= {"q_lora_rank": self.spec.dims.q_lora_rank, "kv_lora_rank": LATENT}
         if self.spec.selects:
             sizes |= {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH, "index_topk": INDEX_TOPK}
         return sizes | dict(self.settings)
@@ -73,15 +61,8 @@ def _layer(
     of_family = {name: parts.pop(name) for name in ("attention", "indexer", "padding_mask") if name in parts}
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
-    spec = LayerSpec(
-        model=model,
-        dims=dims,
-        scale=factor * head.qk_head_dim**-0.5,
-        rotation=rotation,
-        q_norm=None if q_lora_rank is None else epsilon,
-        kv_norm=epsilon,
-        **parts,
-    )
+    parts |= {"q_norm": None if q_lora_rank is None else epsilon, "kv_norm": epsilon}
+    spec = LayerSpec(model=model, dims=dims, scale=factor * head.qk_head_dim**-0.5, rotation=rotation, **parts)
     return ProofFamily(module, prefix, spec, settings, **of_family)
 
 
@@ -98,7 +79,6 @@ def _extended(
 
 
 def _plain(module: str, prefix: str, model: str, base: float, interleaved: bool = True, **parts: Any) -> ProofFamily:
-    """One whose pairs turn by powers of a base."""
     rotation = Rotation.plain(ROPE, base=base, interleaved=interleaved)
     settings = {**_rope(base), **parts.pop("settings", {})}
     return _layer(module, prefix, model, rotation, settings, **parts)
@@ -132,7 +112,7 @@ _RESCALED["settings"] = {"head_dim": ROPE}
 _PAIRS, _HALVES = IndexerForm(interleaved=True), IndexerForm(interleaved=False)
 _LAST = IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON)
 
-_WINDOW: dict[str, Any] = {"settings": {"rope_interleave": False}, "interleaved": False, "window": WINDOW}
+_WINDOW: dict[str, Any] = {"settings": {"rope_interleave": False}, "interleaved": False, "window": 5}
 _POOLS: dict[str, Any] = {"rope": 0, "epsilon": CONFIGURED_EPSILON, "selects": True, "padding_mask": True}
 _GATED: dict[str, Any] = {"doubled_query_latent": True, "gate": "query_latent", "selects": True, "indexer": _HALVES}
 _SUNK: dict[str, Any] = {"interleaved": False, "gate": "hidden", "sink": True, "selects": True, "indexer": _LAST}

@@ -36,15 +36,8 @@ from mla_conformance.tests.proof.families import INDEX_HEADS, INDEX_WIDTH, Proof
 CALLS = (0, 14), (14, 15), (15, 21)
 """First token and end of each call of a layer that caches."""
 TOKENS = CALLS[-1][1]
-PLACES = {
-    "RMSNorm": "norms",
-    "RotaryEmbedding": "angles",
-    "apply_rotary": "angles",
-    "eager_attention": "softmax",
-    "Indexer": "index scores",
-    "Attention.forward": "gate",
-    "attn_scale": "query growth",
-}
+PLACES = {"RMSNorm": "norms", "RotaryEmbedding": "angles", "apply_rotary": "angles", "eager_attention": "softmax"}
+PLACES |= {"Indexer": "index scores", "Attention.forward": "gate", "attn_scale": "query growth"}
 """The places in which their code asks for float32, by what the function's name has in it."""
 _QUOTIENTS = Tensor.div, torch.div
 _MODELS = "transformers.models."
@@ -109,7 +102,6 @@ def _layer(family: ProofFamily, modules: ModuleType) -> tuple[Any, Any]:
 
 
 def draw_weights(layer: Any) -> None:
-    """Normal weights, matrices of variance 1/fan-in, the same for the same parameters."""
     generator = torch.Generator().manual_seed(3)
     for weight in layer.parameters():
         weight.normal_(std=weight.shape[1] ** -0.5 if weight.dim() == 2 else 1.0, generator=generator)
@@ -127,13 +119,8 @@ def _calls(
     for start, end in CALLS:
         x, own = hidden[None, start:end], torch.arange(start, end)
         positions = first + own[None]
-        found = layer(
-            hidden_states=x,
-            position_embeddings=turn and turn(x, positions),
-            attention_mask=_mask(family, own, end),
-            past_key_values=cache,
-            position_ids=positions,
-        )
+        given = {"hidden_states": x, "position_ids": positions, "position_embeddings": turn and turn(x, positions)}
+        found = layer(**given, attention_mask=_mask(family, own, end), past_key_values=cache)
         selected = chosen[-1].long() if chosen else None
         if selected is not None:
             selected = selected.masked_fill(selected > own[:, None], NO_KEY)
@@ -191,16 +178,9 @@ class GoldenLayer:
     def output(self, start: int, end: int, selected: Tensor | None, path: Path) -> Tensor:
         """[T, H] of tokens start … end - 1, those before them cached."""
         spec, weights = self.family.spec, golden_weights(self.theirs, self.family.spec)
-        return mla_layer(
-            self.hidden[start:end],
-            self._positions[start:end],
-            weights,
-            spec,
-            query_start_loc=(0, end - start),
-            context=self._context(weights, start),
-            path=path,
-            selected=selected,
-        )
+        context, tokens = self._context(weights, start), (self.hidden[start:end], self._positions[start:end])
+        options: Any = {"context": context, "path": path, "selected": selected}
+        return mla_layer(*tokens, weights, spec, query_start_loc=(0, end - start), **options)
 
     def scores(self, start: int, end: int) -> Tensor:
         """[T, S] index scores of tokens start … end - 1 for all up to the last of them, of a family with an indexer."""
@@ -237,20 +217,10 @@ def golden_weights(theirs: Mapping[str, Tensor], spec: LayerSpec) -> MLAWeights:
         w_g = _by_head(theirs, "gate_proj", heads)
     w_uk, w_uv = split_kv_b_proj(_by_head(theirs, "kv_b_proj", heads), head.qk_nope_head_dim)
     w_dkv, w_kr = theirs["kv_a_proj_with_mqa.weight"].mT.tensor_split([spec.dims.kv_lora_rank], dim=-1)
-    return MLAWeights(
-        W_DQ=theirs["q_a_proj.weight"].mT if "q_a_proj.weight" in theirs else None,
-        W_UQ=w_uq,
-        W_QR=w_qr,
-        W_DKV=w_dkv,
-        W_UK=w_uk,
-        W_KR=w_kr,
-        W_UV=w_uv,
-        W_O=theirs["o_proj.weight"].mT,
-        q_norm=theirs.get("q_a_layernorm.weight"),
-        kv_norm=theirs.get("kv_a_layernorm.weight"),
-        W_G=w_g if w_g.shape[-1] else None,
-        sink=theirs.get("sinks"),
-    )
+    w_dq = theirs["q_a_proj.weight"].mT if "q_a_proj.weight" in theirs else None
+    given: Any = {"W_G": w_g if w_g.shape[-1] else None, "W_O": theirs["o_proj.weight"].mT, "sink": theirs.get("sinks")}
+    given |= {f"{name}_norm": theirs.get(f"{name}_a_layernorm.weight") for name in ("q", "kv")}
+    return MLAWeights(W_DQ=w_dq, W_UQ=w_uq, W_QR=w_qr, W_DKV=w_dkv, W_UK=w_uk, W_KR=w_kr, W_UV=w_uv, **given)
 
 
 def golden_index_weights(theirs: Mapping[str, Tensor]) -> IndexerWeights:
