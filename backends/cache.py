@@ -53,8 +53,7 @@ class MLACacheBackend(kernel.PagedKernel):
 
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)  # those of :data:`CACHE_CALLS` that the class has
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts that it writes and gathers
-    # what it writes as float32 scales, where it is constructed so
-    supported_tile_scales: ClassVar[list[str]] = ["float32"]
+    supported_tile_scales: ClassVar[list[str]] = ["float32"]  # what it writes as float32 scales, if constructed so
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64]  # of slot mappings
     supports_dequantise: ClassVar[bool] = True  # whether it gathers into the model's dtype
     supports_compression: ClassVar[bool] = True  # whether an entry may stand for several tokens
@@ -170,7 +169,7 @@ class MLACacheBackend(kernel.PagedKernel):
         raise kernel.UnsupportedConfiguration(f"{self.get_name()}: {call} not supported")
 
 
-_SLOTS = (torch.int64, torch.int32)
+SLOT_DTYPES = (torch.int64, torch.int32)
 
 
 def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dtype: torch.dtype, **asked: Any) -> None:
@@ -190,13 +189,13 @@ def check_forms(backend: MLACacheBackend, call: str, model: torch.dtype, **given
 def check_written(backend: MLACacheBackend, call: str, kv_cache: Tensor, slots: Tensor, **rows: Tensor) -> None:
     """Refuse rows that are no entries, slots that are none of the cache, and fewer rows than slots; reads the slots."""
     check_forms(backend, call, next(iter(rows.values())).dtype, kv_cache=kv_cache, **rows)
-    if slots.dim() != 1 or slots.dtype not in _SLOTS:
+    if slots.dim() != 1 or slots.dtype not in SLOT_DTYPES:
         raise ValueError(f"slot_mapping: expected [T] of int64 or int32, got {list(slots.shape)} of {slots.dtype}")
     for name, x in rows.items():
         if x.dim() != 2 or len(x) < len(slots):
             raise ValueError(f"{name}: expected a row for each of {len(slots)} slots, got shape {list(x.shape)}")
     count = kv_cache.shape[0] * kv_cache.shape[1]
-    _refuse("slot_mapping: slot", slots, (slots < NO_SLOT) | (slots >= count), f"-1 or 0..{count - 1}")
+    refuse("slot_mapping: slot", slots, (slots < NO_SLOT) | (slots >= count), f"-1 or 0..{count - 1}")
 
 
 def check_gather(x: Any, **workspaces: Tensor) -> None:
@@ -205,17 +204,17 @@ def check_gather(x: Any, **workspaces: Tensor) -> None:
     given = {name: getattr(x, name) for name in ("block_table", "cu_seq_lens", "seq_starts")}
     require_forms(MLACacheBackend.run_gather_latent, given, {"B": len(block_table), "B + 1": len(block_table) + 1})
     lengths = cu_seq_lens.diff()
-    _refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
+    refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
     for name, workspace in workspaces.items():
         if len(workspace) < int(cu_seq_lens[-1]):
             raise ValueError(f"{name}: expected at least {int(cu_seq_lens[-1])} rows, got {len(workspace)}")
     pages = -(-(first // x.compress_ratio + lengths) // page) * (lengths > 0)
     columns = block_table.shape[1]
-    _refuse("block_table: pages of a request", pages, pages > columns, f"at most the table's {columns}")
+    refuse("block_table: pages of a request", pages, pages > columns, f"at most the table's {columns}")
     named = torch.arange(columns, device=pages.device) < pages.unsqueeze(1)
     named &= torch.arange(columns, device=pages.device) >= (first // x.compress_ratio // page).unsqueeze(1)
     outside = named & ((block_table < 0) | (block_table >= len(x.kv_cache)))
-    _refuse("block_table: block", block_table, outside, f"0..{len(x.kv_cache) - 1}")
+    refuse("block_table: block", block_table, outside, f"0..{len(x.kv_cache) - 1}")
 
 
 def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
@@ -229,29 +228,7 @@ def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tenso
         raise ValueError(f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, {got}")
 
 
-def check_mapping(x: Any, tokens_of_a_page: int) -> None:
-    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table."""
-    named = {name: getattr(x, name) for name in ("query_start_loc", "positions", "block_table")}
-    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(x.block_table) + 1})
-    counted = int(x.query_start_loc[-1])
-    for name, each in (("slot_mapping", x.slot_mapping), ("positions", x.positions)):
-        if len(each) < counted:
-            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(each)}")
-    if x.slot_mapping.dtype not in _SLOTS:
-        raise ValueError(f"slot_mapping: expected int64 or int32, got {x.slot_mapping.dtype}")
-    room, given = x.block_table.shape[1] * tokens_of_a_page, x.positions[:counted]
-    outside, expected = (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
-    _refuse("positions: position", given, outside, expected)
-
-
-def check_lists(x: Any) -> None:
-    """Refuse lists of another dtype than int32, results of another shape, and requests without a row in the table."""
-    of_row, requests = x.req_id_per_token, len(x.block_table)
-    known = dict(zip(("T", "K"), (len(of_row), *x.token_indices.shape[1:2]), strict=False))
-    require_forms(MLACacheBackend.run_global_slots, {"token_indices": x.token_indices, "out": x.out}, known)
-    _refuse("req_id_per_token: request", of_row, (of_row < 0) | (of_row >= requests), f"0..{requests - 1}")
-
-
-def _refuse(name: str, numbers: Tensor, wrong: Tensor, expected: str) -> None:
+def refuse(name: str, numbers: Tensor, wrong: Tensor, expected: str) -> None:
+    """Refuse by ValueError the first of the numbers that is wrong."""
     if bool(wrong.any()):
         raise ValueError(f"{name}: expected {expected}, got {int(numbers[wrong][0])}")

@@ -43,8 +43,7 @@ class CompressMetadata:
     seq_lens: Annotated[Tensor, Form("B")]  # int32, tokens of each request with those of this batch
     # of a group's last token the slot of its entry, block · page + offset; else -1
     slot_mapping: Annotated[Tensor, Form("T", torch.int64)]
-    # int32, of the cache of entries; column c has the entries from c · page on
-    block_table: Annotated[Tensor, Form("B, pages")]
+    block_table: Annotated[Tensor, Form("B, pages")]  # int32, of entries; column c has those from c · page on
     state_slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # where a token's state may stand; -1 of padding
     # int32; column c has the tokens from c · state page on, if it has some of a group that is not complete before this
     # batch, or with overlap of the one before that; else anything

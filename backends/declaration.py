@@ -39,8 +39,7 @@ class Rounding:
     lse: LseClass = LseClass.EXACT  # the row sum
     p: Precision = Precision.MODEL  # P before the second product
     partial_outputs: Precision = Precision.FLOAT32  # outputs of split keys before they are combined
-    # keys of a cache of codes, with the values that they hold, after dequantisation
-    dequantised_keys: Precision = Precision.FLOAT32
+    dequantised_keys: Precision = Precision.FLOAT32  # keys of a cache of codes, and their values, after dequantisation
     accumulation: Precision = Precision.FLOAT32  # sums of products, of q with k and of P with v
 
 
@@ -79,8 +78,7 @@ class Deviation:
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
     rounding: Rounding = field(default_factory=Rounding)  # rounding classes, verified by the judge
-    # those that hold instead where q, k and v are e4m3; None if the kernel widens them
-    e4m3_rounding: Rounding | None = None
+    e4m3_rounding: Rounding | None = None  # those where q, k and v are e4m3; None if the kernel widens them
     selection: SelectionForm = SelectionForm()  # how a top-k names what it selects
     intermediates: Precision = Precision.FLOAT32  # what stands between the steps of preparing index queries and keys
     deviations: tuple[Deviation, ...] = ()  # printed in the report
@@ -106,23 +104,17 @@ _COARSER = (
 def declaration_of(backend: Any) -> Declaration:
     """The declaration of a backend class, the strictest one if it has none; TypeError if it is no ``Declaration``.
 
-    A layer without one is composed of kernels.
+    A layer without one is composed of kernels, and has the coarser of what these declare. It gathers context into a
+    workspace of the model's dtype, so what was stored as codes is rounded to it.
     """
-    declared = getattr(backend, "declaration", None)
-    if declared is None and hasattr(backend, "get_impl_cls"):
-        kernels = (getattr(backend, f"{role}_backend", None) for role in ("prefill", "decode"))
-        return _of_composed([declaration_of(kernel) for kernel in kernels if kernel])
-    declared = declared or Declaration()
+    said = getattr(backend, "declaration", None)
+    declared = said or Declaration()
     if not isinstance(declared, Declaration):
         raise TypeError(f"{backend.__name__}.declaration must be a Declaration, got {type(declared).__name__}")
-    return declared
-
-
-def _of_composed(kernels: list[Declaration]) -> Declaration:
-    """The coarser of what these declare.
-
-    They gather context into a workspace of the model's dtype, so what was stored as codes is rounded to it.
-    """
+    if said is not None or not hasattr(backend, "get_impl_cls"):
+        return declared
+    named = (getattr(backend, f"{role}_backend", None) for role in ("prefill", "decode"))
+    kernels = [declaration_of(kernel) for kernel in named if kernel]
     roundings, coarsest = [each.rounding for each in kernels] or [Rounding()], dict[str, Precision]()
     for name in ("p", "partial_outputs"):
         found: set[Precision] = {getattr(each, name) for each in roundings}

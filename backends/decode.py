@@ -44,8 +44,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     max_query_len: int = 1  # most query tokens of a request
     uniform: bool = True  # whether all requests have that many
     dcp_world_size: int = 1  # ranks that share a sequence
-    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
-    tile_scales: str = "float32"
+    tile_scales: str = "float32"  # scales of an ``fp8_ds_mla`` cache: ``float32`` numbers, or ``pow2``, powers of two
     lse: bool = True  # whether the LSE is asked for
 
 
@@ -54,8 +53,7 @@ class LatentDecode(cache_dtypes.LatentKernel):
 
     supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
     supports_nonuniform_queries: ClassVar[bool] = False  # whether requests may have different numbers of query tokens
-    # whether several query tokens are masked right on a rank that holds a part of the keys
-    supports_causal_dcp: ClassVar[bool] = False
+    supports_causal_dcp: ClassVar[bool] = False  # whether several query tokens are masked right on one of several ranks
 
     @classmethod
     def _reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:

@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import interface
+from mla_conformance.backends import interface, kernel, operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.online_softmax import Eager, OnlineSoftmax, SoftmaxState
-from mla_conformance.backends.operands import takes
-from mla_conformance.reference.quantization import E4M3_MAX
+from mla_conformance.reference import quantization
 
 
 class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
@@ -21,7 +19,7 @@ class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    @takes(interface.PrefillKernelBackend.run_prefill_new_tokens)
+    @operands.takes(interface.PrefillKernelBackend.run_prefill_new_tokens)
     def run_prefill_new_tokens(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         start_loc = self._prefill_metadata.query_start_loc.tolist()
         accumulated, lse = self._batch(x.q, x.k, x.v, start_loc, start_loc, causal=True)
@@ -83,7 +81,7 @@ class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
         self, accumulated: Tensor, dtype: torch.dtype, out: Tensor | None, output_scale: Tensor | None
     ) -> Tensor:
         if output_scale is None:
-            result = accumulated.to(output_dtype(dtype))
+            result = accumulated.to(kernel.output_dtype(dtype))
         elif out is None or out.dtype != torch.float8_e4m3fn:
             got = "none" if out is None else str(out.dtype)
             raise interface.UnsupportedConfiguration(f"output_scale expects a float8_e4m3fn out tensor, got {got}")
@@ -92,7 +90,7 @@ class EagerKernel(OnlineSoftmax, Eager, interface.PrefillKernelBackend):
         return result if out is None else out.copy_(result)
 
     def _quantise(self, accumulated: Tensor, output_scale: Tensor) -> Tensor:
-        return (accumulated / output_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (accumulated / output_scale).clamp(-quantization.E4M3_MAX, quantization.E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 class EagerPrefillBackend(EagerKernel, interface.MLAPrefillBackend):

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache, cache_dtypes, graph_support, online_softmax
-from mla_conformance.backends.operands import takes
+from mla_conformance.backends import cache, cache_dtypes, graph_support, online_softmax, operands
 from mla_conformance.backends.slots import slots_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
@@ -23,19 +22,19 @@ class EagerCacheBackend(online_softmax.Eager, cache.MLACacheBackend):
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
 
-    @takes(cache.MLACacheBackend.run_write_latent)
+    @operands.takes(cache.MLACacheBackend.run_write_latent)
     def run_write_latent(self, x: Any) -> None:
         if graph_support.may_look_at(x.slot_mapping):
             cache.check_written(self, "write_latent", x.kv_cache, x.slot_mapping, kv_c=x.kv_c, k_pe=x.k_pe)
         self._store(x.kv_cache, self._latent_entries(x.kv_c, x.k_pe, x.k_scale), x.slot_mapping)
 
-    @takes(cache.MLACacheBackend.run_write_index)
+    @operands.takes(cache.MLACacheBackend.run_write_index)
     def run_write_index(self, x: Any) -> None:
         if graph_support.may_look_at(x.slot_mapping):
             cache.check_written(self, "write_index", x.kv_cache, x.slot_mapping, k=x.k)
         self._store(x.kv_cache, self._tiled(x.k, TILED_FORMATS[self.kv_cache_dtype]), x.slot_mapping)
 
-    @takes(cache.MLACacheBackend.run_gather_latent)
+    @operands.takes(cache.MLACacheBackend.run_gather_latent)
     def run_gather_latent(self, x: Any) -> None:
         cache.check_workspace(self, x.kv_cache, x.workspace)
         cache.check_gather(x, workspace=x.workspace)
@@ -46,7 +45,7 @@ class EagerCacheBackend(online_softmax.Eager, cache.MLACacheBackend):
             entries = self._meaning(entries, x.k_scale, x.workspace.dtype)
         x.workspace[: len(slots)] = entries[:, : x.workspace.shape[1]]
 
-    @takes(cache.MLACacheBackend.run_gather_index)
+    @operands.takes(cache.MLACacheBackend.run_gather_index)
     def run_gather_index(self, x: Any) -> None:
         cache.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         cache.check_gather(x, k=x.k, k_scale=x.k_scale)
@@ -56,10 +55,20 @@ class EagerCacheBackend(online_softmax.Eager, cache.MLACacheBackend):
         x.k.view(torch.uint8)[: len(slots)] = codes
         x.k_scale[: len(slots)] = self._scales(scales.contiguous())
 
-    @takes(cache.MLACacheBackend.run_slot_mapping)
+    @operands.takes(cache.MLACacheBackend.run_slot_mapping)
     def run_slot_mapping(self, x: Any) -> None:
-        tokens, ranks = x.block_size * x.compress_ratio * x.dcp_world_size, x.dcp_world_size
-        cache.check_mapping(x, tokens)
+        """Refused are mappings and positions that are too short or of another dtype, and positions beyond the table."""
+        named = {name: getattr(x, name) for name in ("query_start_loc", "positions", "block_table")}
+        operands.require_forms(cache.MLACacheBackend.run_slot_mapping, named, {"B + 1": len(x.block_table) + 1})
+        counted, ranks = int(x.query_start_loc[-1]), x.dcp_world_size
+        for name, each in (("slot_mapping", x.slot_mapping), ("positions", x.positions)):
+            if len(each) < counted:
+                raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(each)}")
+        if x.slot_mapping.dtype not in cache.SLOT_DTYPES:
+            raise ValueError(f"slot_mapping: expected int64 or int32, got {x.slot_mapping.dtype}")
+        room, given = x.block_table.shape[1] * x.block_size * x.compress_ratio * ranks, x.positions[:counted]
+        expected = f"0..{room - 1}, which the table has blocks for"
+        cache.refuse("positions: position", given, (given < 0) | (given >= room), expected)
         request = _repeated(x.query_start_loc)
         position = x.positions[: len(request)]
         x.slot_mapping.fill_(cache.NO_SLOT)
@@ -70,9 +79,14 @@ class EagerCacheBackend(online_softmax.Eager, cache.MLACacheBackend):
         slots = self._slots(x.block_table, request, local, x.block_size)
         x.slot_mapping[: len(request)] = slots.where(last & own, cache.NO_SLOT).to(x.slot_mapping.dtype)
 
-    @takes(cache.MLACacheBackend.run_global_slots)
+    @operands.takes(cache.MLACacheBackend.run_global_slots)
     def run_global_slots(self, x: Any) -> None:
-        cache.check_lists(x)
+        of_row, requests = x.req_id_per_token, len(x.block_table)
+        known = dict(zip(("T", "K"), (len(of_row), *x.token_indices.shape[1:2]), strict=False))
+        given = {"token_indices": x.token_indices, "out": x.out}
+        operands.require_forms(cache.MLACacheBackend.run_global_slots, given, known)
+        outside = (of_row < 0) | (of_row >= requests)
+        cache.refuse("req_id_per_token: request", of_row, outside, f"0..{requests - 1}")
         request = x.req_id_per_token.long().unsqueeze(1).expand_as(x.token_indices)
         inside = (x.token_indices >= 0) & (x.token_indices // x.block_size < x.block_table.shape[1])
         position = x.token_indices.where(inside, 0).long()
@@ -139,13 +153,11 @@ class EagerCacheBackend(online_softmax.Eager, cache.MLACacheBackend):
         if form is None or not form.scales_behind_page:
             return token * width + torch.arange(width, device=token.device)
         data, scales = (torch.arange(size, device=token.device) for size in form.parts)
-        first = self._shuffled(token, data) if form.shuffled else token * len(data) + data
+        first = token * len(data) + data
+        if form.shuffled:  # tiles of 16 tokens, in them tiles of 16 columns, token after token
+            tile = token // SHUFFLE * SHUFFLE * len(data) + data // SHUFFLE * SHUFFLE * SHUFFLE
+            first = tile + token % SHUFFLE * SHUFFLE + data % SHUFFLE
         return torch.cat((first, page * len(data) + token * len(scales) + scales), dim=1)
-
-    def _shuffled(self, token: Tensor, column: Tensor) -> Tensor:
-        """Tiles of 16 tokens, in them tiles of 16 columns, token after token."""
-        tile = token // SHUFFLE * SHUFFLE * len(column) + column // SHUFFLE * SHUFFLE * SHUFFLE
-        return tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
 
     def _meaning(self, entries: Tensor, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
         return cache_dtypes.dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)

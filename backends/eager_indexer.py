@@ -59,8 +59,7 @@ class EagerIndexerBackend(online_softmax.Eager, indexer.MLAIndexerBackend):
     def _stored(self, k: Tensor, k_scale: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         """What stands in slots: values or codes [tile, D] in float32, and the scales [tile, 1] of codes."""
         if self._sparse_metadata.block_table is None:
-            # As bytes, since float8 cannot be indexed everywhere.
-            values = k.view(torch.uint8)[slots].view(k.dtype).float()
+            values = k.view(torch.uint8)[slots].view(k.dtype).float()  # as bytes: float8 cannot be indexed everywhere
             return values, None if k_scale is None else k_scale[slots].unsqueeze(1)
         entries = cache_dtypes.gather(k, slots, self.kv_cache_dtype)
         if self.kv_cache_dtype == "auto":

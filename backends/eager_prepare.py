@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import online_softmax, prepare
-from mla_conformance.reference.prepare_index import sylvester
+from mla_conformance.reference.indexer import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LEAST = 1e-10

@@ -42,8 +42,7 @@ class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
         state = self._initial(queries, queries[..., : self.kv_lora_rank])
         for source in sources:
             visible = self._listed(source) & self._held(source)
-            # Nothing is dereferenced that is not listed.
-            slots = self._slots(source, request).masked_fill(~visible, 0)
+            slots = self._slots(source, request).masked_fill(~visible, 0)  # nothing is dereferenced that is not listed
             for tile in self._tiles(source.indices.shape[1]):
                 keys = self._keys(source, slots[:, tile], visible[:, tile], k_scale).transpose(0, 1)
                 scores = self._scores(queries, keys).masked_fill(~visible[:, None, tile], -torch.inf)

@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse, kernel, operands
+from mla_conformance.backends import eager_cache, eager_indexer, eager_prepare, eager_sparse, kernel, operands, roles
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.roles import INDEX_LAYOUTS
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -33,7 +32,7 @@ class EagerSparseLayerBackend(kernel.NamedKernel, MLASparseLayerBackend):
 
     name: ClassVar[str] = "EAGER"
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8_ds_mla"]
-    supported_index_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
+    supported_index_kv_cache_dtypes: ClassVar[list[str]] = list(roles.INDEX_LAYOUTS)
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 

@@ -15,34 +15,28 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends import dependencies, roles
 from mla_conformance.backends.foreign import HUB, BackendReferenceError, cut, one_line
-from mla_conformance.backends.roles import ROLES
 
-_KERNELS = Library("kernels", "kernels", "pip install 'mla-conformance[hub]'")
+_KERNELS = dependencies.Library("kernels", "kernels", "pip install 'mla-conformance[hub]'")
 _REMOTE = re.compile(r"([\w.-]+/[\w.-]+)@(\w[\w./-]*)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _COMPILED = re.compile(r"torch(-stable-abi)?(\d)(\d+)(-cxx11)?-(cpu|cu|rocm)(\d*)-(\w+)-(\w+)")
 """A variant that is compiled: for a torch, a device and its version, a CPU and a system."""
 
 
-class _Asked(NamedTuple):
-    place: str  # org/name, or the path of a folder
-    version: str  # a version, branch, tag or commit; empty for a folder
-    adapter: Path | None  # the one that is named
-
-
-def _asked(reference: str) -> _Asked:
+def _asked(reference: str) -> tuple[str, str, Path | None]:
+    """Org/name or the path of a folder; a version, branch, tag or commit, empty for a folder; the adapter if named."""
     text, adapter = reference.removeprefix(HUB), None
     if text.endswith(".py"):
         text, _, named = text.rpartition(":")
         adapter = Path(os.path.realpath(named))
     if text and os.path.isdir(text):  # noqa: PTH112 - False for what no folder can be called
-        return _Asked(os.path.realpath(text), "", adapter)
+        return os.path.realpath(text), "", adapter
     if found := _REMOTE.fullmatch(text):
-        return _Asked(found[1], found[2], adapter)
+        return found[1], found[2], adapter
     got = "no version" if _REMOTE.fullmatch(f"{text}@1") else "no such folder"
     expected = "expected hub:org/name@version, or hub: and the folder of a repository"
     raise BackendReferenceError(f"'{cut(reference, 200)}': {expected}, got {got}")
@@ -62,8 +56,8 @@ def parse(reference: str) -> tuple[str, str]:
 
 def adapter_of(reference: str) -> Path | None:
     """The file of the adapter; None if it is downloaded along with the kernel."""
-    asked = _asked(reference)
-    return asked.adapter or (None if asked.version else _located(reference, _downloaded)[2])
+    _, version, adapter = _asked(reference)
+    return adapter or (None if version else _located(reference, _downloaded)[2])
 
 
 def required_adapter(reference: str) -> Path:
@@ -77,25 +71,23 @@ def required_adapter(reference: str) -> Path:
 
 def _located(reference: str, get: Callable[[str, str], Path]) -> tuple[Path, Path, Path]:
     """The build, the file of the package in it, which older ones have in a folder of its own, and the adapter's."""
-    asked = _asked(reference)
-    build = get(asked.place, asked.version) if asked.version else _local(reference, Path(asked.place) / "build")
+    place, version, adapter = _asked(reference)
+    if version:
+        build = get(place, version)
+    else:  # what fits best, by the rules of the package `kernels`
+        folder, spec = Path(place) / "build", find_spec("torch")
+        torch = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+        variants = sorted(path.name for path in folder.glob("*/"))
+        fitting = {rank: variant for variant in variants if (rank := _rank(variant, torch))}
+        if not fitting:
+            wanted = f"a build for torch {torch.get('__version__')} on {platform.machine()}, such as torch-universal"
+            got = f"got {cut(', '.join(variants), 400) or 'none'} in {folder}"
+            raise BackendReferenceError(f"'{reference}': expected {wanted}, {got}; build it for this torch")
+        build = folder / fitting[max(fitting)]
     for path in (build / "__init__.py", *sorted(build.glob("*/__init__.py"))):
         if path.is_file():
-            return build, path, asked.adapter or path.parent / "conformance.py"
+            return build, path, adapter or path.parent / "conformance.py"
     raise BackendReferenceError(f"'{reference}': expected a Python package, got no __init__.py in {build}")
-
-
-def _local(reference: str, folder: Path) -> Path:
-    """The build in a folder that fits best, by the rules of the package `kernels`."""
-    spec = find_spec("torch")
-    torch = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
-    variants = sorted(path.name for path in folder.glob("*/"))
-    fitting = {rank: variant for variant in variants if (rank := _rank(variant, torch))}
-    if fitting:
-        return folder / fitting[max(fitting)]
-    expected = f"expected a build for torch {torch.get('__version__')} on {platform.machine()}, such as torch-universal"
-    got = f"got {cut(', '.join(variants), 400) or 'none'} in {folder}"
-    raise BackendReferenceError(f"'{reference}': {expected}, {got}; build it for this torch")
 
 
 def _rank(variant: str, torch: dict[str, Any]) -> tuple[int, ...]:
@@ -156,7 +148,7 @@ def load(reference: str, import_file: Callable[[Path], Any]) -> Any:
         own = {"kernel": kernel, "kernel_evidence": lambda self: {**tells(self), **evidence}}
         return type(cls)(cls.__name__, (cls,), {**own, **others, "__module__": cls.__module__})
 
-    named_by = {f"{role}_backend": getattr(backend, f"{role}_backend", None) for role in ROLES.values()}
+    named_by = {f"{role}_backend": getattr(backend, f"{role}_backend", None) for role in roles.ROLES.values()}
     return driving(backend, **{name: driving(each) for name, each in named_by.items() if isinstance(each, type)})
 
 

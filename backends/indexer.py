@@ -38,8 +38,7 @@ class MLAIndexerBackend(kernel.PagedKernel):
     """Scores of cached tokens, and the best: T query tokens, H heads of D columns, K ``topk_tokens``."""
 
     supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
-    # those of :data:`roles.INDEX_LAYOUTS` that the kernel reads
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]  # those of `roles.INDEX_LAYOUTS` that it reads
     supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
     supported_head_dims: ClassVar[list[int]] = []  # columns of a key; empty means any
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected

@@ -10,10 +10,30 @@ from torch import Tensor
 from mla_conformance.backends.kernel import AttentionSizes, KernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import Form, require_forms, table
-from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
 __all__ = ["MLADimensions", "MLAPrefillBackend", "MLAPrefillSelectorConfig", "UnsupportedConfiguration"]
+
+
+class ScaleDesc(NamedTuple):
+    """A scale's dtype, whether it is known before the call (static), and how many rows and columns it covers."""
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: tuple[int, int]  # -1 is the whole axis
+
+
+class QuantKey(NamedTuple):
+    """Stored dtype, scale and symmetry of a quantised tensor; symmetric means no zero point."""
+
+    dtype: torch.dtype
+    scale: ScaleDesc
+    symmetric: bool = True
+
+
+def fp8_static_tensor_sym() -> QuantKey:
+    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor."""
+    return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=(-1, -1)))
 
 
 class MLAPrefillSelectorConfig(NamedTuple):

@@ -50,8 +50,7 @@ class KernelBackend(ABC):
     # dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     declaration: ClassVar[Declaration] = Declaration()  # rounding classes, deviations and packages, as data
-    # the compute capabilities that the kernel runs on, for a person; empty if not restricted
-    needed_capability: ClassVar[str] = ""
+    needed_capability: ClassVar[str] = ""  # compute capabilities that it runs on, for a person; empty if not restricted
 
     @staticmethod
     @abstractmethod
@@ -149,11 +148,9 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
 
 
 def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
-    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare of what a call asks
-    for.
+    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare of what a call wants.
 
-    ``selector_config`` is that, or with ``asked`` its class, for an instance that answers itself for what it was made
-    with.
+    ``selector_config`` is that, or with ``asked`` its class: an instance answers itself for what it was made with.
     """
     if asked:
         names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))

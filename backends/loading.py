@@ -30,13 +30,14 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
 def load_role(backend: BackendReference, role: Role) -> Any:
     """The class of a backend in a role, with the interface; None without that role.
 
-    ImportError of an adapter that cannot be imported here, BackendReferenceError of what cannot be loaded or lacks a
-    method.
+    ImportError of an adapter that cannot be imported, BackendReferenceError of what cannot be loaded or lacks a method.
     """
     if members := backend.members():
         return next((as_backend(each.get_class(backend.variant)) for each in members if each.role is role), None)
     loaded = _named_by_role(backend).get(role)
-    return None if loaded is None else _checked(loaded, backend.reference)
+    for said in () if loaded is None else _faults(loaded):
+        raise BackendReferenceError(f"'{backend.reference}': {said}")
+    return loaded
 
 
 def _named_by_role(backend: BackendReference) -> dict[Role, Any]:
@@ -90,22 +91,17 @@ def import_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _checked(loaded: Any, reference: str) -> type:
-    def wrong() -> Iterator[str]:
-        if not isinstance(loaded, type):
-            yield f"expected a class, got {type(loaded).__name__}"
-        lacking = {name for name in role_of(loaded).required if not callable(getattr(loaded, name, None))}
-        if missing := sorted(lacking.union(getattr(loaded, "__abstractmethods__", ()))):
-            yield f"class {loaded.__name__} lacks {', '.join(missing)}"
-        try:
-            declaration.declaration_of(loaded)
-        except TypeError as error:
-            yield str(error)
-        yield from (f"{loaded.__name__}.{error}" for error in declared_errors(loaded))
-
-    for said in wrong():
-        raise BackendReferenceError(f"'{reference}': {said}")
-    return loaded
+def _faults(loaded: Any) -> Iterator[str]:
+    if not isinstance(loaded, type):
+        yield f"expected a class, got {type(loaded).__name__}"
+    lacking = {name for name in role_of(loaded).required if not callable(getattr(loaded, name, None))}
+    if missing := sorted(lacking.union(getattr(loaded, "__abstractmethods__", ()))):
+        yield f"class {loaded.__name__} lacks {', '.join(missing)}"
+    try:
+        declaration.declaration_of(loaded)
+    except TypeError as error:
+        yield str(error)
+    yield from (f"{loaded.__name__}.{error}" for error in declared_errors(loaded))
 
 
 _ADAPTED: dict[type, Any] = {}

@@ -13,11 +13,9 @@ from torch import Tensor
 from mla_conformance.backends.kernel import expect
 
 AT_LEAST = " or more"
-_SIZES = """
-T, S, B, B + 1, N, H, K, K', P, R, L + R, P + R, V, L, D, C, m, C · D, 2 · C · D
-blocks, page, width, index width, max blocks, pages, state page, state pages, columns, rows, hidden, Σ q², 1
-"""
-SIZES = {name for line in _SIZES.strip().splitlines() for name in line.split(", ")}
+_SIZES = "T, S, B, B + 1, N, H, K, K', P, R, L + R, P + R, V, L, D, C, m, C · D, 2 · C · D, blocks, page, width, "
+_SIZES += "index width, max blocks, pages, state page, state pages, columns, rows, hidden, Σ q², 1"
+SIZES = set(_SIZES.split(", "))
 DTYPES = {"", "model", "input", "codes", "entries", "index entries"}
 """Names of sizes and of dtypes that tables may use; a role from outside adds its own."""
 AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])

@@ -43,8 +43,7 @@ class PrepareMetadata:
     """The positions of a batch's tokens, which all layers of a step share."""
 
     positions: Annotated[Tensor, Form("T", torch.int64)]
-    # for each position the cosines of the R/2 pairs, then the sines
-    cos_sin_cache: Annotated[Tensor, Form("P, R", torch.float32)]
+    cos_sin_cache: Annotated[Tensor, Form("P, R", torch.float32)]  # of each position R/2 cosines, then the sines
 
 
 class MLAPrepareBackend(KernelBackend):
@@ -84,8 +83,7 @@ class MLAPrepareBackend(KernelBackend):
     def run_prepare_index(
         self,
         q: Annotated[Tensor, Form("T, H, D", "model")],  # any strides
-        # any row stride, since a projection may hold the weights beside it
-        k: Annotated[Tensor, Form("T, D", "model")],
+        k: Annotated[Tensor, Form("T, D", "model")],  # any row stride: a projection may hold the weights beside it
         weights: Annotated[Tensor, Form("T, H", (torch.float32, "model"))],  # any row stride
         k_norm_weight: Annotated[Tensor, Form("D", torch.float32)],
         k_norm_bias: Annotated[Tensor, Form("D", torch.float32)],

@@ -8,22 +8,19 @@ from mla_conformance.backends import interface, kernel
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
-_CPU = (MLAPrefillBackendEnum.TORCH_SDPA,)
-_GPU = (MLAPrefillBackendEnum.FLASH_ATTN, MLAPrefillBackendEnum.FLASHINFER, MLAPrefillBackendEnum.CUDNN)
-_TRTLLM = MLAPrefillBackendEnum.TRTLLM_RAGGED
-_BLACKWELL = (_GPU[0], _TRTLLM, *_GPU[1:], MLAPrefillBackendEnum.TOKENSPEED_MLA)
-_BLACKWELL_GLM = (_TRTLLM, _GPU[0], *_BLACKWELL[2:])
-
 
 def priorities(
     device_capability: kernel.DeviceCapability | None, mla_dimensions: MLADimensions
 ) -> tuple[MLAPrefillBackendEnum, ...]:
     """Backends in the order in which they are tried on a device."""
+    known = MLAPrefillBackendEnum
     if device_capability is None:
-        return _CPU
-    if device_capability.major == 10:
-        return _BLACKWELL_GLM if mla_dimensions == PRESETS["glm"].head else _BLACKWELL
-    return _GPU
+        return (known.TORCH_SDPA,)
+    if device_capability.major != 10:
+        return known.FLASH_ATTN, known.FLASHINFER, known.CUDNN
+    first = (known.FLASH_ATTN, known.TRTLLM_RAGGED)
+    first = first[::-1] if mla_dimensions == PRESETS["glm"].head else first
+    return *first, known.FLASHINFER, known.CUDNN, known.TOKENSPEED_MLA
 
 
 def select_mla_prefill_backend(

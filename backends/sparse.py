@@ -71,8 +71,7 @@ class MLASparseSelectorConfig(NamedTuple):
     extra_block_size: int = 0  # tokens of its pages
     extra_topk: int = 0  # columns of its lists
     dcp_world_size: int = 1  # ranks that share a sequence
-    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
-    tile_scales: str = "float32"
+    tile_scales: str = "float32"  # scales of an ``fp8_ds_mla`` cache: ``float32`` numbers, or ``pow2``, powers of two
 
 
 @dataclass(eq=False, repr=False)
@@ -81,10 +80,8 @@ class MLASparseBackend(LatentKernel):
 
     extra_kv_cache_dtype: str | None = None
 
-    # ``decode``, ``prefill`` or both; the other one is refused
-    supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
-    # those of a second cache; none of them means no second cache
-    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
+    supported_calls: ClassVar[list[str]] = ["decode", "prefill"]  # one of them or both; the other one is refused
+    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []  # those of a second cache; none means no second cache
     supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns of a list
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]  # what the lists may count
@@ -149,8 +146,7 @@ class MLASparseBackend(LatentKernel):
         any stride apart. Lists are in the metadata's index space, of a second cache its slots; -1 names no key, and
         what stands from ``topk_length`` on is no part of them. The sink of a head is a natural logit that takes its
         share of the weights: the output becomes output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
-        Returns output [T, N, L] of the query's dtype, and if asked lse [N, T] float32, natural; a row without keys is 0
-        and -inf.
+        Returns output [T, N, L] of the query's dtype, and if asked lse [N, T] float32, natural; without keys 0, -inf.
         """
 
     @abstractmethod

@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_dtypes, graph_support, kernel, prepare, sparse
+from mla_conformance.backends import cache_dtypes, graph_support, kernel, prepare, roles, sparse
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.operands import Form, require_forms, table
-from mla_conformance.backends.roles import INDEX_LAYOUTS
-from mla_conformance.reference.cache_layout import cache_dtype, entry_width
+from mla_conformance.reference import cache_layout
 
 
 @dataclass
@@ -47,8 +46,7 @@ class MLASparseLayerMetadata:
 
     attention: sparse.MLASparseMetadata  # of the latent cache; lists count positions
     index: sparse.MLASparseMetadata  # of the index cache, which has blocks and a block table of its own
-    # the slot of each token in the latent cache; -1 writes nothing
-    slot_mapping: Annotated[Tensor, Form("T", torch.int64)]
+    slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # slot of each token in the latent cache; -1 writes nothing
     index_slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # that in the index cache
     num_decodes: int  # requests that decode
 
@@ -71,8 +69,7 @@ class MLASparseLayerConfig(NamedTuple):
     tile_scales: str  # of its ``fp8_ds_mla`` entries
     index_kv_cache_dtype: str  # layout of the index cache
     block_size: int  # tokens of a page of either
-    # ranks that share the heads; what has no heads of theirs, the indexer among it, each of them has whole
-    tp_size: int = 1
+    tp_size: int = 1  # ranks that share the heads; what has no heads of theirs, as the indexer, each of them has whole
     tp_rank: int = 0  # which of them this is
 
 
@@ -106,7 +103,7 @@ class MLASparseLayerBackend(kernel.PagedKernel):
             yield "the selection of another layer not supported (supports_skip_topk)"
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
-        kernel.expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, INDEX_LAYOUTS)
+        kernel.expect_one("index_kv_cache_dtype", config.index_kv_cache_dtype, roles.INDEX_LAYOUTS)
         self.config, self.vllm_config = config, vllm_config
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
@@ -146,10 +143,10 @@ def check_sparse_layer_call(backend: MLASparseLayerBackend, metadata: MLASparseL
         "T": tokens,
         "R": config.qk_rope_head_dim,
         "model": config.dtype,
-        "width": entry_width(config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim),
-        "entries": cache_dtype(config.kv_cache_dtype, config.dtype),
-        "index width": entry_width(config.index_kv_cache_dtype, config.preparation.head_dim, 0),
-        "index entries": cache_dtype(config.index_kv_cache_dtype, config.dtype),
+        "width": cache_layout.entry_width(config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim),
+        "entries": cache_layout.cache_dtype(config.kv_cache_dtype, config.dtype),
+        "index width": cache_layout.entry_width(config.index_kv_cache_dtype, config.preparation.head_dim, 0),
+        "index entries": cache_layout.cache_dtype(config.index_kv_cache_dtype, config.dtype),
         "rows": max(tokens, len(x.topk_indices_buffer)),
         "K": config.topk_tokens,
     }

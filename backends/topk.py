@@ -60,8 +60,7 @@ class MLATopKBackend(kernel.KernelBackend):
     def run_top_k_per_row(self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int) -> Tensor:
         """[T, K] int32: the columns of each row's window with the largest logits, at most K, none twice, -1 behind.
 
-        They count from the row's start; ``Declaration.selection`` says what is otherwise. Outside of a window stands
-        anything.
+        They count from the row's start; ``Declaration.selection`` says what differs. Outside of a window is anything.
         """
 
     @table

@@ -47,8 +47,7 @@ class TorchRows(NamedKernel):
     ) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and lse [N, T] float32 of each row of q [T, N, D] and those of its own keys that it sees.
 
-        ``keys_of`` some rows are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it sees, [T,
-        S].
+        ``keys_of`` some rows are ``columns`` of each, [T, S, D] of the query's dtype, and which it sees, [T, S].
         """
         step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
         outputs, lses = [], []

@@ -3,7 +3,7 @@
 p_s = exp(scale · q_t·k_s - lse_t),   output_t = Σ p_s v_s,   lse_t = ln Σ exp(scale · q_t·k_s).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -75,16 +75,21 @@ class AttentionState:
     # stored value, or of a stored latent that was attended
     value_weights: Tensor | None = None
 
+    def parts(self) -> dict[str, Tensor]:
+        """Output, LSE and error terms by name, views with the tokens first."""
+        terms = self.terms.by_name() if self.terms else {}
+        found = {"output": self.output, "lse": self.lse, **terms}
+        return {name: x.mT if name.startswith("lse") else x for name, x in found.items()}
+
+    @staticmethod
+    def of(parts: Iterable[tuple[str, Tensor]]) -> "AttentionState":
+        made = {name: x.mT if name.startswith("lse") else x for name, x in parts}
+        output, lse = made.pop("output"), made.pop("lse")
+        return AttentionState(output, lse, ErrorTerms(**made) if made else None)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
-        terms = self.terms.by_name() if self.terms else {}
-        made = {name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in terms.items()}
-        return AttentionState(change(self.output), change(self.lse.mT).mT, ErrorTerms(**made) if made else None)
-
-    def parts(self) -> Iterator[Tensor]:
-        """Output, LSE and error terms, views with the tokens first."""
-        terms = self.terms.by_name() if self.terms else {}
-        yield from (self.output, self.lse.mT, *(x.mT if name == "lse_score" else x for name, x in terms.items()))
+        return AttentionState.of((name, change(x)) for name, x in self.parts().items())
 
 
 def attention(
@@ -168,14 +173,8 @@ def key_terms(
 
 def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> AttentionState:
     """Lay the states of consecutive queries end to end, or those of heads side by side."""
-    output = torch.cat([block.output for block in blocks], dim=int(heads))
-    lse = torch.cat([block.lse for block in blocks], dim=int(not heads))
-    terms = [block.terms.by_name() for block in blocks if block.terms is not None]
-    if not terms:
-        return AttentionState(output, lse)
-    dims = {name: int((name == "lse_score") != heads) for name in terms[0]}
-    joined = {name: torch.cat([each[name] for each in terms], dim=dim) for name, dim in dims.items()}
-    return AttentionState(output, lse, ErrorTerms(**joined))
+    parts = [block.parts() for block in blocks]
+    return AttentionState.of((name, torch.cat([each[name] for each in parts], dim=int(heads))) for name in parts[0])
 
 
 def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,7 @@ class Panel:
     length: int = field(init=False)  # how many there are
     padded: int = field(init=False)  # and up to a multiple of the blocks' queries, where they are stepped
     seen_by_all: int = field(init=False)  # keys that each row sees
-    # whether each row sees one key more than the row before, for rows enough to make batches of
-    stepped: bool = field(init=False)
+    stepped: bool = field(init=False)  # whether each row sees one key more than the row before, and batches pay
 
     def __post_init__(self) -> None:
         request, rows, size = self.request, self.rows, self.blocks.queries

@@ -1,7 +1,7 @@
-"""The sizes of an MLA layer, those of the published models, and YaRN, by which contexts are extended. Torch-free."""
+"""The sizes of an MLA layer, and those of the published models. Torch-free."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -52,43 +52,8 @@ _SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_ra
 
 # Layers by short name, before any split over ranks: of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests.
 PRESETS: Mapping[str, ModelDimensions] = {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
-_NARROWEST_RAMP = 1e-3  # width of a ramp whose two ends are one number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """Frequencies and temperature of an extended context (arXiv:2309.00071, as DeepSeek-V2 has it)."""
-
-    factor: float  # the extended context by the original one
-    original_positions: int  # length of the original one in tokens
-    beta_fast: float = 32.0  # turns over the original context from which a pair keeps its frequency
-    beta_slow: float = 1.0  # and up to which it is slowed down by the whole factor
-    mscale: float = 0.0  # 0 where the configuration has none, as the next
-    mscale_all_dim: float = 0.0
-
-    def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:
-        """What becomes of the frequencies of all pairs, powers of ``base``: those that turn often keep theirs."""
-        dim = 2 * len(frequencies)
-        fast, slow = (  # The pair, in fractions, that turns so often over the original context
-            dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
-            for turns in (self.beta_fast, self.beta_slow)
-        )
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
-        width = last - first or _NARROWEST_RAMP
-        shares = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(len(frequencies))]
-        return tuple(f / self.factor * share + f * (1 - share) for f, share in zip(frequencies, shares, strict=True))
-
-    @property
-    def magnitude(self) -> float:
-        """Factor of rotated queries and keys: the temperature's root, or what DeepSeek leaves of it to them."""
-        if self.mscale and self.mscale_all_dim:
-            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-        return self._temperature(1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """Factor of the softmax scale, by which DeepSeek reaches the part that is not rotated as well."""
-        return self._temperature(self.mscale_all_dim) ** 2
-
-    def _temperature(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
+def yarn_softmax_factor(factor: float, mscale_all_dim: float) -> float:
+    """Factor of the softmax scale, by which DeepSeek's YaRN reaches the part that is not rotated as well."""
+    return (0.1 * mscale_all_dim * math.log(factor) + 1.0) ** 2

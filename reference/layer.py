@@ -1,7 +1,8 @@
 """A whole MLA layer (arXiv:2405.04434), from hidden states to hidden states, by three golden routes in float64.
 
-Behind it its indexer, up to what scores are made of: queries, keys and weights. Sources: the ``Indexer`` of
-DeepSeek-V3.2-Exp's inference code and of transformers' DeepSeek-V3.2, GLM-5 and HY-V4.
+Behind it its steps, by which layers are judged, and its indexer, up to what scores are made of: queries, keys and
+weights. Sources of the indexer: that of DeepSeek-V3.2-Exp's inference code and of transformers' DeepSeek-V3.2, GLM-5
+and HY-V4.
 """
 
 from collections.abc import Sequence
@@ -13,23 +14,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import chunking, dimensions
 from mla_conformance.reference.attention import AttentionState, attention, merge
-from mla_conformance.reference.kv_cache import PagedContext, gather_latents
-from mla_conformance.reference.prepare_index import Prepared, layer_norm, rotated
+from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
+from mla_conformance.reference.dimensions import ModelDimensions
+from mla_conformance.reference.indexer import Prepared, layer_norm, rotated
 from mla_conformance.reference.projections import (
     MLAWeights,
+    Rotation,
     expand_key,
     kv_b_proj,
     rms_norm,
     split_kv_b_proj,
     up_project,
 )
-from mla_conformance.reference.rope import Rotation, rope
 from mla_conformance.reference.selected import RowLists, selected_attention, with_sink
 
 Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
 GateInput = Literal["hidden", "query_latent"]  # what an output gate is projected from
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
+    q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
+    kv_norm: float | None = None  # of the cached latent
+    k_pe_norm: float | None = None  # of the shared key before it is rotated
+    doubled_query_latent: bool = False  # whether queries are projected from the latent as it was as well
+    q_factor: float = 1.0  # of the queries, behind the norms
+    kv_factor: float = 1.0  # of the cached latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +56,10 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    model: str  # name of the model; errors begin with it
-    dims: dimensions.ModelDimensions  # sizes
-    scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
-    rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
-    q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
-    kv_norm: float | None = None  # of the cached latent
-    k_pe_norm: float | None = None  # of the shared key before it is rotated
-    doubled_query_latent: bool = False  # whether queries are projected from the latent as it was as well
-    q_factor: float = 1.0  # of the queries, behind the norms
-    kv_factor: float = 1.0  # of the cached latent
+class WholeLayer(LayerSpec):
+    model: str  # name of the model
+    dims: ModelDimensions  # sizes
+    scale: float  # softmax scale with all that a model multiplies it by, `yarn_softmax_factor` among it
     growth: QueryGrowth | None = None  # of the queries with their position; None without
     gate: GateInput | None = None  # what the output's gate is projected from: its sigmoid times the output before W_O
     window: int | None = None  # tokens that a row sees, its own the last; None for all
@@ -62,11 +67,29 @@ class LayerSpec:
     selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 
 
+@dataclass(frozen=True)
+class PagedContext:
+    """The context of a batch: where its latents lie, and how much of it may be expanded at a time."""
+
+    cache: Tensor  # [num_blocks, page_size, L+R]
+    block_table: Tensor  # [B, max_blocks] integers
+    context_lens: tuple[int, ...]  # B lengths in tokens
+    workspace_tokens: int  # as in `plan_context_chunks`
+
+    def gathered(self, chunk: ContextChunk) -> Tensor:
+        """[S, L+R] of a chunk of every request's context, requests one after another."""
+        found = []
+        for blocks, start, length in zip(self.block_table, chunk.starts, chunk.seq_lens, strict=True):
+            token, page = torch.arange(start, start + length), self.cache.shape[1]
+            found.append(self.cache[blocks[token // page], token % page])
+        return torch.cat(found)
+
+
 def mla_layer(
     hidden: Tensor,
     positions: Tensor,
     weights: MLAWeights,
-    spec: LayerSpec,
+    spec: WholeLayer,
     *,
     query_start_loc: Sequence[int],
     context: PagedContext,
@@ -79,12 +102,13 @@ def mla_layer(
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
-    q_c, route = query_latent(h, w, spec), ROUTES[path]
-    batch: dict[str, Any] = {"query_start_loc": query_start_loc, "scale": spec.scale}
-    attend = partial(route, *queries(q_c, positions, w, spec), weight_kv_b=kv_b_proj(w.W_UK, w.W_UV), **batch)
-    new = latents(h, positions, w, spec)
+    q_c = query_latent(h, w, spec)
+    factor = 1.0 if spec.growth is None else spec.growth.factors(positions)[:, None, None]
+    q_nope, q_pe = (factor * part for part in queries(q_c, positions, w, spec))
+    route, weight = ROUTES[path], kv_b_proj(w.W_UK, w.W_UV)
+    attend = partial(route, q_nope, q_pe, weight_kv_b=weight, query_start_loc=query_start_loc, scale=spec.scale)
     prefill = _in_chunks if path == "chunked_prefill" else _over_all
-    state = prefill(attend, new, query_start_loc, context, lists)
+    state = prefill(attend, latents(h, positions, w, spec), query_start_loc, context, lists)
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
         gated = h if spec.gate == "hidden" else q_c
@@ -101,8 +125,8 @@ def compute_friendly(
 ) -> AttentionState:
     """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
     k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    query, key = torch.cat((q_nope.double(), q_pe.double()), dim=-1), expand_key(k_nope, k_pe.double())
-    return _attended(query, key, v, **batch)
+    key = expand_key(k_nope, k_pe.double())
+    return _attended(torch.cat((q_nope.double(), q_pe.double()), dim=-1), key, v, **batch)
 
 
 def data_movement_friendly(
@@ -140,10 +164,10 @@ def _in_chunks(
     lengths = [stop - start for start, stop in pairwise(starts)]
     named = lists and lists.keys(context.context_lens, lengths)
     state = attend(*new, key_start_loc=starts, causal=True, selected=named)
-    for chunk in chunking.plan_context_chunks(
+    for chunk in plan_context_chunks(
         context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
     ):
-        cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=new[0].shape[-1])
+        cached = context.gathered(chunk).tensor_split([new[0].shape[-1]], dim=-1)
         named = lists and lists.keys(chunk.starts, chunk.seq_lens)
         part = attend(*cached, key_start_loc=chunk.key_start_loc, causal=False, selected=named)
         state = AttentionState(*merge(part.output, part.lse, state.output, state.lse))
@@ -154,16 +178,15 @@ def _over_all(
     attend: Any, new: tuple[Tensor, Tensor], starts: Sequence[int], context: PagedContext, lists: RowLists | None
 ) -> AttentionState:
     """Attention to each request's whole context before its new tokens, at once."""
-    rank, lens = new[0].shape[-1], context.context_lens
-    whole = chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens)
-    cached = torch.cat(gather_latents(context.cache, context.block_table, whole, kv_lora_rank=rank), dim=-1)
+    lens = context.context_lens
+    cached = context.gathered(ContextChunk(starts=(0,) * len(lens), seq_lens=lens))
     own = [stop - start for start, stop in pairwise(starts)]
     pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)
     both = torch.cat([piece.to(torch.float64) for request in pieces for piece in request])
     lengths = [before + length for before, length in zip(lens, own, strict=True)]
     named = lists and lists.keys([0] * len(lengths), lengths)
     ends = tuple(accumulate(lengths, initial=0))
-    return attend(*both.tensor_split([rank], dim=-1), key_start_loc=ends, selected=named)
+    return attend(*both.tensor_split([new[0].shape[-1]], dim=-1), key_start_loc=ends, selected=named)
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
@@ -185,11 +208,8 @@ def query_latent(hidden: Tensor, weights: MLAWeights, spec: LayerSpec) -> Tensor
 def queries(q_c: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
     """q_nope [T, N, P] and q_pe [T, N, R] float64, the latter rotated, of what `query_latent` gives."""
     w = weights.widened()
-    factor = torch.full((len(q_c), 1, 1), spec.q_factor, dtype=torch.float64, device=q_c.device)
-    if spec.growth is not None:
-        factor = factor * spec.growth.factors(positions)[:, None, None]
     q_nope, q_pe = (torch.einsum("tl,lnd->tnd", q_c, part) for part in (w.W_UQ, w.W_QR))
-    return factor * q_nope, factor * _rotated(q_pe, positions, spec)
+    return spec.q_factor * q_nope, spec.q_factor * _rotated(q_pe, positions, spec)
 
 
 def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
@@ -200,7 +220,9 @@ def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
 
 
 def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:
-    return x if spec.rotation is None else rope(x, positions, spec.rotation)
+    if spec.rotation is None:
+        return x
+    return rotated(Prepared.of(x), spec.rotation.table(positions), 0, spec.rotation.interleaved).values
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The matrices of an MLA layer (arXiv:2405.04434), the products with them in float64, and what projecting rounds.
+"""The matrices of an MLA layer (arXiv:2405.04434), the products with them and RoPE in float64; what projecting rounds.
 
 A faithful layer multiplies latents out to keys and values, or absorbs W_UK into the query and applies W_UV to what it
 attended; either way each product is accumulated in float32 and rounded once to the model's dtype.
@@ -30,11 +30,8 @@ class MLAWeights:
     W_G: Tensor | None = None  # to a gate of each value, or of each head
     sink: Tensor | None = None  # [N], logits
 
-    def present(self) -> dict[str, Tensor]:
-        return {name: weight for name, weight in vars(self).items() if weight is not None}
-
     def widened(self) -> "MLAWeights":
-        return replace(self, **{name: weight.to(torch.float64) for name, weight in self.present().items()})
+        return replace(self, **{name: weight.double() for name, weight in vars(self).items() if weight is not None})
 
 
 def kv_b_proj(w_uk: Tensor, w_uv: Tensor) -> Tensor:
@@ -61,6 +58,34 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Rows of x [..., D] by the root of their mean square, times weight [D]: float64. Source: arXiv:1910.07467."""
     x = x.to(torch.float64)
     return weight.to(torch.float64) * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    frequencies: tuple[float, ...]  # radians a token, one for each of the R/2 pairs
+    interleaved: bool  # True pairs elements (2i, 2i+1), as DeepSeek does; False pairs (i, i + R/2), the NeoX style
+    magnitude: float = 1.0  # factor of what was rotated, 1 but for YaRN
+
+    @staticmethod
+    def plain(dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
+        """Pair i of the R = ``dim`` elements turns by base^(-2i/R) radians a token."""
+        return Rotation(frequencies=plain_frequencies(dim, base), interleaved=interleaved)
+
+    @property
+    def dim(self) -> int:
+        return 2 * len(self.frequencies)
+
+    def table(self, positions: Tensor) -> Tensor:
+        """[n, R] float64 for positions [n]: the cosines of the R/2 pairs times the magnitude, then their sines."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        angle = positions.to(torch.float64)[:, None] * frequencies
+        return self.magnitude * torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
+    """base^(-2i/dim) for each of the dim/2 pairs i, radians a token."""
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / max(dim, 1)
+    return tuple(torch.pow(base, -exponent).tolist())
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,15 @@ def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     size = BLOCK_ELEMENTS[x.device.type]
     for values, code in zip(x.reshape(-1).split(size), codes.view(-1).split(size), strict=True):
-        code.copy_(_rounded(values.to(torch.float64) / scale))
+        # torch's own cast goes through float32 and so rounds twice: 1 + 2^-4 + 2^-30 would become 1.0, not 1.125.
+        # Beside 1.5 · 2^(e + 49) the last bit of a float64 weighs 2^(e - 3), as that of an e4m3 number of exponent e
+        # does, so that adding and subtracting it rounds. Clamped because the cast of values beyond 448 is NaN or 448,
+        # depending on the version of torch.
+        within = (values.to(torch.float64) / scale).clamp(-E4M3_MAX, E4M3_MAX)
+        exponent = within.view(torch.int64).bitwise_and(_EXPONENT_BITS).clamp_(min=_LEAST_EXPONENT)
+        anchor = exponent.add_(_SHIFTED).bitwise_or_(_HALF).view(torch.float64)
+        code.copy_((within + anchor).sub_(anchor).copysign_(within))
     return codes
-
-
-def _rounded(quotient: Tensor) -> Tensor:
-    """[n] float64 quotients, rounded to values of e4m3.
-
-    torch's own cast goes through float32 and so rounds twice: 1 + 2^-4 + 2^-30 would become 1.0, not 1.125. Beside
-    1.5 · 2^(e + 49) the last bit of a float64 weighs 2^(e - 3), as that of an e4m3 number of exponent e does, so that
-    adding and subtracting it rounds.
-    """
-    # Clamped because the cast of values beyond 448 is NaN or 448, depending on the version of torch.
-    within = quotient.clamp(-E4M3_MAX, E4M3_MAX)
-    exponent = within.view(torch.int64).bitwise_and(_EXPONENT_BITS).clamp_(min=_LEAST_EXPONENT)
-    anchor = exponent.add_(_SHIFTED).bitwise_or_(_HALF).view(torch.float64)
-    return (within + anchor).sub_(anchor).copysign_(within)
 
 
 def dequantize_e4m3(code: Tensor, scale: float) -> Tensor:

@@ -36,8 +36,7 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
     shown, heads = [], slice(None, None, -(-q.shape[1] // _SAMPLED))
     for row in sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]:
-        keys = k[visible[row]]
-        logits = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale)
+        logits = _logits(q[row][heads], k[visible[row]], scale, heads)
         p = logits.softmax(dim=-1)
         alone = p.square().sum(dim=-1, keepdim=True)
         shown.append((_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any(dim=-1))
@@ -73,7 +72,7 @@ def running_sums(q: Tensor, k: Tensor, visible: Visible, wanted: Tensor, scale: 
     found = torch.zeros(wanted.shape, dtype=torch.float64, device=q.device)
     for row in wanted.any(dim=0).nonzero()[:, 0].tolist():
         heads, keys = wanted[:, row], k[visible[row]]
-        every = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale).exp()
+        every = _logits(q[row][heads], keys, scale, heads).exp()
         parts = []
         for weights in every.split(max(1, _ELEMENTS // every.shape[1])):
             last_place = _SUM_ROUNDOFF / THREADS * weights.sum(dim=-1, keepdim=True)
@@ -95,9 +94,9 @@ def _count(keys: slice | Tensor) -> int:
     return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
 
 
-def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[N, S] float64, relative to the largest of each head."""
-    q, k = q.double(), k.double()
+def _logits(q: Tensor, k: Tensor, scale: float, heads: slice | Tensor = slice(None)) -> Tensor:
+    """[N, S] float64, relative to the largest of each head; of some heads, whose queries are given."""
+    q, k = q.double(), (k if k.shape[1] == 1 else k[:, heads]).double()
     products = (k[:, 0] @ q.mT).mT if k.shape[1] == 1 else (k.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1)
     scores = scale * products.contiguous()
     return scores - scores.amax(dim=-1, keepdim=True) if k.shape[0] else scores

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference import attention as definition
-from mla_conformance.reference import row_sums
+from mla_conformance.reference import blockwise, row_sums
 from mla_conformance.reference.attention import Starts
-from mla_conformance.reference.blockwise import low_precision
 from mla_conformance.reference.tiles import Queries, Tile, TileKeys, in_lanes, magnitudes
 
 NO_KEY = -1
@@ -49,20 +48,27 @@ def selected_attention(
         chosen = torch.tensor(rows, dtype=torch.long, device=q.device)
     found = None
     pairs = len(chosen) * q.shape[1] * selected.shape[1]
-    if with_terms and not with_key_terms and low_precision(pairs, q.device) == torch.bfloat16:
+    if with_terms and not with_key_terms and blockwise.low_precision(pairs, q.device) == torch.bfloat16:
         found = over_lists(q[chosen], k[:, 0], v[:, 0], selected[chosen], scale)
     if found is None:
         # One copy of it: the rows of a part are written where they stand.
-        for part, named in _alike(selected[chosen], q.shape[1], k.shape[2]):
-            # The definition for rows that name equally many: a row's heads are its queries, and rows are the heads.
-            keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
-            queries = q[chosen[part]].transpose(0, 1).to(torch.float64)
-            visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
-            state = definition._attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
-            some = state.map(lambda x: x.transpose(0, 1))
-            found = found or some.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
-            for whole, own in zip(found.parts(), some.parts(), strict=True):
-                whole[part] = own
+        counts = (selected[chosen] != NO_KEY).sum(dim=1)
+        for count in counts.unique().tolist():
+            # Rows that name equally many keys, as many as fit the workspaces.
+            scores = definition.workspace_elements(q.device) // max(1, q.shape[1] * count)
+            most = max(1, min(scores, _KEY_ELEMENTS // max(1, k.shape[2] * count)))
+            for part in (counts == count).nonzero()[:, 0].split(most):
+                lists = selected[chosen[part]]
+                named = lists[lists != NO_KEY].view(len(part), -1)
+                # The definition for these: a row's heads are its queries, and rows are the heads.
+                keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
+                queries = q[chosen[part]].transpose(0, 1).to(torch.float64)
+                visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
+                state = definition._attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
+                some = state.map(lambda x: x.transpose(0, 1))
+                found = found or some.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
+                for whole, own in zip(found.parts().values(), some.parts().values(), strict=True):
+                    whole[part] = own
     if found is None:
         raise ValueError("expected at least one row")
     return found if sink is None else with_sink(found, sink)
@@ -93,17 +99,6 @@ def with_sink(state: definition.AttentionState, sink: Tensor) -> definition.Atte
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     """[T, N, 1], what beside a sink [N] remains of the weights of keys with an LSE [N, T]; 0 of no key."""
     return torch.sigmoid(lse - sink.to(lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
-
-
-def _alike(selected: Tensor, heads: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of rows [n] that name equally many keys, and these [n, count]; as many as fit the workspaces."""
-    counts = (selected != NO_KEY).sum(dim=1)
-    for count in counts.unique().tolist():
-        scores = definition.workspace_elements(selected.device) // max(1, heads * count)
-        most = max(1, min(scores, _KEY_ELEMENTS // max(1, width * count)))
-        for part in (counts == count).nonzero()[:, 0].split(most):
-            lists = selected[part]
-            yield part, lists[lists != NO_KEY].view(len(part), -1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | None) -> None:
@@ -168,7 +163,7 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
     [S, D] and v: [S, V] of any float dtype. None where operands are not finite, or sums leave the range.
     """
     state = row_sums.empty_state(len(q), q.shape[1], v.shape[1], q.device)
-    for part in state.parts():
+    for part in state.parts().values():
         part.zero_()
     state.lse.fill_(-torch.inf)  # stays so for rows that name no key
     counts, parts = (selected >= 0).sum(dim=1), []
@@ -198,7 +193,7 @@ def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) 
         sums.absolute.copy_(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
         found = row_sums.empty_state(q.shape[1], len(rows), v.shape[1], q.device)
         row_sums.store(sums, _LOW, found)
-        for whole, part in zip(state.parts(), found.parts(), strict=True):
+        for whole, part in zip(state.parts().values(), found.parts().values(), strict=True):
             whole[rows] = part.transpose(0, 1)
         reached.copy_(sums.extremes())
         yield

@@ -87,9 +87,8 @@ class Queries:
         q = heads_first(request.q[rows, heads])
         wide = q.to(score_dtype(q, low))
         scaled = wide * scale
-        if wide.dtype == torch.float64:
-            return Queries(scaled, None, magnitudes(scaled, low))
-        return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitudes(scaled, low))
+        factor = None if wide.dtype == torch.float64 else torch.full((), scale, dtype=torch.float64, device=q.device)
+        return Queries(scaled if factor is None else wide, factor, magnitudes(scaled, low))
 
     def map(self, view: View) -> "Queries":
         return Queries(view(self.wide), self.factor, view(self.low))

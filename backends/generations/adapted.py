@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mla_conformance.backends import foreign, interface, kernel, sparse_layer
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.interface import QuantKey
 from mla_conformance.backends.operands import takes
-from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
 Operands = tuple[Tensor, Tensor, Tensor]  # q, k and v

@@ -13,9 +13,9 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, Operands, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
+from mla_conformance.backends.interface import QuantKey
 from mla_conformance.backends.layer.mla_batch import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _NO_OUT = Deviation("its interface has no output tensor and no quantised output", "the output is copied to ``out``")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import cache_dtypes, graph_support
+from mla_conformance.backends.interface import QuantKey
 from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, get_dcp_group
-from mla_conformance.backends.quant_key import QuantKey
 
 
 class AttentionType(StrEnum):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends import eager_decode, eager_topk, interface, prepare, quant_key, torch_sdpa
+from mla_conformance.backends import eager_decode, eager_topk, interface, prepare, torch_sdpa
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_cache import EagerCacheBackend
@@ -155,10 +155,10 @@ def test_reasons_come_in_the_order_of_vllm_beside_what_is_declared() -> None:
     with pytest.raises(TypeError, match="abstract"):
         interface.MLAPrefillBackend(4, 1.0, 512, 128, 64, 128, None)  # type: ignore[abstract]
     # Fused output by its key, a rounding by its class, another kernel for a GPU.
-    dims, key = (4, 1.0, 512, 128, 64, 128, None), quant_key.fp8_static_tensor_sym()
+    dims, key = (4, 1.0, 512, 128, 64, 128, None), interface.fp8_static_tensor_sym()
     eager, sdpa = (kernel(*dims) for kernel in PREFILLS)
     assert eager.supports_quant_output(key) and not sdpa.supports_quant_output(key)
-    assert not eager.supports_quant_output(quant_key.QuantKey(torch.int8, key.scale))
+    assert not eager.supports_quant_output(interface.QuantKey(torch.int8, key.scale))
     assert declaration_of(object) == Declaration(rounding=Rounding(lse=LseClass.EXACT))
     with pytest.raises(TypeError, match=r"Wrong\.declaration must be a Declaration, got dict"):
         declaration_of(type("Wrong", (), {"declaration": {"emulated": True}}))

@@ -12,7 +12,7 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.judging import golden
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference import error_budget
-from mla_conformance.reference.index_scores import index_scores as reference_scores
+from mla_conformance.reference.indexer import index_scores as reference_scores
 
 __all__ = ["GoldenIndexScores", "GoldenResult", "decode", "index_scores", "prefill", "sparse"]
 

@@ -13,8 +13,8 @@ from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems import operands
-from mla_conformance.reference import kv_cache, selected
-from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
+from mla_conformance.reference import selected
+from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width, read_entries
 
 _STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
 _DECODE = forms_of(decode.MLADecodeBackend.run_decode)
@@ -144,7 +144,7 @@ def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int)
 
 def meaning_of(cache: Tensor, slots: Tensor, layout: str, k_scale: Tensor | float, rank: int, q: Tensor) -> Tensor:
     """[S, 1, L + R] float64, what the entries of these slots mean."""
-    rows = kv_cache.read_entries(cache, slots, layout)
+    rows = read_entries(cache, slots, layout)
     parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, kernel.output_dtype(q.dtype))
     return torch.cat(parts, dim=-1).unsqueeze(1)
 

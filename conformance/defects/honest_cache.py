@@ -15,7 +15,7 @@ from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.defects.bases import codes, note
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together
-from mla_conformance.reference.prepare_index import sylvester
+from mla_conformance.reference.indexer import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
 

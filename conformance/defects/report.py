@@ -28,7 +28,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPAC
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
 _DECIDE_NOTHING = ("__init__", "known", "report")  # the modules of this room that hold no kernel
-_GOLDEN = ("error_budget", "index_scores")
+_GOLDEN = ("error_budget", "indexer")
 """Of the reference, which has a digest of its own, what depends on the defects' numbers."""
 _MOST_WORKERS = 16  # each takes some hundred megabytes, and a core
 

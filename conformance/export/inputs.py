@@ -14,7 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw, segments
-from mla_conformance.reference.kv_cache import read_entries
+from mla_conformance.reference.cache_layout import read_entries
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.prefill.problem import PrefillCall
 

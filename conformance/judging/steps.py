@@ -14,7 +14,7 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
-from mla_conformance.reference.index_scores import IndexScores
+from mla_conformance.reference.indexer import IndexScores
 from mla_conformance.reference.quantization import e4m3_ordinal
 
 Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result is called, its shape and its dtype

@@ -16,7 +16,7 @@ from msgspec import Meta
 from mla_conformance.backends.references import unknown
 from mla_conformance.files.whole import InputError, convert, decode, read_text
 from mla_conformance.models.profile import ModelProfile, Selection
-from mla_conformance.reference.dimensions import Yarn
+from mla_conformance.reference.dimensions import yarn_softmax_factor
 
 _STORED = files("mla_conformance.fixtures") / "models"
 
@@ -128,8 +128,7 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
         factor, kind = f" × {rope.factor:g}" if rope.factor > 1 else "", rope.rope_type or rope.type or "default"
         words = f"{kind}{factor}" + (f", theta {theta:g}" if theta else "")
         if kind != "default":  # whatever the length is that YaRN extends
-            yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
-            scale = yarn.softmax_factor
+            scale = yarn_softmax_factor(rope.factor, rope.mscale_all_dim)
     if family.attends == "compressed":
         whole = need("head_dim")  # rotated columns are among those of the value
         dims = (whole, 0, whole, whole)

@@ -12,7 +12,7 @@ from mla_conformance.backends.kernel import int32 as int32
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import KEYS, VALUES, Draw, segments, start_loc
-from mla_conformance.reference import cache_layout, entry_formats, kv_cache
+from mla_conformance.reference import cache_layout, entry_formats
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -96,7 +96,9 @@ class CachedBatch(Draw[AnyCached]):  # the batch before its tokens are dealt out
             held = list(map(torch.arange, self.totals))
         else:
             world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-            held = [torch.tensor(kv_cache.local_positions(total, **world), dtype=torch.int64) for total in self.totals]
+            held = [
+                torch.tensor(cache_layout.local_positions(total, **world), dtype=torch.int64) for total in self.totals
+            ]
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
@@ -141,7 +143,7 @@ def write_pages(
     position = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
     block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // page]
     slots = block * page + position % page
-    kv_cache.write_entries(cache, entries, slots.to(device), layout)
+    cache_layout.write_entries(cache, entries, slots.to(device), layout)
     return Pages(cache, block_table_of(case, counts, order).to(device), slots)
 
 

@@ -10,7 +10,7 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cached_batch import Pages
 from mla_conformance.problems.memory import Written, differing, over, poison, storage_bytes
-from mla_conformance.reference import cache_layout, kv_cache, selected
+from mla_conformance.reference import cache_layout, selected
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
@@ -35,15 +35,15 @@ class CacheImage(Written):
         rows = new.nonzero().flatten()
         slots = pages.slots[rows].to(cache.device)
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, case.poison)
-        kv_cache.write_entries(cache, holes, slots, case.cache)
+        cache_layout.write_entries(cache, holes, slots, case.cache)
         return CacheImage(cache, storage_bytes(cache).clone(), case, after, slots, (latents[0][rows], latents[1][rows]))
 
     def with_only(self, rows: torch.Tensor, starts: Sequence[int] = ()) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens, wherever requests begin."""
         slots = self.slots[rows.to(self.slots.device)]
         after = self.before.clone()
-        rows_after = kv_cache.read_entries(self._view(self.after), slots, self.case.cache)
-        kv_cache.write_entries(self._view(after), rows_after, slots, self.case.cache)
+        rows_after = cache_layout.read_entries(self._view(self.after), slots, self.case.cache)
+        cache_layout.write_entries(self._view(after), rows_after, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
         return replace(self, after=after, slots=slots, latents=latents)
 
@@ -53,7 +53,7 @@ class CacheImage(Written):
             return ""
         wrong = found != self.after
         every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
-        found = kv_cache.read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        found = cache_layout.read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
         if found.sum() < wrong.sum():
             return "bytes of the cache's buffer were written that are not this layer's"
         slots = every[found.any(dim=1)]
@@ -67,7 +67,7 @@ class CacheImage(Written):
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
         views = map(self._view, (self.after, storage_bytes(self.cache)))
-        read = (kv_cache.read_entries(x, chosen, self.case.cache).view(self.cache.dtype) for x in views)
+        read = (cache_layout.read_entries(x, chosen, self.case.cache).view(self.cache.dtype) for x in views)
         expected, stored = (cache_layout.decode_rows(entries, *codes) for entries in read)
         names = ("latent" if self.case.latent_dims[1] else "key", "rope key")
         for name, x, right, got in zip(names, given, expected, stored, strict=True):

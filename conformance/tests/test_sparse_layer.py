@@ -10,8 +10,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import LayerSpec, Path, latents, mla_layer
+from mla_conformance.reference.layer import PagedContext, Path, WholeLayer, latents, mla_layer
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.roles.layer.problem import LayerBatch
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch
@@ -45,7 +44,10 @@ def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: 
     context = PagedContext(pages, torch.arange(len(case.kv)).unsqueeze(1), case.kv, 4 * pages.shape[1])
     options: Any = {"query_start_loc": made.counted, "context": context, "path": path, "selected": made.lists}
     new = made.hidden[made.new], made.positions[made.new]
-    output = mla_layer(*new, layer.weights, layer.spec, **options)
+    sizes: Any = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": case.kv_lora_rank, "head": case.dimensions}
+    dims = ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, **sizes)
+    spec = WholeLayer(**vars(layer.spec), model=text, dims=dims, scale=case.softmax_scale, selects=True)
+    output = mla_layer(*new, layer.weights, spec, **options)
     own = expected.calls[0].output.flatten(1) @ layer.weights.W_O
     torch.testing.assert_close(output, own, rtol=0, atol=2e-3 * float(own.abs().max()))
 
@@ -111,7 +113,7 @@ def states_of(made: LayerBatch) -> tuple[torch.Tensor, PagedContext]:
     return hidden, PagedContext(pages, table, case.kv, len(parts) * pages.shape[1])
 
 
-def picking_layer(made: LayerBatch, width: int) -> tuple[LayerSpec, MLAWeights]:
+def picking_layer(made: LayerBatch, width: int) -> tuple[WholeLayer, MLAWeights]:
     """A layer whose projections pick columns of such hidden states, and that returns its heads side by side."""
     case, head = made.case, made.case.dimensions
     columns, latent = torch.eye(width, dtype=torch.float64), case.kv_lora_rank
@@ -122,4 +124,4 @@ def picking_layer(made: LayerBatch, width: int) -> tuple[LayerSpec, MLAWeights]:
     w_o = columns[: case.heads * head.v_head_dim]
     weights = MLAWeights(W_DQ=None, W_UQ=w_uq, W_QR=w_qr, W_DKV=w_dkv, W_KR=w_kr, W_UK=w_uk, W_UV=w_uv, W_O=w_o)
     sizes = ModelDimensions(hidden_size=width, num_heads=case.heads, q_lora_rank=None, kv_lora_rank=latent, head=head)
-    return LayerSpec(model="picking", dims=sizes, scale=case.softmax_scale, rotation=None), weights
+    return WholeLayer(model="picking", dims=sizes, scale=case.softmax_scale, rotation=None), weights

@@ -16,7 +16,7 @@ from mla_conformance.judging.verdict import REFUSED, Check, Status, Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
-from mla_conformance.reference.kv_cache import write_entries
+from mla_conformance.reference.cache_layout import write_entries
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall

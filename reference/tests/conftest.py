@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.kv_cache import PagedContext, write_latents
+from mla_conformance.reference.cache_layout import write_rows
+from mla_conformance.reference.layer import PagedContext
 
 Normal = Callable[..., Tensor]
 
@@ -40,5 +41,5 @@ def prefill(normal: Normal) -> PrefillBatch:
     for blocks, request in zip(block_table, latents, strict=True):
         token = torch.arange(len(request))
         slots = blocks[token // page_size] * page_size + token % page_size
-        write_latents(cache, request[:, :rank], request[:, rank:], slots)
+        write_rows(cache, request, slots)
     return PrefillBatch((0, 4, 6, 9), PagedContext(cache, block_table, lens, workspace_tokens=8), latents)

@@ -12,9 +12,17 @@ import pytest
 import torch
 
 from mla_conformance.reference import cache_layout, quantization
-from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width, steady
+from mla_conformance.reference.cache_layout import (
+    cache_dtype,
+    decode_rows,
+    encode,
+    entry_width,
+    page_parts,
+    read_entries,
+    steady,
+    write_entries,
+)
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
 from mla_conformance.reference.quantization import E4M3_MAX, e4m3_ordinal, quantize_e4m3
 
 BF16 = torch.bfloat16

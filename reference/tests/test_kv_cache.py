@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.reference import chunking, kv_cache
+from mla_conformance.reference import cache_layout, chunking
 
 contexts = st.lists(st.integers(0, 300), min_size=1, max_size=6)
 
@@ -60,32 +60,27 @@ def test_chunks_collect_what_was_written_and_misfits_are_refused(prefill: Any) -
     context = prefill.context
     plan = chunking.plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
     for chunk in plan:
-        kv_c, k_pe = kv_cache.gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=32)
+        found = context.gathered(chunk)
         spans = map(slice, chunk.starts, map(sum, zip(chunk.starts, chunk.seq_lens, strict=True)))
         expected = torch.cat([request[span] for request, span in zip(prefill.latents, spans, strict=True)])
-        assert kv_c.shape == (chunk.num_tokens, 32) and k_pe.shape == (chunk.num_tokens, 8)
-        assert torch.equal(torch.cat((kv_c, k_pe), dim=-1), expected)  # also: no NaN of an unused slot
-    cache, chunk = torch.zeros(3, 4, 5), chunking.ContextChunk(starts=(4,), seq_lens=(5,))
+        assert torch.equal(found, expected)  # also: no NaN of an unused slot
+    cache = torch.zeros(3, 4, 5)
     for slot in (-2, 12):
         with pytest.raises(ValueError, match=r"slots in 0\.\.11"):
-            kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0, slot]))
+            cache_layout.write_rows(cache, torch.ones(2, 5), torch.tensor([0, slot]))
     assert (cache == 0).all()
     with pytest.raises(ValueError, match="one slot a token"):
-        kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0]))
+        cache_layout.write_rows(cache, torch.ones(2, 5), torch.tensor([0]))
     with pytest.raises(ValueError, match="one slot a token and rows of 5"):
-        kv_cache.write_latents(cache, torch.ones(2, 3), torch.ones(2, 3), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="needs 3 blocks, its row holds 2"):
-        kv_cache.gather_latents(cache, torch.tensor([[0, 1]]), chunk, kv_lora_rank=3)
-    with pytest.raises(ValueError, match=r"blocks in 0\.\.2"):
-        kv_cache.gather_latents(cache, torch.tensor([[0, 1, 3]]), chunk, kv_lora_rank=3)
+        cache_layout.write_rows(cache, torch.ones(2, 6), torch.tensor([0, 1]))
 
 
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 400), world_size=st.integers(1, 9), interleave=st.integers(1, 70))
 def test_every_token_has_one_owner_and_keeps_its_order(length: int, world_size: int, interleave: int) -> None:
     deal = {"world_size": world_size, "interleave": interleave}
-    shares = [kv_cache.local_positions(length, rank=rank, **deal) for rank in range(world_size)]
+    shares = [cache_layout.local_positions(length, rank=rank, **deal) for rank in range(world_size)]
     assert sorted(position for share in shares for position in share) == list(range(length))
     for rank, share in enumerate(shares):
-        assert list(share) == sorted(share) and len(share) == kv_cache.local_length(length, rank=rank, **deal)
+        assert list(share) == sorted(share) and len(share) == cache_layout.local_length(length, rank=rank, **deal)
         assert all(position // interleave % world_size == rank for position in share)

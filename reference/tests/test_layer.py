@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.dimensions import PRESETS, Yarn
-from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import LayerSpec, QueryGrowth, latents, mla_layer
-from mla_conformance.reference.projections import MLAWeights, rms_norm
-from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.dimensions import PRESETS
+from mla_conformance.reference.layer import PagedContext, QueryGrowth, WholeLayer, latents, mla_layer
+from mla_conformance.reference.projections import MLAWeights, Rotation, rms_norm
+from mla_conformance.tests.proof.yarn import Yarn
 
 SMALL = PRESETS["small"]
 PATHS: Any = ("compute_friendly", "data_movement_friendly", "chunked_prefill")
-PLAIN = LayerSpec(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
+PLAIN = WholeLayer(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
 POSITIONS = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])
 """Of the new tokens behind the three contexts of the batch."""
 EXTENSION = Yarn(factor=4.0, original_positions=64, mscale=0.7, mscale_all_dim=1.0)
-HALVES = Rotation.extended(EXTENSION, 8, interleaved=False)
+HALVES = EXTENSION.rotation(8, interleaved=False)
 EVERYTHING = replace(
     PLAIN, rotation=HALVES, q_norm=1e-6, kv_norm=1e-5, k_pe_norm=0.0, doubled_query_latent=True, q_factor=1.5,
     kv_factor=0.7, growth=QueryGrowth(beta=0.1, period=4), gate="query_latent", window=4, sink=True,
@@ -34,7 +33,7 @@ SPECS = {
 }
 
 
-def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
+def weights_of(spec: WholeLayer, normal: Any) -> MLAWeights:
     dims, head, heads = spec.dims, spec.dims.head, spec.dims.num_heads
     hidden, rank, latent, width = dims.hidden_size, dims.q_lora_rank, dims.kv_lora_rank, head.v_head_dim
     rope, queries = head.qk_rope_head_dim, (rank or hidden) * (2 if spec.doubled_query_latent else 1)
@@ -59,7 +58,7 @@ def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
     return MLAWeights(**drawn)
 
 
-def run(spec: LayerSpec, weights: MLAWeights, prefill: Any, normal: Any, path: Any, **options: Any) -> Tensor:
+def run(spec: WholeLayer, weights: MLAWeights, prefill: Any, normal: Any, path: Any, **options: Any) -> Tensor:
     batch = {"query_start_loc": prefill.query_start_loc, "context": prefill.context}
     return mla_layer(normal(20, 9, 64), POSITIONS, weights, spec, path=path, **batch, **options)
 

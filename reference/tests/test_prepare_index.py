@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.reference import prepare_index
-from mla_conformance.reference.dimensions import Yarn
-from mla_conformance.reference.prepare_index import Prepared, hadamard, layer_norm, rotated, scale_bounds, sylvester
-from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
+from mla_conformance.reference import indexer
+from mla_conformance.reference.indexer import Prepared, hadamard, layer_norm, rotated, scale_bounds, sylvester
+from mla_conformance.reference.projections import Rotation, plain_frequencies
+from mla_conformance.tests.proof.yarn import Yarn
 
 
 def test_the_transform_is_its_own_inverse_and_scales_are_of_either_class(normal: Any) -> None:
@@ -28,7 +28,7 @@ def test_the_transform_is_its_own_inverse_and_scales_are_of_either_class(normal:
     low, high = scale_bounds(largest, error, powers_of_two=False)
     assert (low <= largest / 448).all() and high[:2].tolist() == pytest.approx([1.0, 449 / 448], rel=1e-6)
     near = torch.tensor([0.25 * (1 + 2**-22), 0.26], dtype=torch.float64)
-    assert prepare_index.nearest_power(near).tolist() == [0.25, 0.26]
+    assert indexer.nearest_power(near).tolist() == [0.25, 0.26]
 
 
 def chain(x: torch.Tensor, turns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Prepared:
@@ -58,6 +58,10 @@ def test_steps_in_float32_stay_within_the_error_and_near_enough_to_need_it(shift
     assert beyond > 0 if shift else beyond > 0.5  # far from 0 a variance from the mean square is allowed to be off
 
 
+def rope(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    return rotated(Prepared.of(x), rotation.table(positions), 0, rotation.interleaved).values
+
+
 V3 = Yarn(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
 
 
@@ -76,7 +80,7 @@ def test_interleaved_is_complex_multiplication_and_halves_are_its_permutation(no
 
 
 def test_fast_pairs_stay_slow_ones_are_slowed_down_and_the_temperature() -> None:
-    rotation, plain = Rotation.extended(V3, 64, interleaved=True), plain_frequencies(64, 1e4)
+    rotation, plain = V3.rotation(64, interleaved=True), plain_frequencies(64, 1e4)
     shares = [frequency / before for frequency, before in zip(rotation.frequencies, plain, strict=True)]
     assert rotation.dim == 64 and rotation.interleaved and rotation.magnitude == 1.0
     # Pair 10 turns 37 times over 4096 tokens and pair 23 less than once, so the ramp runs between these.
@@ -92,6 +96,7 @@ def test_fast_pairs_stay_slow_ones_are_slowed_down_and_the_temperature() -> None
     assert halved.magnitude == pytest.approx((0.05 * math.log(40) + 1) / temperature)
     step = Yarn(factor=4.0, original_positions=1)  # a ramp without width: all turns less than once over one token
     plain = plain_frequencies(8, 1e4)
-    assert step.slowed(plain, 1e4) == pytest.approx([plain[0], *(f / 4 for f in plain[1:])])
+    slowed = step.rotation(8, interleaved=True).frequencies
+    assert slowed == pytest.approx([plain[0], *(f / 4 for f in plain[1:])])
     none = Yarn(factor=1.0, original_positions=4096)
-    assert none.magnitude == 1.0 and none.slowed(plain, 1e4) == pytest.approx(plain)
+    assert none.magnitude == 1.0 and none.rotation(8, interleaved=True).frequencies == pytest.approx(plain)

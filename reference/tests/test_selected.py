@@ -10,7 +10,7 @@ from torch import Tensor
 import mla_conformance.reference.attention as definition
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.error_budget import Roundoffs
-from mla_conformance.reference.index_scores import index_scores, window_scores
+from mla_conformance.reference.indexer import index_scores, window_scores
 from mla_conformance.reference.selected import over_lists, selected_attention, with_sink
 
 Normal = Callable[..., Tensor]

@@ -12,8 +12,8 @@ from mla_conformance.problems.cached_batch import int32, poisoned_pages, tails_o
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
-from mla_conformance.reference.prepare_index import Prepared, pooled, rms_norm, rotated, windows
-from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.indexer import Prepared, pooled, rms_norm, rotated, windows
+from mla_conformance.reference.projections import Rotation
 from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.definition import RoleDefinition, filled

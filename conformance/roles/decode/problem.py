@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends import decode, roles
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems import cached_batch, calls, memory, operands
-from mla_conformance.reference.kv_cache import local_length
+from mla_conformance.reference.cache_layout import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 

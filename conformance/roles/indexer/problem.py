@@ -11,7 +11,7 @@ from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, tolerance, verdict
 from mla_conformance.problems import cached_batch, calls, operands
-from mla_conformance.reference.index_scores import IndexScores, index_scores
+from mla_conformance.reference.indexer import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition

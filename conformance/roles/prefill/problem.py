@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from mla_conformance.backends import declaration, foreign, interface, quant_key, roles
+from mla_conformance.backends import declaration, foreign, interface, roles
 from mla_conformance.backends.kernel import DeviceCapability, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Call
@@ -205,7 +205,7 @@ class _Prefill(RoleDefinition):
                 reasons.append(f"unquantised output of {dtype} not declared")
         if case.quant == "fp8" and not reasons:
             try:
-                key = quant_key.fp8_static_tensor_sym()
+                key = interface.fp8_static_tensor_sym()
             except ValueError as error:
                 return [str(error)]
             if not self.kernel(kernel, case, dtype, torch.device("cpu")).supports_quant_output(key):

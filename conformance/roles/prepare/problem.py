@@ -10,10 +10,10 @@ from mla_conformance.backends import declaration, prepare, roles
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging import diagnosis, golden, steps, tolerance, verdict
 from mla_conformance.problems import calls, operands
-from mla_conformance.reference import prepare_index as reference
-from mla_conformance.reference.prepare_index import Prepared
+from mla_conformance.reference import indexer as reference
+from mla_conformance.reference.indexer import Prepared
+from mla_conformance.reference.projections import Rotation
 from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.definition import RoleDefinition, filled
 from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 

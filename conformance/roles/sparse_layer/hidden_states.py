@@ -14,9 +14,8 @@ from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
 from mla_conformance.reference import cache_layout
-from mla_conformance.reference.index_scores import IndexScores, index_scores
+from mla_conformance.reference.indexer import IndexScores, Prepared, index_scores, rotated
 from mla_conformance.reference.layer import index_keys, index_queries, index_weights, query_latent
-from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put

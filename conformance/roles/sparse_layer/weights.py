@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import sparse_layer as interface
-from mla_conformance.reference import layer, projections
+from mla_conformance.reference import layer
 from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.projections import MLAWeights, Rotation
 from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
@@ -22,7 +22,7 @@ _QUARTERS = (1, 2, 3)  # quarters of a turn in which pairs turn from token to to
 class DrawnLayer:
     """A layer as the reference has it; weights float64 on the CPU."""
 
-    weights: projections.MLAWeights  # of the attention
+    weights: MLAWeights  # of the attention
     index: layer.IndexerWeights  # of the indexer
     spec: layer.LayerSpec  # the layer
     index_spec: layer.IndexerSpec  # the indexer
@@ -33,15 +33,8 @@ class DrawnLayer:
         dims = ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, head=case.dimensions, **ranks)
         weights, index, turns = _drawn(dims, case.index_heads, case.queries, seed)
         frequencies = tuple(turn * math.pi / 2 for turn in turns)
-        spec = layer.LayerSpec(
-            model=case.id,
-            dims=dims,
-            scale=case.softmax_scale,
-            rotation=Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours"),
-            q_norm=EPSILON,
-            kv_norm=EPSILON,
-            selects=True,
-        )
+        rotation = Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours")
+        spec = layer.LayerSpec(rotation=rotation, q_norm=EPSILON, kv_norm=EPSILON)
         rotation = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
         of_index = layer.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
         return DrawnLayer(weights, index, spec, of_index)
@@ -80,13 +73,13 @@ class DrawnLayer:
 @lru_cache(maxsize=1)  # for the batches of one layer: hundreds of MB, which nobody writes
 def _drawn(
     dims: ModelDimensions, index_heads: int, queries: int, seed: int
-) -> tuple[projections.MLAWeights, layer.IndexerWeights, list[int]]:
+) -> tuple[MLAWeights, layer.IndexerWeights, list[int]]:
     """Weights of the attention and of the indexer, and in how many quarters each pair turns."""
     heads, head, latent, query = dims.num_heads, dims.head, dims.kv_lora_rank, queries * INDEX_DIM
     rope, generator = head.qk_rope_head_dim, torch.Generator().manual_seed(seed)
     sizes = (query, latent, rope, INDEX_DIM, index_heads)
     w_dq, w_dkv, w_kr, wk, weights_proj = _picks(dims.hidden_size, sum(sizes), generator).split(sizes, dim=1)
-    weights = projections.MLAWeights(
+    weights = MLAWeights(
         W_DQ=w_dq,
         W_UQ=selection(query, heads, head.qk_nope_head_dim, generator),
         W_QR=selection(query, heads, rope, generator),

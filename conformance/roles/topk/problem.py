@@ -11,7 +11,7 @@ from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging import golden, steps, verdict
 from mla_conformance.problems import calls, memory, operands
-from mla_conformance.reference.index_scores import WindowScores, window_scores
+from mla_conformance.reference.indexer import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.topk.case import TIED, TopKCase

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions, Yarn
-from mla_conformance.reference.layer import LayerSpec, QueryGrowth
-from mla_conformance.reference.rope import Rotation, plain_frequencies
+from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
+from mla_conformance.reference.layer import QueryGrowth, WholeLayer
+from mla_conformance.reference.projections import Rotation, plain_frequencies
+from mla_conformance.tests.proof.yarn import Yarn
 
 HIDDEN, HEADS, Q_RANK, LATENT, NOPE, ROPE, VALUE = 48, 4, 32, 24, 16, 8, 12
 INDEX_HEADS, INDEX_WIDTH, INDEX_TOPK, INDEX_POOL = 3, 20, 6, 2
@@ -27,7 +28,7 @@ class IndexerForm:
 class ProofFamily:
     module: str  # ``transformers.models.MODULE.modeling_MODULE``
     prefix: str  # what its classes begin with
-    spec: LayerSpec  # the layer as the reference describes it; its ``model`` names the models
+    spec: WholeLayer  # the layer as the reference describes it; its ``model`` names the models
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, beyond the sizes
     attention: str = "Attention"  # what the class of the attention ends with
     indexer: IndexerForm | None = None  # None without one, and for one that the reference has no scores of
@@ -62,7 +63,7 @@ def _layer(
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
     parts |= {"q_norm": None if q_lora_rank is None else epsilon, "kv_norm": epsilon}
-    spec = LayerSpec(model=model, dims=dims, scale=factor * head.qk_head_dim**-0.5, rotation=rotation, **parts)
+    spec = WholeLayer(model=model, dims=dims, scale=factor * head.qk_head_dim**-0.5, rotation=rotation, **parts)
     return ProofFamily(module, prefix, spec, settings, **of_family)
 
 
@@ -74,7 +75,7 @@ def _extended(
     rope["original_max_position_embeddings"] = rope.pop("original_positions")
     longest = {"max_position_embeddings": int(yarn.factor * yarn.original_positions)}
     settings = _rope(1e4, **rope, **(options or {})) | longest
-    rotation = Rotation.extended(yarn, ROPE, interleaved=True)
+    rotation = yarn.rotation(ROPE, interleaved=True)
     return _layer(module, prefix, model, rotation, settings, factor=yarn.softmax_factor, **parts)
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mla_conformance.reference import kv_cache
-from mla_conformance.reference.index_scores import index_scores
+from mla_conformance.reference.cache_layout import write_rows
+from mla_conformance.reference.indexer import index_scores
 from mla_conformance.reference.layer import (
     IndexerSpec,
     IndexerWeights,
-    LayerSpec,
+    PagedContext,
     Path,
+    WholeLayer,
     index_keys,
     index_queries,
     index_weights,
@@ -199,16 +200,16 @@ class GoldenLayer:
     def _positions(self) -> Tensor:
         return self.first + torch.arange(len(self.hidden))
 
-    def _context(self, weights: MLAWeights, tokens: int) -> kv_cache.PagedContext:
+    def _context(self, weights: MLAWeights, tokens: int) -> PagedContext:
         """The first tokens in pages; what no token wrote is NaN."""
-        kv_c, k_pe = latents(self.hidden[:tokens], self._positions[:tokens], weights, self.family.spec)
-        cache = torch.full((_BLOCKS.numel() + 1, _PAGE, kv_c.shape[1] + k_pe.shape[1]), torch.nan, dtype=torch.float64)
+        rows = torch.cat(latents(self.hidden[:tokens], self._positions[:tokens], weights, self.family.spec), dim=-1)
+        cache = torch.full((_BLOCKS.numel() + 1, _PAGE, rows.shape[1]), torch.nan, dtype=torch.float64)
         token = torch.arange(tokens)
-        kv_cache.write_latents(cache, kv_c, k_pe, _BLOCKS[0][token // _PAGE] * _PAGE + token % _PAGE)
-        return kv_cache.PagedContext(cache, _BLOCKS, (tokens,), _WORKSPACE)
+        write_rows(cache, rows, _BLOCKS[0][token // _PAGE] * _PAGE + token % _PAGE)
+        return PagedContext(cache, _BLOCKS, (tokens,), _WORKSPACE)
 
 
-def golden_weights(theirs: Mapping[str, Tensor], spec: LayerSpec) -> MLAWeights:
+def golden_weights(theirs: Mapping[str, Tensor], spec: WholeLayer) -> MLAWeights:
     """Their weights by the names of the paper; a gate stands beside the queries or by itself."""
     heads, head = spec.dims.num_heads, spec.dims.head
     queries = next(name for name in ("q_b_proj", "q_proj", "q_gate_proj") if f"{name}.weight" in theirs)
