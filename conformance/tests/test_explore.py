@@ -90,6 +90,9 @@ def test_sessions_are_fitted_to_pairs_that_no_listed_one_holds() -> None:
     known = Pairs(space, space.rows(case for case in CAPABILITIES["call_order"].cases if case.role is space.role))
     left = Pairs(space, space.rows(sessions)) - known
     assert 0 < len(sessions) <= 3 and left and all(could_be_fitted(case.id) for case in fitted)
+    # A certificate did not verify: a session of its planned in more chunks than a single case may.
+    planned = "call=layer;heads=1;q=[1x4,2,2];kv=[112,1006,16,15,179,253];page=1;workspace=24;decodes=4"
+    assert could_be_fitted(f"call_order:{planned}") and not could_be_fitted(f"layer_combinations:{planned}")
     others = [*listed(space), *(case for case in fitted if case not in sessions)]
     assert not Pairs(space, region.rows) - Pairs(space, space.rows(others)), "a pair is claimed that is not judged"
     first = Record("K", "K", space.capability, fitted[0].id, Status.PASS)

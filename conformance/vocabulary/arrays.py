@@ -53,7 +53,10 @@ def could_be_fitted(id: str) -> bool:
     except CaseError:
         return False
     space = next((each for each in SPACES.values() if each.role is case.role), None)
-    return space is not None and case.capability in (space.capability, SESSIONS) and not space.outside(case)
+    if space is None:
+        return False
+    # A session has a workspace for its other batches too, whose size may be outside of the space.
+    return case.capability == SESSIONS or (case.capability == space.capability and not space.outside(case))
 
 
 def found_array(space: Space, given: Sequence[Case]) -> tuple[list[Case], Pairs]:
