@@ -184,9 +184,11 @@ def test_memory_may_run_out_in_a_group_and_a_mode_that_the_first_call_leaves_doe
 def test_an_interrupt_from_outside_is_no_failure_of_the_call() -> None:
     # They may be ignored here, as in what a script has started in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt):
-        run_step(lambda: signal.raise_signal(signal.SIGINT))
-    signal.signal(signal.SIGINT, before)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_step(lambda: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_libraries_do_is_no_change() -> None:
