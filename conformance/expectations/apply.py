@@ -79,9 +79,13 @@ class Expectation:
         return f"{self.source}: {self.category}: {self.reason}{link}"
 
     def covers(self, record: Record, facts: Mapping[str, str]) -> bool:
-        """Whether this entry speaks of the record's backend and case, here; a file's class is no registered backend."""
+        """Whether this entry speaks of the record's backend and case, here; a file's class is no registered backend.
+
+        A name without a [variant] stands for the one that served its calls.
+        """
         another = record.reference != record.backend and record.backend in _registered()
-        named = self.backend == "*" or (self.backend == record.backend and not another)
+        served = f"{record.backend}[{record.evidence.get('variant', '')}]"
+        named = self.backend == "*" or (self.backend in (record.backend, served) and not another)
         if not named or not self.condition.holds(facts):
             return False
         case = Case.parse(record.case)

@@ -69,6 +69,8 @@ def test_a_failure_that_was_foreseen_is_waived_with_its_reason_and_a_pass_in_its
     assert waived.as_judged == FAILURE
     unexpected = applied(FAILURE.with_fields(status=Status.PASS, check=""))
     assert unexpected.status is Status.UNEXPECTED_PASS and unexpected.failed and "base 2" in unexpected.message
+    served = FAILURE.with_fields(evidence={"variant": "fa3"})  # a name without a variant, and which one served it
+    assert [applied(served, backend=f"MINE[{name}]").failed for name in ("fa3", "fa2")] == [False, True]
 
 
 @pytest.mark.parametrize(
