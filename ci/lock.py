@@ -30,7 +30,7 @@ from mla_conformance.certificate.verify import installed_digests
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import MatrixKernel, emulated
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.report.differences import differing
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one

@@ -9,11 +9,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.backends.foreign import ForeignError
-from mla_conformance.backends.references import BackendReferenceError
+from mla_conformance.backends import foreign, references
 from mla_conformance.cases.case import CaseError
-from mla_conformance.commands.parser import NAME, USAGE, command_line
-from mla_conformance.commands.table import COMMANDS, GROUPS
+from mla_conformance.commands import parser, table
 from mla_conformance.engine.machine import leave
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError
@@ -34,24 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Where a locale or a pipe takes ASCII only, others are printed as escapes.
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = command_line(COMMANDS, GROUPS).parse_args(arguments)
+        options = parser.command_line(table.COMMANDS, table.GROUPS).parse_args(arguments)
         if sys.flags.optimize > 1:  # docstrings say what causes of failures are
             raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
         try:
             Path.cwd()  # no relative path leads anywhere from one that is gone
         except OSError as gone:
             raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
-        status: int = options.run(options)
-        return status
-    except (InputError, BackendReferenceError, CaseError, ForeignError) as error:
-        why, status = str(error), USAGE
+        return int(options.run(options))
+    except (InputError, references.BackendReferenceError, CaseError, foreign.ForeignError) as error:
+        why, status = str(error), parser.USAGE
     except OSError as error:
-        why, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE
+        why, status = f"{error.filename}: {error.strerror}" if error.filename else str(error), parser.USAGE
     except RunError as error:
         why, status = str(error), 3
     except Stopped as stop:
         why, status = f"ended by {stop}", stop.exit_status
     except KeyboardInterrupt:
         why, status = "interrupted", 130
-    refuse(NAME, why)
+    refuse(parser.NAME, why)
     return status

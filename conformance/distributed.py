@@ -20,9 +20,8 @@ from mla_conformance.backends.layer.context_parallel import DistributedGroup
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import device_facts, find_device
-from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.judging.record import Check, Status
+from mla_conformance.problems import memory, operands
 from mla_conformance.report.terminal import say
 from mla_conformance.roles.layer.call import Layer, LayerCall
 from mla_conformance.roles.layer.case import LayerCase
@@ -45,7 +44,7 @@ class OwnRank:
         """The result of every rank, and in every process what each of them wrote."""
         own = parts[self._group.rank].invoke(self._layer, None)
         for part in parts:
-            torch.distributed.broadcast(storage_bytes(part.image.cache), src=part.rank)
+            torch.distributed.broadcast(memory.storage_bytes(part.image.cache), src=part.rank)
         return list(self._group.all_gather(own))
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -55,7 +54,7 @@ class OwnRank:
 class RankSubject(Subject):
     def create(self, case: Case) -> Any:
         assert isinstance(case, LayerCase)
-        return OwnRank(self.class_of(case.role), case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+        return OwnRank(self.class_of(case.role), case, operands.TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
 
 
 def judge_ranks(reference: str, device: torch.device) -> int:
@@ -81,9 +80,7 @@ def judge_ranks(reference: str, device: torch.device) -> int:
         _say(said)
     _say(", ".join(f"{number} {status}" for status, number in counts.items()) or f"no case has {world} ranks")
     judged = counts.total() - counts[Status.UNSUPPORTED] - counts[Status.UNAVAILABLE]
-    if not judged:
-        return _NOTHING
-    return _PASSED if counts[Status.PASS] == judged else _FAILED
+    return _NOTHING if not judged else _PASSED if counts[Status.PASS] == judged else _FAILED
 
 
 def _say(line: str) -> None:

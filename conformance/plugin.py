@@ -18,17 +18,14 @@ import pytest
 
 from mla_conformance.api import own_tests
 from mla_conformance.diagnosis import UNEXPLAINED
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.terminal import counted, shown_lines
 
 if TYPE_CHECKING:
     from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.request import RunRequest
 
-PROPERTY = "mla_conformance"
-SUITE = "mla_conformance.suite"
-TIER = "mla_tier"
+PROPERTY, SUITE, TIER = "mla_conformance", "mla_conformance.suite", "mla_tier"
 _NOTHING, _SMOKE = "none", "smoke"
 _REQUEST = pytest.StashKey["RunRequest"]()
 _JUDGING: "pytest.StashKey[Judging]" = pytest.StashKey()
@@ -55,12 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke (default), full or nightly")
     group.addoption("--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda if there is one")
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
-    group.addoption(
-        "--mla-no-explain",
-        action="store_true",
-        help="compare failures with no known mistakes, which "
-        "takes seconds; with --backend, or for the suite, --tier and the like need no prefix either",
-    )
+    said = "compare failures with no known mistakes, which takes seconds; "
+    said += "with --backend, or for the suite, --tier and the like need no prefix either"
+    group.addoption("--mla-no-explain", action="store_true", help=said)
     parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default=_SMOKE)
 
 
@@ -167,18 +161,17 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     names = [match[2] for match in _KEYWORD.finditer(expression)]
     if not names:
         return
-    from mla_conformance.backends.references import unknown
-    from mla_conformance.backends.roles import ROLES
+    from mla_conformance.backends import references, roles
     from mla_conformance.engine.request import known_names
 
     known = known_names(config.option.backend)
     for name in names:
         if name not in known:
-            raise pytest.UsageError(f"-k: {unknown('backend', name, known, 'mla-conformance backends')}")
+            raise pytest.UsageError(f"-k: {references.unknown('backend', name, known, 'mla-conformance backends')}")
     from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
     exact = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
-    kinds = {*CAPABILITIES, *ROLES}
+    kinds = {*CAPABILITIES, *roles.ROLES}
     config.option.keyword = _WORD.sub(lambda match: _kind(match[0]) if match[0] in kinds else match[0], exact)
 
 
@@ -196,9 +189,8 @@ def _request(config: pytest.Config) -> "RunRequest":
             named = [*(backend.name for backend in known_backends()), *variants] if variants else []
         tier = option.mla_tier or (_SMOKE if _selects_any(config) and default == _NOTHING else default)
         try:
-            config.stash[_REQUEST] = RunRequest.of(
-                option.backend or named, option.mla_capability, tier, option.mla_device, option.mla_case
-            )
+            asked = option.mla_capability, tier, option.mla_device, option.mla_case
+            config.stash[_REQUEST] = RunRequest.of(option.backend or named, *asked)
         except (InputError, BackendReferenceError, CaseError) as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_REQUEST]
@@ -212,17 +204,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _params(config: pytest.Config) -> Iterator[Any]:
     """Every case with every backend; one that cannot run here stands with its first case only."""
-    from mla_conformance.engine.beside import Judging
-    from mla_conformance.engine.supervisor import RunError
+    from mla_conformance.engine import beside, supervisor
 
     request, reasons = _request(config), dict[str, tuple[str, ...]]()
     if not config.option.collectonly:  # which need not know what can run here, and takes a third of the time without
-        judging = config.stash[_JUDGING] = Judging(tuple(x.reference for x in request.backends), request.device)
+        judging = config.stash[_JUDGING] = beside.Judging(tuple(x.reference for x in request.backends), request.device)
         config.add_cleanup(judging.end)
         _ = request.case_ids  # while torch is imported
         try:
             reasons = judging.reasons
-        except RunError as error:
+        except supervisor.RunError as error:
             raise pytest.UsageError(str(error)) from error
     for name in request.capabilities:
         for index, case in enumerate(request.cases_of(name)):

@@ -10,8 +10,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.roundings import MergeTerms
-
 Starts = Sequence[int]  # B + 1 ascending row numbers, from 0: the first row of each request, and the end
 WORKSPACE_ELEMENTS = 2**22  # that one [N, rows, S] temporary may hold (32 MiB of float64); a single row always may
 _ON_GPU = 8  # times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size
@@ -69,7 +67,8 @@ class AttentionState:
     lse: Tensor  # [N, T] float64, natural
     terms: ErrorTerms | None = None
     projected: ProjectedTerms | None = None  # where keys and values are projected from latents and that rounds
-    merging: MergeTerms | None = None  # of storing parts and merging them, where it is known how the keys are cut
+    # [T, N, V] each, what `merged_parts` says of storing parts and merging them, where it is known how keys are cut
+    merging: tuple[Tensor, Tensor] | None = None
     shared: Tensor | None = None  # [T, N, 3], what `shared_roundings` of P add
     # [N, V], where values are projected, the larger of 1 and Σ |W_UV| over the latents: the error of the floor of a
     # stored value, or of a stored latent that was attended

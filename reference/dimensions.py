@@ -1,8 +1,9 @@
-"""The sizes of an MLA layer, and those of the published models. Torch-free."""
+"""The sizes of a head of MLA, and those of published models. Torch-free."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +31,16 @@ class MLADimensions:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelDimensions:
-    """Sizes of one MLA layer: H, N, Lq, L and those of a head."""
-
-    hidden_size: int
-    num_heads: int
-    q_lora_rank: int | None  # Lq; None where queries are projected from the hidden state itself, without a latent
-    kv_lora_rank: int
+class Preset(NamedTuple):
     head: MLADimensions
+    kv_lora_rank: int  # L
 
 
-_DEEPSEEK_HEAD = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-_GLM_HEAD = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
-_SMALL_HEAD = MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
-
-_V2 = ModelDimensions(hidden_size=5120, num_heads=128, q_lora_rank=1536, kv_lora_rank=512, head=_DEEPSEEK_HEAD)
-_V3 = ModelDimensions(hidden_size=7168, num_heads=128, q_lora_rank=1536, kv_lora_rank=512, head=_DEEPSEEK_HEAD)
-_GLM = ModelDimensions(hidden_size=6144, num_heads=64, q_lora_rank=2048, kv_lora_rank=512, head=_GLM_HEAD)
-_SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_rank=32, head=_SMALL_HEAD)
-
-# Layers by short name, before any split over ranks: of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests.
-PRESETS: Mapping[str, ModelDimensions] = {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
+_DEEPSEEK = Preset(MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128), 512)
+_GLM = Preset(MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256), 512)
+_SMALL = Preset(MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16), 32)
+# By short name: those of DeepSeek-V2, -V3, -R1 and GLM-5, and one for tests.
+PRESETS: Mapping[str, Preset] = {"v2": _DEEPSEEK, "v3": _DEEPSEEK, "r1": _DEEPSEEK, "glm": _GLM, "small": _SMALL}
 
 
 def yarn_softmax_factor(factor: float, mscale_all_dim: float) -> float:

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import quantization
-from mla_conformance.reference.attention import Starts, segments, workspace_elements
-from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF, Roundoffs
+from mla_conformance.reference import attention, error_budget, quantization
 
 _SUMS = 2  # a score is a sum over heads of sums over columns
 
@@ -36,9 +34,9 @@ class IndexScores:
         """[n] int64, tokens that a selection of so many columns names at least."""
         return self.bounds.clamp(max=columns)
 
-    def budget(self, roundoffs: Roundoffs) -> Tensor:
+    def budget(self, roundoffs: error_budget.Roundoffs) -> Tensor:
         """[n, W] largest error of a faithful kernel: products are exact in float32, sums are not."""
-        relative = _SUMS * roundoffs.accumulation * FLOAT32_ROUNDOFF + roundoffs.keys + roundoffs.scores
+        relative = _SUMS * roundoffs.accumulation * error_budget.FLOAT32_ROUNDOFF + roundoffs.keys + roundoffs.scores
         return relative * self.magnitude
 
 
@@ -47,8 +45,8 @@ def index_scores(
     weights: Tensor,  # [T, H]
     k: Tensor,  # [S, D]; any float dtype
     *,
-    query_start_loc: Starts,
-    key_start_loc: Starts,  # a request without keys sees none
+    query_start_loc: attention.Starts,
+    key_start_loc: attention.Starts,  # a request without keys sees none
     rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> IndexScores:
     """Scores of each query token for the tokens of its request up to its own, which is the last of as many."""
@@ -58,7 +56,7 @@ def index_scores(
     q = q.to(torch.float32) if q.dtype.itemsize == 1 else q  # float8 cannot be indexed everywhere
     chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
     # A row may see the tokens of its request without the queries behind it.
-    batch = list(zip(segments(query_start_loc), segments(key_start_loc), strict=True))
+    batch = list(zip(attention.segments(query_start_loc), attention.segments(key_start_loc), strict=True))
     counts = [
         max(0, keys.stop - keys.start - queries.stop + row + 1)
         for queries, keys in batch
@@ -71,7 +69,7 @@ def index_scores(
         own = ((chosen >= queries.start) & (chosen < queries.stop)).nonzero()[:, 0].to(q.device)
         key = k[keys].to(torch.float64)
         # So many rows at a time that their products with all keys fit the workspace.
-        for part in own.split(max(1, workspace_elements(q.device) // (q.shape[1] * max(1, len(key))))):
+        for part in own.split(max(1, attention.workspace_elements(q.device) // (q.shape[1] * max(1, len(key))))):
             number = chosen.to(q.device)[part]
             query, weight = q[number].to(torch.float64), weights[number].to(torch.float64).unsqueeze(1)
             dots = (query.flatten(0, 1) @ key.mT).view(*query.shape[:2], len(key))
@@ -134,7 +132,7 @@ class Prepared:
 
     def error(self, accumulation: float, intermediates: float) -> Tensor:
         """[..., D], by roundings of a float32 accumulation, and the unit roundoff of what is between steps."""
-        float32 = accumulation * FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
+        float32 = accumulation * error_budget.FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
         return float32 + intermediates * self.stored
 
 
@@ -193,7 +191,7 @@ def sylvester(size: int, device: torch.device) -> Tensor:
 
 def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
     """The least and the greatest scale of blocks: their largest magnitude, which may be off, over 448, or a power."""
-    slack = _SCALE_STEPS * FLOAT32_ROUNDOFF
+    slack = _SCALE_STEPS * error_budget.FLOAT32_ROUNDOFF
     low = (largest - error).clamp(min=0) / quantization.E4M3_MAX * (1 - slack)
     high = (largest + error).clamp(min=LARGEST_FLOOR) / quantization.E4M3_MAX * (1 + slack)
     if not powers_of_two:
@@ -205,7 +203,7 @@ def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[T
 def nearest_power(scale: Tensor) -> Tensor:
     """The power of two that a scale stands for where products have rounded it; elsewhere the scale itself."""
     power = torch.exp2(scale.log2().round())
-    return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * FLOAT32_ROUNDOFF, power, scale)
+    return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * error_budget.FLOAT32_ROUNDOFF, power, scale)
 
 
 def windows(x: Tensor, ratio: int, overlap: bool, missing: float) -> Tensor:

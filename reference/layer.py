@@ -1,8 +1,6 @@
-"""A whole MLA layer (arXiv:2405.04434), from hidden states to hidden states, by three golden routes in float64.
+"""A whole layer from hidden states to hidden states, by three golden routes in float64.
 
-Behind it its steps, by which layers are judged, and its indexer, up to what scores are made of: queries, keys and
-weights. Sources of the indexer: that of DeepSeek-V3.2-Exp's inference code and of transformers' DeepSeek-V3.2, GLM-5
-and HY-V4.
+What is judged takes the steps of ``projections`` one by one; the proof holds them together against models.
 """
 
 from collections.abc import Sequence
@@ -16,14 +14,15 @@ from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, attention, merge
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
-from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.indexer import Prepared, layer_norm, rotated
+from mla_conformance.reference.dimensions import MLADimensions
 from mla_conformance.reference.projections import (
+    LayerSpec,
     MLAWeights,
-    Rotation,
     expand_key,
     kv_b_proj,
-    rms_norm,
+    latents,
+    queries,
+    query_latent,
     split_kv_b_proj,
     up_project,
 )
@@ -34,14 +33,14 @@ GateInput = Literal["hidden", "query_latent"]  # what an output gate is projecte
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
-    q_norm: float | None = None  # epsilon of an RMSNorm of the latent query; None without
-    kv_norm: float | None = None  # of the cached latent
-    k_pe_norm: float | None = None  # of the shared key before it is rotated
-    doubled_query_latent: bool = False  # whether queries are projected from the latent as it was as well
-    q_factor: float = 1.0  # of the queries, behind the norms
-    kv_factor: float = 1.0  # of the cached latent
+class ModelDimensions:
+    """Sizes of one MLA layer: H, N, Lq, L and those of a head."""
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None  # Lq; None where queries are projected from the hidden state itself, without a latent
+    kv_lora_rank: int
+    head: MLADimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,77 +186,3 @@ def _over_all(
     named = lists and lists.keys([0] * len(lengths), lengths)
     ends = tuple(accumulate(lengths, initial=0))
     return attend(*both.tensor_split([new[0].shape[-1]], dim=-1), key_start_loc=ends, selected=named)
-
-
-def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-    """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64."""
-    w, h = weights.widened(), hidden.to(torch.float64)
-    kv_c = _normed(h @ w.W_DKV, w.kv_norm, spec.kv_norm)
-    k_pe = _normed(h @ w.W_KR, w.k_pe_norm, spec.k_pe_norm)
-    return spec.kv_factor * kv_c, _rotated(k_pe, positions, spec)
-
-
-def query_latent(hidden: Tensor, weights: MLAWeights, spec: LayerSpec) -> Tensor:
-    """[T, columns] float64 that queries are projected from, of hidden states [T, H]."""
-    w, h = weights.widened(), hidden.to(torch.float64)
-    q_c = h if w.W_DQ is None else h @ w.W_DQ
-    normed = _normed(q_c, w.q_norm, spec.q_norm)
-    return torch.cat((normed, q_c), dim=-1) if spec.doubled_query_latent else normed
-
-
-def queries(q_c: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-    """q_nope [T, N, P] and q_pe [T, N, R] float64, the latter rotated, of what `query_latent` gives."""
-    w = weights.widened()
-    q_nope, q_pe = (torch.einsum("tl,lnd->tnd", q_c, part) for part in (w.W_UQ, w.W_QR))
-    return spec.q_factor * q_nope, spec.q_factor * _rotated(q_pe, positions, spec)
-
-
-def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
-    if epsilon is None:
-        return x
-    assert weight is not None, "a layer with a norm has its weight"
-    return rms_norm(x, weight, epsilon)
-
-
-def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:
-    if spec.rotation is None:
-        return x
-    return rotated(Prepared.of(x), spec.rotation.table(positions), 0, spec.rotation.interleaved).values
-
-
-@dataclass(frozen=True)
-class IndexerWeights:
-    wq_b: Tensor  # [Lq, H, D], latent query to the queries of H heads
-    wk: Tensor  # [hidden, D]
-    k_norm: Tensor  # [D], of the keys' LayerNorm
-    k_norm_bias: Tensor  # [D]
-    weights_proj: Tensor  # [hidden, H]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexerSpec:
-    rotation: Rotation  # RoPE of queries and keys
-    rope_last: bool  # whether the last columns are rotated, not the first
-    epsilon: float  # of the keys' norm
-
-
-def index_keys(hidden: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
-    """Keys [T, D] of hidden states [T, hidden] at positions [T]: normalised, then rotated."""
-    k = Prepared.of(hidden.to(torch.float64) @ weights.wk.to(torch.float64))
-    return _turned(layer_norm(k, weights.k_norm, weights.k_norm_bias, spec.epsilon), positions, spec)
-
-
-def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
-    q = torch.einsum("tl,lhd->thd", query_latent.to(torch.float64), weights.wq_b.to(torch.float64))
-    return _turned(Prepared.of(q), positions, spec)
-
-
-def index_weights(hidden: Tensor, weights: IndexerWeights) -> Tensor:
-    """[T, H] float64 weights of the heads with all that scales a score."""
-    scale = weights.wq_b[0].numel() ** -0.5
-    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * scale
-
-
-def _turned(x: Prepared, positions: Tensor, spec: IndexerSpec) -> Prepared:
-    first = (x.values.shape[-1] - spec.rotation.dim) * spec.rope_last
-    return rotated(x, spec.rotation.table(positions), first, spec.rotation.interleaved)

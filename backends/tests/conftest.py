@@ -20,9 +20,9 @@ from mla_conformance.backends import loading, references
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging import verdict
+from mla_conformance.judging import record
 from mla_conformance.reference.attention import attention
-from mla_conformance.roles import table
+from mla_conformance.roles import definition
 from mla_conformance.trials import trial
 from mla_conformance.trials.subject import Subject
 
@@ -145,7 +145,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
         subject = Subject.of(name, torch.device("cpu"))
         for case in cases:
             found = trial.judge_one(subject, Case.parse(case), CONTEXT)
-            assert found.status is verdict.Status.PASS, f"{case}: {found.message}"
+            assert found.status is record.Status.PASS, f"{case}: {found.message}"
         return subject
 
     return check
@@ -168,7 +168,7 @@ def prepared() -> Callable[[Subject, str], tuple[Any, Any]]:
 
     def make(subject: Subject, text: str) -> tuple[Any, Any]:
         case = Case.parse(text)
-        kernel, (call,) = subject.create(case), table.build_problem(case, torch.device("cpu")).calls
+        kernel, (call,) = subject.create(case), definition.build_problem(case, torch.device("cpu")).calls
         call.prepare(kernel)
         return kernel, call
 

@@ -20,7 +20,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.reference import chunking
 from mla_conformance.reference.dimensions import PRESETS
-from mla_conformance.roles.table import DEFINITIONS, build_problem
+from mla_conformance.roles.definition import DEFINITIONS, build_problem
 
 CPU, BF16, ONE = torch.device("cpu"), torch.bfloat16, torch.tensor(1.0)
 

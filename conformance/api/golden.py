@@ -11,8 +11,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.judging import golden
 from mla_conformance.judging.tolerance import roundoffs, tolerance
-from mla_conformance.reference import error_budget
-from mla_conformance.reference.indexer import index_scores as reference_scores
+from mla_conformance.reference import error_budget, indexer
 
 __all__ = ["GoldenIndexScores", "GoldenResult", "decode", "index_scores", "prefill", "sparse"]
 
@@ -115,7 +114,7 @@ def index_scores(
     queries = own_forms.starts_of("cu_seqlens_q", cu_seqlens_q, len(q))
     same = cu_seqlens_k is None and len(q) == len(k)
     keys = queries if same else own_forms.starts_of("cu_seqlens_k", cu_seqlens_k, len(k))
-    found = reference_scores(q, weights, k, query_start_loc=queries, key_start_loc=keys)
+    found = indexer.index_scores(q, weights, k, query_start_loc=queries, key_start_loc=keys)
     allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), tolerance())
     return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
 

@@ -14,7 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems import calls, memory
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 

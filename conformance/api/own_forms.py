@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_conformance.backends import decode, indexer, interface, kernel, sparse, topk
 from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems import operands
@@ -112,17 +113,18 @@ def slots_of(
 ) -> Tensor:
     """[S] slots of all tokens, request by request."""
     require_entries(name, cache, layout, q, rank)
-    page, blocks, lengths = cache.shape[1], cache.shape[0], torch.tensor(totals, device=cache.device)
-    position = torch.arange(sum(totals), device=cache.device) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    blocks, page, _ = cache.shape
     if totals and max(totals) > block_table.shape[1] * page:
         raise InputError(f"block_table: expected room for {max(totals)} tokens in pages of {page}, got "
                          f"{block_table.shape[1]} blocks a request")  # fmt: skip
-    request = torch.arange(len(totals), device=cache.device).repeat_interleave(lengths)
-    block = block_table.to(cache.device)[request, position // page].long()
+    request = torch.arange(len(totals)).repeat_interleave(torch.tensor(totals)).to(cache.device)
+    token = torch.cat([torch.arange(total, device=cache.device) for total in totals])
+    slots = slots_at(block_table.to(cache.device), request, token, page)
+    block = slots // page
     if bool(((block < 0) | (block >= blocks)).any()):
         raise InputError(f"block_table: expected blocks in 0..{blocks - 1} up to each request's length, got "
                          f"{int(block.min())}..{int(block.max())}")  # fmt: skip
-    return block * page + position % page
+    return slots
 
 
 def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.api import own_forms as forms
 from mla_conformance.backends import decode, roles, topk
+from mla_conformance.backends.slots import slots_at
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems import calls
@@ -21,10 +22,8 @@ from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.topk.problem import TopKCall
 
-_USUAL: Mapping[str, Any] = {
-    **{"causal": True, "kv_lora_rank": 512, "kv_cache_dtype": "auto", "k_scale": 1.0, "extra_kv_cache_dtype": "auto"},
-    **{"topk_tokens": 0, "max_seqlen_q": 0, "max_seqlen_k": 0},
-}
+_USUAL: dict[str, Any] = {"causal": True, "kv_lora_rank": 512, "kv_cache_dtype": "auto", "k_scale": 1.0}
+_USUAL |= {"extra_kv_cache_dtype": "auto", "topk_tokens": 0, "max_seqlen_q": 0, "max_seqlen_k": 0}
 _LATENTS = "kv_lora_rank cu_seqlens_q kv_cache_dtype k_scale"
 _SECOND = "extra_kv_cache extra_kv_cache_dtype extra_topk_indices extra_topk_length"
 _LONGEST = "max_seqlen_q max_seqlen_k"
@@ -75,12 +74,13 @@ def own_problem(role: str, inputs: Mapping[str, Any], lse: bool = True) -> calls
     """The same of a known role; a TypeError of inputs that it does not have."""
     bound = INPUTS[role].bind(**inputs)
     bound.apply_defaults()
-    call = _MAKERS[role](SimpleNamespace(**bound.arguments, lse=lse))
+    given = bound.arguments
+    forms.require(role, {}, **{name: given[name] for name in ("q", "k", "v", "logits") if name in given})
+    call = _MAKERS[role](SimpleNamespace(**given, lse=lse))
     return calls.Problem(call.case, call.case.id, call.q.device, (call,))
 
 
 def _prefill(x: Any) -> PrefillCall:
-    forms.require("prefill", {}, q=x.q, k=x.k, v=x.v)
     sizes = {"N": x.q.shape[1], "P + R": x.q.shape[2], "S": len(x.k)}
     forms.require("prefill", {**sizes, "N": 1 if 1 in (x.k.shape[1], x.v.shape[1]) else x.q.shape[1]}, k=x.k, v=x.v)
     queries = forms.starts_of("cu_seqlens_q", x.cu_seqlens_q, len(x.q))
@@ -99,7 +99,6 @@ def _prefill(x: Any) -> PrefillCall:
 
 
 def _decode(x: Any) -> DecodeCall:
-    forms.require("decode", {}, q=x.q)
     if not x.causal:
         raise InputError("causal: a decode is causal, expected True, got False")
     q, rank = x.q, x.kv_lora_rank
@@ -120,7 +119,6 @@ def _decode(x: Any) -> DecodeCall:
 
 
 def _sparse(x: Any) -> SparseCall:
-    forms.require("sparse", {}, q=x.q)
     q, rank, paged = x.q, x.kv_lora_rank, x.kv is None
     stored = x.kv_cache if paged else x.kv
     if stored is None or not (paged or x.kv_cache is None):
@@ -139,9 +137,7 @@ def _sparse(x: Any) -> SparseCall:
         if x.workspace_starts is not None:
             slots = x.workspace_starts.long()[request].unsqueeze(1) + numbers
         elif x.block_table is not None:
-            page, last = stored.shape[1], x.block_table.shape[1] - 1
-            pages = (numbers.clamp(min=0) // page).clamp(max=last)
-            slots = x.block_table.long()[request].gather(1, pages) * page + numbers % page
+            slots = slots_at(x.block_table, request.unsqueeze(1), numbers, stored.shape[1])
         else:
             both = "one where index_space is not slot, or workspace_starts"
             raise InputError(f"block_table: expected {both}, got neither")
@@ -172,7 +168,6 @@ def _sparse(x: Any) -> SparseCall:
 
 
 def _indexer(x: Any) -> IndexerCall:
-    forms.require("indexer", {}, q=x.q)
     q, k, width = x.q, x.k, x.q.shape[2]
     queries = forms.starts_of("cu_seqlens_q", forms.one_each(x.cu_seqlens_q, q, x.seq_lens), len(q), len(x.seq_lens))
     sizes = {"T": len(q), "H": q.shape[1], "B": len(queries) - 1, "S": len(k)}
@@ -206,7 +201,6 @@ def _indexer(x: Any) -> IndexerCall:
 
 def _top_k(x: Any) -> TopKCall:
     logits = x.logits
-    forms.require("top-k", {}, logits=logits)
     forms.require("top-k", {"T": len(logits)}, lengths=x.lengths, row_starts=x.row_starts)
     columns, starts = x.lengths.tolist(), [0] * len(logits) if x.row_starts is None else x.row_starts.tolist()
     for row, (start, length) in enumerate(zip(starts, columns, strict=True)):

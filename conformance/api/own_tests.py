@@ -29,8 +29,7 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.engine.machine import end_with_parent
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import CLAUSES, Check, Status
+from mla_conformance.judging.record import CLAUSES, Check, Record, Status
 from mla_conformance.report.terminal import columns, counted, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this process
@@ -172,16 +171,10 @@ class OwnTests:
                 options = [words for name, words in apart.items() if hasattr(option, name)]
                 options += ["-o", f"cache_dir={folder}/cache"]
                 rootdir = f"--rootdir={self._config.rootpath}"
-                done = subprocess.run(
-                    [sys.executable, "-m", "pytest", *arguments, rootdir, test, *options],
-                    cwd=run.dir,
-                    env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=seconds,
-                )
+                command = [sys.executable, "-m", "pytest", *arguments, rootdir, test, *options]
+                told = {**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"}
+                quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+                done = subprocess.run(command, cwd=run.dir, env=told, check=False, timeout=seconds, **quiet)
         except (subprocess.TimeoutExpired, OSError):  # a function may have left no room for files or processes
             return False
         except KeyboardInterrupt:  # a person waits for this, and not for the others either
@@ -207,13 +200,8 @@ def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: s
             entry.reprfuncargs = None  # twenty lines of tensors
     report.sections.append(("mla-conformance", f"replay: pytest {shlex.quote(report.nodeid)}"))
     error, clause = call.excinfo.value, CLAUSES[Check.CALL]
-    return passed.with_fields(
-        status=Status.FAIL,
-        check=Check.CALL,
-        clause=clause,
-        message=f"the test raised {one_line(error)} (SPEC {clause})",
-        detail="".join(traceback.format_exception(error)),
-    )
+    said, detail = f"the test raised {one_line(error)} (SPEC {clause})", "".join(traceback.format_exception(error))
+    return passed.with_fields(status=Status.FAIL, check=Check.CALL, clause=clause, message=said, detail=detail)
 
 
 def is_main_program() -> bool:
@@ -239,9 +227,8 @@ def _below(path: Path) -> Iterator[Path]:
     seen = {os.path.realpath(path)}
     for folder, folders, files in os.walk(path, followlinks=True):
         found = {os.path.realpath(Path(folder) / name): name for name in folders}
-        folders[:] = [
-            name for real, name in found.items() if not (real in seen or name in _PRUNED or name.startswith("."))
-        ]
+        left = seen | {real for real, name in found.items() if name in _PRUNED or name.startswith(".")}
+        folders[:] = [name for real, name in found.items() if real not in left]
         seen |= found.keys()
         yield from (Path(folder) / name for name in files if name.endswith(".py"))
 

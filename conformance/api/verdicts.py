@@ -20,8 +20,7 @@ from mla_conformance.diagnosis import explain, reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import UNLIKE, Record
-from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
+from mla_conformance.judging.record import UNLIKE, ZERO, BudgetUse, Nonconformance, Record, Status
 from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.report import terminal
 from mla_conformance.report.causes import advice, symptom
@@ -116,7 +115,7 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
                          "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
     # The results are there already; expected is what untouched inputs give.
     problem = handed.context.problem(case.suite_case, handed.problem.device)
-    _require_right(problem, handed.context, results, declaration, handed)
+    _require_right(problem, results, declaration, handed)
 
 
 def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs: Any) -> None:
@@ -131,20 +130,17 @@ def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs:
     values = tuple(given[:1]) if len(given) == 2 and given[1] is None else tuple(given)
     if not 1 <= len(values) <= 2:
         raise InputError(f"assert_close: expected an output, or an output and its LSE, got {len(values)} results")
-    _require_right(own_tensors.problem_of(inputs, lse=len(values) == 2), Context(), values, declaration)
+    _require_right(own_tensors.problem_of(inputs, lse=len(values) == 2), values, declaration)
 
 
 def _require_right(
-    problem: Problem,
-    context: Context,
-    given: tuple[Any, ...],
-    declaration: Declaration,
-    handed: HandedInputs | None = None,  # of a case, which a line runs again; own tensors have no such line
-) -> None:
+    problem: Problem, given: tuple[Any, ...], declaration: Declaration, handed: HandedInputs | None = None
+) -> None:  # nothing is handed out of own tensors, which no line runs again
     __tracebackhide__ = True
     if problem.device.type == "cuda":
         torch.cuda.synchronize(problem.device)
     (call,), case = problem.calls, problem.case
+    context = handed.context if handed else Context()
     trial = Trial(_subject(case, results, problem.device, declaration), case, context)
     value = given[0] if len(given) == 1 else given
     if isinstance(call, AttentionCall) and not call.returns_lse:
@@ -210,13 +206,6 @@ def _verdict(trial: Trial, record: Record, function: str) -> FunctionVerdict:
     elif function:
         case, device = FunctionCase(trial.case), str(trial.subject.device)
         lines.append(f"{_INDENT}replay: mla.judge({case!r}, {function}, device={device!r})")
-    return FunctionVerdict(
-        status=record.status,
-        case=record.case,
-        call=trial.case.call,
-        check=str(record.check),
-        where=MappingProxyType(record.where),
-        used=BudgetUse(**record.shares),
-        message=terminal.shown_lines("\n".join(lines)) if record.failed else record.message,
-        detail=record.detail,
-    )
+    message = terminal.shown_lines("\n".join(lines)) if record.failed else record.message
+    about = record.status, record.case, trial.case.call, str(record.check), MappingProxyType(record.where)
+    return FunctionVerdict(*about, BudgetUse(**record.shares), message, record.detail)

@@ -14,7 +14,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.bump.version import Environment, Pin, two_versions
 from mla_conformance.engine.journal import RUNS
 from mla_conformance.files.whole import InputError, write_output
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.report import ci_views, json_report, summary
 from mla_conformance.report.differences import DRIFT, SHOWN, Change, change_lines, compare, differing
 from mla_conformance.report.terminal import counted, say
@@ -84,15 +84,13 @@ class JudgedVersion:
     versions: dict[str, str]  # of what was installed for either version, as it is found here; empty if it is not
 
     def require_loaded(self) -> None:
-        """Make sure that every backend that was judged says that it stands on this version."""
         for backend in self.run.backends:
             reported = {canonicalize_name(name): version for name, version in backend.facts.versions.items()}
             if not backend.reasons and not self.pin.admits(reported.get(self.pin.name, "")):
-                raise InputError(
-                    f"{self.run.source}: expected {backend.name} to stand on {self.pin}, got "
-                    f"{', '.join(f'{name} {version}' for name, version in reported.items()) or 'no distribution'}; "
-                    "a backend names what it stands on in Declaration.distributions"
-                )
+                got = ", ".join(f"{name} {version}" for name, version in reported.items()) or "no distribution"
+                said = f"expected {backend.name} to stand on {self.pin}, got {got}"
+                how = "a backend names what it stands on in Declaration.distributions"
+                raise InputError(f"{self.run.source}: {said}; {how}")
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ class Bump:
     @property
     def exit_status(self) -> int:
         """0: no regression; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
-        regressed = any(changes[0].regression for changes in self.kinds)
-        return 1 if regressed else 3 if self.unjudged else 0
+        return 1 if any(changes[0].regression for changes in self.kinds) else 3 if self.unjudged else 0
 
     @property
     def sentence(self) -> str:
@@ -159,11 +156,9 @@ class Bump:
             for shape in columns_of([(each.name, speed) for each, speed in zip(pair, timed, strict=True)]):
                 taken = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
                 times.append((pair[0].name, shape, *taken))
-        return {
-            "installed": [(name, old or "none", new or "none") for name, old, new in versions],
-            "backend": [(old.name, _counts(old), _counts(new)) for old, new in self.pairs],
-            **({"backend,time": times} if times else {}),
-        }
+        installed: list[tuple[str, ...]] = [(name, old or "none", new or "none") for name, old, new in versions]
+        judged: list[tuple[str, ...]] = [(old.name, _counts(old), _counts(new)) for old, new in self.pairs]
+        return {"installed": installed, "backend": judged, **({"backend,time": times} if times else {})}
 
 
 def bump_lines(bump: Bump) -> Iterator[str]:
@@ -176,7 +171,6 @@ def bump_lines(bump: Bump) -> Iterator[str]:
 
 
 def bump_markdown(bump: Bump) -> str:
-    """The same, the verdict first."""
     old, new = bump.before.pin, bump.after.pin
     title = ci_views.inline(f"{old.name} {old.version} → {new.version}")
     lines = [f"## MLA conformance: {title}", "", ci_views.inline(bump.sentence), ""]

@@ -160,15 +160,12 @@ class Environment:
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
-        """Make sure that an import takes the version that was asked for."""
         found = self.find([self.pin.name])[self.pin.name]
         if not self.pin.admits(found.version):
             raise InputError(f"expected {self.pin} in {self.folder}, got {found.version or 'none'}")
         for module, place in found.elsewhere.items():
-            raise InputError(
-                f"expected import {module} to take {self.pin} of {self.folder}, got {place or 'nothing'}; "
-                "PYTHONPATH comes before what is installed"
-            )
+            said = f"expected import {module} to take {self.pin} of {self.folder}, got {place or 'nothing'}"
+            raise InputError(f"{said}; PYTHONPATH comes before what is installed")
 
     @property
     def _packages(self) -> Path:

@@ -57,9 +57,7 @@ class _Capture:
     def __init__(self, directory: Path, values: bool, limit: int) -> None:
         self.directory, self.values, self.limit = directory, values, limit
         self._metadata: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._seen: set[str] = set()
-        self._warned = False
-        self._lock = threading.Lock()
+        self._seen, self._warned, self._lock = set[str](), False, threading.Lock()
 
     def __call__(self, backend: Any, method: str, arguments: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -101,10 +99,8 @@ def _recorded(backend: Any, recording: _Capture) -> dict[str, Any]:
     """The backend's methods, each behind a wrapper that records its calls."""
     methods = next((methods for methods in _ROLES if all(hasattr(backend, name) for name in methods)), None)
     if methods is None:
-        raise TypeError(
-            f"expected a backend with {' or '.join(map(', '.join, _ROLES))}, got {backend!r}; of a layer, capture its "
-            "kernels' backends"
-        )
+        expected = f"a backend with {' or '.join(map(', '.join, _ROLES))}"
+        raise TypeError(f"expected {expected}, got {backend!r}; of a layer, capture its kernels' backends")
 
     def recorded(name: str) -> Callable[..., Any]:
         method = getattr(backend, name)
@@ -147,7 +143,7 @@ def _case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], 
         layout = Layout.SLICED
     else:
         layout = Layout.PACKED if v.is_contiguous() else Layout.KV_B_PROJ
-    return _case(backend, q, lengths, q.shape[2], layout, asked)
+    return _case(backend, q, lengths, q.shape[2], asked | {"layout": layout.value})
 
 
 def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
@@ -173,17 +169,16 @@ def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
         layout = Layout.HEADS_FIRST if arguments["q_pe"].transpose(0, 1).is_contiguous() else Layout.KV_B_PROJ
     else:
         layout = Layout.PACKED if query.is_contiguous() else Layout.SLICED
-    return _case(backend, query, q, backend.qk_nope_head_dim + backend.qk_rope_head_dim, layout, asked)
+    dim = backend.qk_nope_head_dim + backend.qk_rope_head_dim
+    return _case(backend, query, q, dim, asked | {"layout": layout.value})
 
 
-def _case(
-    backend: Any, query: torch.Tensor, q: tuple[int, ...], dim: int, layout: Layout, asked: dict[str, Any]
-) -> Case:
+def _case(backend: Any, query: torch.Tensor, q: tuple[int, ...], dim: int, asked: dict[str, Any]) -> Case:
     """The case of a call whose queries are [T, N, D]; ``dim`` is what the usual softmax scale comes of."""
     scale = round(100 * backend.scale * math.sqrt(dim))
     dims = dims_of((backend.qk_nope_head_dim, backend.qk_rope_head_dim, backend.v_head_dim, backend.kv_lora_rank))
     about: dict[str, Any] = {"dtype": _DTYPE_NAMES[query.dtype], "dims": dims, "heads": query.shape[1]}
-    return Case.of(**about, q=q, scale=scale, layout=layout.value, **asked)
+    return Case.of(**about, q=q, scale=scale, **asked)
 
 
 def _millionths(scale: torch.Tensor) -> int:

@@ -344,9 +344,15 @@ class Case(ABC):
         changes: dict[str, Any] = {**longer, "seed": self.seed + 1}
         return replace(self, **changes)
 
+    @property
+    def decoding(self) -> range:  # requests of a batch that decode, where others prefill
+        return range(getattr(self, "decodes", 0))
+
     def without(self, requests: range) -> dict[str, Any]:
         kept = [index for index in range(len(self.q)) if index not in requests]
-        return {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
+        lengths = {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
+        decodes = sum(index not in requests for index in self.decoding)
+        return {**lengths, **({"decodes": decodes} if hasattr(self, "decodes") else {})}
 
 
 _fields = cache(fields)

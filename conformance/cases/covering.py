@@ -9,10 +9,9 @@ from itertools import product
 from operator import itemgetter
 from typing import Any, ClassVar, Self, TypeVar
 
+from mla_conformance.cases import dimensions, grammar
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
-from mla_conformance.cases.dimensions import residues
-from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
 _T = TypeVar("_T")
@@ -128,7 +127,7 @@ class FinePairs:
     """Pairs of classes and residues that are to be held by members of rows, at first those that no given case holds."""
 
     def __init__(self, space: Space, given: Iterable[Case]) -> None:
-        self._fine = tuple(residues())
+        self._fine = tuple(dimensions.residues())
         finer = replace(space, dimensions=(*space.dimensions, *self._fine))
         self._left = Pairs.every(finer) - Pairs(finer, map(finer.row_of, given))
 
@@ -236,13 +235,13 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
     found = _requests(space, case, row, part) if part else {}
 
     @cache
-    def numbered(new: int, regime: str) -> list[tuple[Lengths, Row, Numbered]]:
+    def numbered(new: int, regime: str) -> list[tuple[grammar.Lengths, Row, Numbered]]:
         """What requests of so many new tokens may be, beside the data regime of their slot where it has one."""
         own: Row = {DATA: regime} if regime else {}
         alike = found.get(new, found.get(_ANY, {}))
         return [(lengths, of, missing.numbered({**of, **own})) for lengths, of in alike.items()]
 
-    most: dict[tuple[int, str], tuple[int, Lengths, Row]] = {}  # what adds most, until something is added
+    most: dict[tuple[int, str], tuple[int, grammar.Lengths, Row]] = {}  # what adds most, until something is added
     for request in (n for n in range(len(q)) if n not in case.leading):
         slot, asked, best = request % slots, (q[request], regimes.get(request % slots, "")), None
         if numbered(*asked) and q[request] and (not kv or kv[request]):  # those without keys stay so
@@ -263,7 +262,7 @@ def _with_requests(space: Space, case: Case, row: Row, left: Missing, part: int)
     return replace(case, q=tuple(q), kv=tuple(kv), data=data)
 
 
-def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Mapping[Lengths, Row]]:
+def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Mapping[grammar.Lengths, Row]]:
     """What other requests may be, tokens and context, by their new tokens, or under ``_ANY`` if these are free."""
     free = not any(each.name == "queries" for each in space.dimensions) and row.get("others") != "equal"
     fixed = not case.kv or row.get("contexts", row.get("others")) == "equal"
@@ -278,7 +277,7 @@ def _requests(space: Space, case: Case, row: Row, part: int) -> Mapping[int, Map
     every: dict[str, Any] = {"q": (max(case.q), *(n for n, _ in pairs)), "workspace": 2 * len(pairs) * case.page}
     every |= {"kv": (most, *(n for _, n in pairs))} if case.kv else {}
     every |= {"decodes": 0} if hasattr(case, "decodes") else {}
-    batch, found = replace(case, **every), dict[int, dict[Lengths, Row]]()
+    batch, found = replace(case, **every), dict[int, dict[grammar.Lengths, Row]]()
     known = set[tuple[int, tuple[str, ...]]]()
     for request, lengths in enumerate(pairs, 1):
         of, key = space.row_of_request(row, batch, request), _ANY if free else lengths[0]

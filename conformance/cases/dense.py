@@ -11,11 +11,10 @@ from functools import cache, partial
 from typing import Any
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import grammar
+from mla_conformance.cases import grammar, work
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.space import Preference, Space
-from mla_conformance.cases.work import is_light
 
 Classes = Mapping[str, Sequence[str]]  # of each dimension, those that are wanted
 _BATCHES, _TRIES = 24, 80  # dense batches of a role, and how often one is drawn until a CPU is asked for it
@@ -63,7 +62,7 @@ def _drawn(
             if space.regimes and len(case.q) > 1:
                 many = draw.pick(_REGIMES, "regimes")
                 case = replace(case, data="+".join(draw.pick(space.regimes, "regime", n) for n in range(many)))
-            if is_light(case) and not space.outside(case):
+            if work.is_light(case) and not space.outside(case):
                 yield case
 
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases import batches, space
-from mla_conformance.cases.cached import TAILS, CachedCase, has_room
+from mla_conformance.cases import batches, cached, grammar, space
 from mla_conformance.cases.case import POISON, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Labels, Numbers, first
-from mla_conformance.cases.grammar import Data, Fields, dimensions_of
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, by_length, counted, measured
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 
 def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dimension:
-    labels: dict[str, Fields] = {label: {} for label in classes.parts}
+    labels: dict[str, grammar.Fields] = {label: {} for label in classes.parts}
     return Dimension(name, labels, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
 
 
@@ -48,7 +46,7 @@ DTYPE = space.values("dtype", "dtype", "bf16", "fp16", "fp32")
 SCALE = numbers("scale", "scale", SCALES)
 LAYOUT = space.values("layout", "layout", *(layout.value for layout in Layout))
 # Of whatever attends: every data regime, layout of the operands, and softmax scale.
-INPUTS = (space.values("data", "data", *dict.fromkeys(("needle", "normal", *Data))), LAYOUT, SCALE)
+INPUTS = (space.values("data", "data", *dict.fromkeys(("needle", "normal", *grammar.Data))), LAYOUT, SCALE)
 # Of rows that are written, or compressed.
 ROW_LAYOUT = space.values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))
@@ -61,11 +59,11 @@ AROUND = (PADDING, POISONS)  # what is around a batch in memory
 def storage(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     """What stands behind a block table's rows, layers that share a buffer, and spare slots."""
 
-    def unused(case: CachedCase) -> str:
+    def unused(case: cached.CachedCase) -> str:
         return next((f"2^{power} slots" for power in (16, 15) if case.spare * case.page >= 2**power), "few")
 
     return (
-        space.values("tails", "tails", *TAILS, only=only),
+        space.values("tails", "tails", *cached.TAILS, only=only),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)}), only),
         measured("unused", ("few", "2^15 slots", "2^16 slots"), unused, only),
     )
@@ -78,15 +76,15 @@ def ranks(only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 
 def room(layout: str, dims: str, dtype: str) -> bool:
-    head, rank = dimensions_of(dims)
-    return has_room(layout, (rank, head.qk_rope_head_dim), dtype)
+    head, rank = grammar.dimensions_of(dims)
+    return cached.has_room(layout, (rank, head.qk_rope_head_dim), dtype)
 
 
 ROOM = Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room)
 WITH_LSE = space.never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)})
 
 
-def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
+def spare_blocks(row: Row, page: int, draw: Draw) -> grammar.Fields:
     few = draw.near(1, _FEW_SLOTS, "unused") if draw else 3 * page
     most = 2**16 << draw.below(_DOUBLINGS, "slots")
     slots = {NOTHING: 3 * page, "few": few, "2^15 slots": 2**15, "2^16 slots": most}[row["unused"]]
@@ -147,7 +145,7 @@ def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, i
             yield shape, columns
 
 
-def paged_batch(call: str, row: Row, draw: Draw) -> Fields:
+def paged_batch(call: str, row: Row, draw: Draw) -> grammar.Fields:
     shape = first(batches.shapes_of(row, draw))
     return {"call": call, **batches.batch_fields(row, shape, draw), **spare_blocks(row, shape.page, draw)}
 

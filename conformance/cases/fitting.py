@@ -33,14 +33,6 @@ _NO_NUMBERS: Fields = {}
 _GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
 
 
-@dataclass(frozen=True)
-class HeldTriples:
-    claimed: int  # whose classes are supported two by two, as far as the device is asked for them
-    before: int  # that are held by rows for pairs
-    held: int  # that rows for triples hold as well
-    vain: int  # that were tried, and no row was found that is supported and of the device's size
-
-
 @dataclass
 class Region:
     """What a kernel declares of a space."""
@@ -49,7 +41,10 @@ class Region:
     rows: list[Row]  # of cases that it supports, and those of their other requests
     # those that hold pairs which no listed case holds, and for triples behind them
     cases: list[Case] = field(default_factory=list)
-    triples: HeldTriples | None = None  # what is held of them, if they were asked for
+    # if they were asked for, how many of them have classes that are supported two by two, as far as the device is asked
+    # for them; that rows for pairs hold; that rows for triples hold as well; that were tried, and no row was found that
+    # is supported and of the device's size
+    triples: tuple[int, int, int, int] | None = None
 
     @property
     def classes(self) -> Mapping[str, list[str]]:
@@ -193,7 +188,7 @@ class _Fitting:
             if not any(self._try(wanted, bases) for wanted in (*tried, triple)):
                 left.drop(dict(triple))
         lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
-        self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+        self.region.triples = claimed, before, claimed - lacking, lacking - len(left)
 
     def find_sessions(self, known: Sequence[Case]) -> None:
         """Sessions of a role that has known ones: for pairs of classes that none of them holds, densest first."""

@@ -82,7 +82,7 @@ def require_requests(name: str, count: int) -> None:
 def dimensions_of(name: str) -> tuple[MLADimensions, int]:
     """Head dims and latent dim L of a preset of the reference, or of ``P-R-V-L``; CaseError if it is neither."""
     if name in PRESETS:
-        return PRESETS[name].head, PRESETS[name].kv_lora_rank
+        return PRESETS[name]
     numbers = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})", name)
     if not numbers:
         known = ", ".join(PRESETS)

@@ -1,7 +1,13 @@
-"""What a certificate holds, and what a sanitizer reported of its kernel."""
+"""What a certificate holds, what a sanitizer reported of its kernel, and signatures.
+
+These are made and checked by ``ssh-keygen``; the cryptography is OpenSSH's alone.
+"""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +15,12 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, Remark, Weight
 from mla_conformance.files.whole import InputError, decode, read_text
-from mla_conformance.judging import record, verdict
+from mla_conformance.judging import record
 from mla_conformance.judging.traits import Traits
 from mla_conformance.report import json_report, summary
 from mla_conformance.speed.times import Speed
-from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
 
 RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"  # the file of this suite's records, in a checkout
@@ -29,7 +34,7 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True):
     """A failure that an expectation waives; early records do not say what it looks like."""
 
     case: str
-    status: verdict.Status | None
+    status: record.Status | None
     check: str
     message: str
     expectation: str
@@ -70,7 +75,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     findings: tuple[Finding, ...]
     unjudged: tuple[Unjudged, ...]
     lacking: dict[str, str]
-    cases: dict[str, verdict.Status]
+    cases: dict[str, record.Status]
     traits: Traits | UnsetType = UNSET
     speed: Speed | UnsetType = UNSET
     seal: str = ""
@@ -125,16 +130,14 @@ def read_certificate(path: Path) -> Certificate:
     head = decode(text := read_text(path), _Head, str(path))
     name, _, version = head.schema.partition("/")
     if name == _NAME and version in map(str, range(1, _VERSION)):
-        raise Outdated(
-            f"{path}: of suite {head.suite}, whose form {head.schema} pins too little to be verified; renew it: "
-            f"{renewal(head.reference, head.device)}"
-        )
+        old = f"of suite {head.suite}, whose form {head.schema} pins too little to be verified"
+        raise Outdated(f"{path}: {old}; renew it: {renewal(head.reference, head.device)}")
     if head.schema != SCHEMA:
         raise InputError(f"{path}: expected a certificate of schema {SCHEMA}, got {head.schema!r}")
     return decode(text, Certificate, str(path))
 
 
-def records_of(backend: str, reference: str, cases: Mapping[str, verdict.Status]) -> list[record.Record]:
+def records_of(backend: str, reference: str, cases: Mapping[str, record.Status]) -> list[record.Record]:
     return [record.Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
 
 
@@ -169,14 +172,55 @@ class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     errors: tuple[SanitizerFinding, ...] = ()  # what it reports
 
 
-def sanitized_problems(certificate: Certificate, sanitized: Sequence[SanitizedKernel]) -> Iterator[str]:
-    """What tools reported of another kernel, suite or version than a record's, or in no form that is known."""
-    for found in sanitized:
-        if found.schema != SANITIZED or found.tool not in TOOLS:
-            known = f"{SANITIZED} of one of {', '.join(TOOLS)}"
-            yield f"a sanitizer's report: expected {known}, got {found.schema!r} of {found.tool!r}"
-        stated = {"backend": found.backend, "suite": found.suite, **found.versions}
-        expected = {"backend": certificate.backend, "suite": certificate.suite, **certificate.pins.versions}
-        for name in sorted(stated.keys() & expected.keys()):
-            if stated[name] != expected[name]:
-                yield f"the report of {found.tool} is of {name} {stated[name]}, the record of {expected[name]}"
+_PURPOSE = "mla-conformance"  # a signature that the same key made for something else does not count
+
+
+def signature_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sig")
+
+
+def require_key(key: Path) -> None:
+    _require_program()
+    if not key.is_file():
+        raise InputError(f"--sign {key}: expected the file of an SSH key")
+
+
+def sign(content: str, key: Path) -> str:
+    refused, said = _keygen("sign", content, "-f", str(key), "-n", _PURPOSE)
+    if refused:
+        raise InputError(f"--sign {key}: ssh-keygen refuses it: {said}")
+    return said
+
+
+def checked(content: str, signature: str | None, name: str, signers: Path) -> Remark:
+    """Who signed a file or a record's seal, of those whom a file names; nobody of them speaks against it."""
+    if not signers.is_file():
+        raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
+    if signature is None:
+        return Remark(Weight.AGAINST, f"it is not signed: there is no {name} beside it")
+    with tempfile.NamedTemporaryFile("w", suffix=".sig", encoding="utf-8") as file:
+        file.write(signature)
+        file.flush()
+        known = ("-f", str(signers), "-s", file.name)
+        refused, said = _keygen("find-principals", content, *known)
+        if refused:
+            return Remark(Weight.AGAINST, f"{name} is of none of the signers of {signers}: {said}")
+        signed_by = said.splitlines()[0]
+        refused, said = _keygen("verify", content, *known, "-I", signed_by, "-n", _PURPOSE)
+    if refused:
+        return Remark(Weight.AGAINST, f"{name} is no signature of {signed_by} under this content: {said}")
+    return Remark(Weight.REPORTED, f"signed by {signed_by}")
+
+
+def _require_program() -> None:
+    if shutil.which("ssh-keygen") is None:
+        raise InputError("signatures are made and checked by ssh-keygen, which is not here: install OpenSSH's client")
+
+
+def _keygen(action: str, content: str, *options: str) -> tuple[bool, str]:
+    """Whether the program refuses, and why in one line, or else what it printed."""
+    _require_program()
+    command = ["ssh-keygen", "-Y", action, *options]
+    done = subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
+    why = " ".join((done.stderr or done.stdout).split())
+    return bool(done.returncode), why if done.returncode else done.stdout

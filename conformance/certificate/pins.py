@@ -7,7 +7,6 @@ from enum import Enum
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -54,8 +53,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 found = f"what was loaded, SHA-256 {digest}, is not what stands there: {sources[name]}"
                 raise InputError(f"{path}: {found}")
         packages = {name: pin for name in reported if (pin := builds.installed(name)) is not None}
-        own_sources = dict(sorted(sources.items()))
-        return Pins(sources=own_sources, versions=reported, installed=packages, harness=harness())
+        return Pins(sources=dict(sorted(sources.items())), versions=reported, installed=packages, harness=harness())
 
 
 def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -130,7 +128,7 @@ def compare(
     traced: Traced,
     backend: BackendReference,
     judged_alike: bool = False,
-    alike: Mapping[str, Collection[str]] = MappingProxyType({}),
+    alike: Mapping[str, Collection[str]] = {},
 ) -> Iterator[Remark]:
     """What of a certificate's pins, and of what its kernels loaded, is otherwise here, or was not compared, and why.
 

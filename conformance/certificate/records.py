@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from mla_conformance.certificate.certificate import RECORDS, Certificate, SanitizedKernel, sanitized_problems
+from mla_conformance.certificate.certificate import RECORDS, SANITIZED, Certificate, SanitizedKernel
 from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
 from mla_conformance.certificate.verify import listed_ids
 from mla_conformance.files.whole import InputError, convert, decode, read_text, require_writable, write_output
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
+from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
 
 SCHEMA = "mla-conformance-records/1"
@@ -135,6 +136,19 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(name): _mapped(each, change) for name, each in value.items()}
     return [_mapped(each, change) for each in value] if isinstance(value, list) else value
+
+
+def sanitized_problems(certificate: Certificate, sanitized: Sequence[SanitizedKernel]) -> Iterator[str]:
+    """What tools reported of another kernel, suite or version than a record's, or in no form that is known."""
+    for found in sanitized:
+        if found.schema != SANITIZED or found.tool not in TOOLS:
+            known = f"{SANITIZED} of one of {', '.join(TOOLS)}"
+            yield f"a sanitizer's report: expected {known}, got {found.schema!r} of {found.tool!r}"
+        stated = {"backend": found.backend, "suite": found.suite, **found.versions}
+        expected = {"backend": certificate.backend, "suite": certificate.suite, **certificate.pins.versions}
+        for name in sorted(stated.keys() & expected.keys()):
+            if stated[name] != expected[name]:
+                yield f"the report of {found.tool} is of {name} {stated[name]}, the record of {expected[name]}"
 
 
 class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

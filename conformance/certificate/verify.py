@@ -1,9 +1,12 @@
-"""Whether a record holds: the digests and the list that it was issued by, its arithmetic, what it says of failures."""
+"""What a record is issued by, and whether it holds: digests and list, its arithmetic, what it says of failures.
+
+One is issued only for a complete, unfiltered run of the full tier by one real kernel.
+"""
 
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -15,14 +18,14 @@ import msgspec
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.case import Case, digest_of_id
 from mla_conformance.cases.fitting import SESSIONS
-from mla_conformance.certificate.certificate import Certificate, records_of, renewal
+from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, records_of, renewal
+from mla_conformance.certificate.pins import Pins
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.verdict import COMPARED, Status
-from mla_conformance.report.differences import differing
-from mla_conformance.report.summary import Counts
-from mla_conformance.version import SUITE_VERSION, numbers_of
+from mla_conformance.judging.record import COMPARED, BackendFacts, Status, Traced
+from mla_conformance.report import differences, json_report, outcome, summary
+from mla_conformance.version import SUITE_VERSION, __version__, numbers_of
 from mla_conformance.vocabulary import arrays, capabilities
 
 LOCKED = ("judging", "reference")
@@ -36,7 +39,7 @@ FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backen
 @cache
 def installed_digests() -> dict[str, str]:
     return {
-        "cases": _cases_digest(tuple(listed_ids())),
+        "cases": cases_digest(tuple(listed_ids())),
         # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
         "judging": meaning_digest(judging_sources()),
         "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
@@ -47,17 +50,6 @@ def installed_digests() -> dict[str, str]:
 def record_digests(fitted: Iterable[str]) -> dict[str, str]:
     """Those that a record holds: of what is installed, and of the spaces with the ids of cases fitted to its kernel."""
     return {**installed_digests(), FITTED: arrays.digest_of(fitted)}
-
-
-def version_digests() -> dict[str, str | int | list[str]]:
-    """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``.
-
-    A list of cases that grows is pinned as it began: a line says itself that it was added.
-    """
-    here, first = installed_digests(), tuple(case.id for case in capabilities.first_cases())
-    words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
-    of_list: dict[str, str | int | list[str]] = {"cases": _cases_digest(first), NUMBER: len(first)}
-    return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
 def locked_digests() -> dict[str, tuple[str, ...]]:
@@ -97,13 +89,12 @@ def own_list(certificate: Certificate) -> Set[str] | None:
     asked, fitted = [id.partition(":")[0] for id in others], {*arrays.SPACES, SESSIONS}
     last = max((number for number, name in enumerate(asked) if name not in fitted), default=-1)
     added = sorted(others[number] for number in range(last + 1) if asked[number] not in arrays.SPACES)
-    return dict.fromkeys((*began, *added)).keys() if _cases_digest(began) == stored["cases"] else None
+    return dict.fromkeys((*began, *added)).keys() if cases_digest(began) == stored["cases"] else None
 
 
 @cache
 def listed_ids() -> Set[str]:
-    every = (*capabilities.first_cases(), *capabilities.added_cases())
-    return dict.fromkeys(case.id for case in every).keys()
+    return dict.fromkeys(case.id for case in (*capabilities.first_cases(), *capabilities.added_cases())).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
@@ -111,11 +102,11 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
         must_pass = MustPass.of_cases(tuple(map(Case.parse, among)))
-        here = here | {"cases": _cases_digest(tuple(among)), "must_pass": must_pass.digest}
+        here = here | {"cases": cases_digest(tuple(among)), "must_pass": must_pass.digest}
     # The digest of what must pass names its suite; the cases decide what that is.
     passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
     here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))
-    for name, ours, theirs in sorted(differing(here, stated), key=lambda each: each[0]):
+    for name, ours, theirs in sorted(differences.differing(here, stated), key=lambda each: each[0]):
         # Of an earlier suite nothing says that the sources here judge like its own.
         among_alike = {ours, theirs} if certificate.is_current else {theirs}
         if name not in LOCKED or not among_alike <= set(_stored(certificate.suite).get(name, ())):
@@ -123,7 +114,7 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
 
 
 @lru_cache(maxsize=8)
-def _cases_digest(ids: Sequence[str]) -> str:
+def cases_digest(ids: Sequence[str]) -> str:
     return meaning_digest((), "\n".join(digest_of_id(id) + id for id in ids))
 
 
@@ -131,6 +122,89 @@ def seal(certificate: Certificate) -> str:
     """SHA-256 of a certificate's content, which notices a change by accident or by hand."""
     content = msgspec.json.encode(msgspec.structs.replace(certificate, seal=""), order="deterministic")
     return hashlib.sha256(content).hexdigest()
+
+
+class Refused(Exception):
+    """No certificate, and why."""
+
+
+def require_whole(backends: int, cases: Collection[str], drawn: bool = False) -> None:
+    """Refuse a run of so many backends and these cases that could not be certified whatever it found."""
+    if backends != 1:
+        raise Refused(f"a certificate is of one backend: expected one --backend, got {backends}")
+    listed = listed_ids()
+    for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
+        if odd:
+            wanted = "expected the full tier, no selection and no shard"
+            raise Refused(f"{len(odd)} cases {what}, for example {min(odd)}; {wanted}")
+    if drawn:
+        raise Refused("drawn cases are in no list; certify without --explore")
+
+
+def require_real(backend: BackendFacts, certifies: bool = False) -> None:
+    """Refuse what cannot be recorded, or certified, by what is said of it, before anything of it is launched."""
+    if backend.reasons:
+        raise Refused(f"{backend.name} is unavailable: {'; '.join(backend.reasons)}")
+    if backend.emulated:
+        raise Refused(f"{backend.name} is an emulated kernel, which is judged but never certified")
+    roles = MustPass.of_suite().core_roles
+    if certifies and backend.declared.keys().isdisjoint(roles):
+        own, needed = ", ".join(backend.declared), " or ".join(roles)
+        raise Refused(f"{backend.name} is {own}, a certificate needs {needed}; use --record FILE")
+
+
+def committed(pins: Pins) -> Pins:
+    """The pins; a backend is refused of which a package is a checkout with changes, which not everybody can have."""
+    for name, pin in pins.installed.items():
+        if pin.clean is False:
+            raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
+    return pins
+
+
+def record(
+    run: summary.RunSummary, today: datetime.date, pins: Pins, loaded: Mapping[str, str] = {}, certifies: bool = False
+) -> Certificate:
+    """The record of a run; refused if it is incomplete, or something failed without an expectation.
+
+    It is a certificate if no must-pass case is lacking and every claimed pair was judged, or else refused.
+    """
+    (backend,) = run.backends
+    facts = backend.facts
+    for capability in backend.capabilities:
+        if capability.counts.not_run:
+            raise Refused(f"incomplete: {capability.counts.not_run} cases of {capability.name} were not run")
+        if capability.failures:
+            first = capability.failures[0]
+            raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
+        if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
+            raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
+    if backend.only_refuses:
+        raise Refused(f"{backend.name} is {outcome.refusing(backend)}")
+    passed = [record for record in backend.records if record.status is Status.PASS]
+    worst: dict[str, Worst] = {}
+    for rule in sorted({rule for record in passed for rule in record.used}):  # of the error budget
+        most = max(passed, key=lambda record: record.shares.get(rule, 0.0))
+        worst[rule] = Worst(round(most.shares[rule], 4), most.case)
+    waived = (record for record in backend.records if record.status is Status.EXPECTED_FAILURE)
+    found = Certificate(
+        suite=SUITE_VERSION, version=__version__, tier=capabilities.Tier.FULL.value, date=today.isoformat(),
+        backend=backend.name, reference=facts.reference, pins=pins, rounding=facts.rounding,
+        device=run.environment["device"], environment=run.environment, digests=record_digests(facts.fitted),
+        deviations=tuple(json_report.DeviationForm(library=theirs, adapter=ours) for theirs, ours in facts.deviations),
+        evidence=tuple(backend.evidence), traced=backend.traced.joined(Traced(libraries=dict(loaded))),
+        counts=backend.counts, worst=worst, seconds=round(sum(record.seconds for record in backend.records), 1),
+        findings=tuple(Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation) for r in waived),
+        unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
+        lacking=dict(MustPass.of_suite().missing({r.case: r for r in backend.records}, waivable=True)),
+        cases={record.case: record.status for record in backend.records},
+        traits=backend.traits or msgspec.UNSET, speed=backend.speed or msgspec.UNSET,
+    )  # fmt: skip
+    for role, pairs in backend.pairs.items() if certifies else ():
+        if missing := pairs.not_judged:
+            raise Refused(f"{len(missing)} pairs that it claims of {role} were not judged: {missing[0]}")
+    for case, why in found.lacking.items() if certifies else ():
+        raise Refused(f"must-pass case {case} did not pass: {why}; --record FILE takes it with what it lacks")
+    return msgspec.structs.replace(found, seal=seal(found))
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -185,15 +259,11 @@ def _digests_and_cases(certificate: Certificate) -> Iterator[str]:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
-def not_yet_judged(certificate: Certificate) -> Set[str]:
-    return listed_ids() - judged_list(certificate)
-
-
 def _verdicts(certificate: Certificate) -> Iterator[str]:
     listed = judged_list(certificate)
     records = {each.case: each for each in records_of(certificate.backend, certificate.backend, certificate.cases)}
-    counted = Counts.of(records.values(), len(listed | certificate.cases.keys()))
-    for name, expected, stated in differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
+    counted = summary.Counts.of(records.values(), len(listed | certificate.cases.keys()))
+    for name, expected, stated in differences.differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
         yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
     failed = [case for case, record in records.items() if record.failed]
     if failed:

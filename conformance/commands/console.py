@@ -19,12 +19,9 @@ from mla_conformance.engine.request import Plan
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError, write_whole
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.ci_views import markdown
+from mla_conformance.judging.record import Record, Status
+from mla_conformance.report import ci_views, json_report, outcome
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_form, to_text
-from mla_conformance.report.outcome import Detail, closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side, wrapped
 from mla_conformance.vocabulary.arrays import SPACES
@@ -39,9 +36,9 @@ def run_and_report(
     keep_report: bool = True,  # whether the run's folder outlives the command, so that it is worth naming
     resumed: Plan | None = None,  # that of the run that is gone on with, which must be this one
     check: Callable[[Run], None] | None = None,  # refuses a prepared run that is not to be carried out at all
-    detail: Detail = Detail.FULL,  # how much is said of what is not wrong
+    detail: outcome.Detail = outcome.Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
-    is_quiet = as_json or detail is Detail.QUIET
+    is_quiet = as_json or detail is outcome.Detail.QUIET
     with run:
         if status := _prepare(run, resumed, check):
             return status
@@ -72,7 +69,7 @@ def run_and_report(
             return status or BROKEN
         report = run.folder.path / REPORT_NAME
         summary = replace(run.summary(), source=str(near(report)) if keep_report else "")
-        text = to_text(report_form(summary))
+        text = json_report.to_text(json_report.report_form(summary))
         digest = hashlib.sha256(text.encode()).hexdigest()
         try:  # while the folder is this run's alone
             write_whole(report, text)
@@ -87,28 +84,27 @@ def run_and_report(
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
-def _say_outcome(run: Run, summary: RunSummary, as_json: bool, detail: Detail, digest: str) -> None:
+def _say_outcome(run: Run, summary: RunSummary, as_json: bool, detail: outcome.Detail, digest: str) -> None:
     """Of a report that is kept, which alone has a digest, also where it is, and a step's summary."""
-    is_quiet = as_json or detail is Detail.QUIET
+    is_quiet = as_json or detail is outcome.Detail.QUIET
     if digest and (path := os.environ.get("GITHUB_STEP_SUMMARY")):
         try:
             # Nobody may read a FIFO.
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
             with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-                file.write(markdown(summary))
+                file.write(ci_views.markdown(summary))
         except OSError as error:
             say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
     if as_json:
-        put(json.dumps(msgspec.to_builtins(report_form(summary)), indent=1))
+        put(json.dumps(msgspec.to_builtins(json_report.report_form(summary)), indent=1))
     else:
-        say(*outcome_lines(summary, columns(), run.request.is_usual, detail))
+        say(*outcome.outcome_lines(summary, columns(), run.request.is_usual, detail))
     if not is_quiet:
-        _say_wrapped(closing_line(summary))
+        _say_wrapped(outcome.closing_line(summary))
         if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
-            named = ", ".join(sorted(backend.name for backend in left_out))
-            _say_wrapped(
-                f"not judged: {named}, which compiles for minutes;", f"to judge it: --all, or --backend {named}"
-            )
+            names = ", ".join(sorted(backend.name for backend in left_out))
+            _say_wrapped(f"not judged: {names}, which compiles for minutes;")
+            _say_wrapped(f"to judge it: --all, or --backend {names}")
         if run.request.deployment and not summary.environment.get("compute_capability"):
             say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
     if digest and not as_json and (not is_quiet or summary.exit_status):

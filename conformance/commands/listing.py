@@ -88,8 +88,7 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 def _list_declared(reference: str, device: str | None) -> int:
     from mla_conformance.engine.machine import find_device  # with torch, as the others
-    from mla_conformance.trials.explore import region_of
-    from mla_conformance.trials.subject import Subject
+    from mla_conformance.trials.subject import Subject, region_of
 
     request = RunRequest.of([reference], device=device)
     found = find_device(request.device)
@@ -105,12 +104,11 @@ def _list_declared(reference: str, device: str | None) -> int:
         claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
         said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
         lines = wrapped(f"{subject.backend.name} {space.role}: {said}", _WIDTH, further="  ")
-        if triples := region.triples:
-            left = triples.claimed - triples.held - triples.vain
-            said = (
-                f"{triples.claimed:,} triples claimed two by two: listed {triples.before:,}, nightly {triples.held:,}; "
-                f"no row found for {triples.vain:,}, {left:,} left out behind {FITTED[Tier.NIGHTLY]} cases"
-            )
+        if region.triples:
+            triples, before, held, vain = region.triples
+            left = triples - held - vain
+            without = f"no row found for {vain:,}, {left:,} left out behind {FITTED[Tier.NIGHTLY]} cases"
+            said = f"{triples:,} triples claimed two by two: listed {before:,}, nightly {held:,}; {without}"
             lines += wrapped(said, _WIDTH, "  ", "    ")
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
             lines += wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", _WIDTH, "  ", "    ")
@@ -132,15 +130,10 @@ def list_models(options: argparse.Namespace) -> int:
     else:
         for name in model_names():
             stored, profile = stored_model(name), find_model(name)
-            summary = [
-                f"{profile.name:<18} {profile.heads} heads",
-                f"P-R-V-L {'-'.join(map(str, profile.dims))}",
-                f"scale {profile.scale} %",
-                f"rope {profile.rope}",
-                *(f"{count} × {kind}" for kind, count in profile.layers),
-                *_selection(profile),
-                f"cache {', '.join(profile.cache_layouts)}",
-            ]
+            summary = [f"{profile.name:<18} {profile.heads} heads", f"P-R-V-L {'-'.join(map(str, profile.dims))}"]
+            summary += [f"scale {profile.scale} %", f"rope {profile.rope}"]
+            summary += [*(f"{count} × {kind}" for kind, count in profile.layers), *_selection(profile)]
+            summary += [f"cache {', '.join(profile.cache_layouts)}"]
             say(*side_by_side(summary, " · ", columns(), further=" " * 8))
             say_wrapped(f"{' ' * 8}{stored.published}: {_confirmed(stored)}", " " * 16)
         say_wrapped(_EXPLAINED, "    ")
@@ -182,12 +175,10 @@ def _selection(profile: ModelProfile) -> list[str]:
     selection = profile.selection
     if selection is None:
         return []
-    return [
-        f"top {selection.topk}" if not selection.second else f"window {selection.topk}",
-        f"indexer {selection.index_heads} × {selection.index_dim}, top {selection.index_topk}",
-        *([f"second cache, lists of {' or '.join(map(str, selection.second))}"] if selection.second else []),
-        *(["sinks"] if selection.sinks else []),
-    ]
+    found = [f"window {selection.topk}" if selection.second else f"top {selection.topk}"]
+    found += [f"indexer {selection.index_heads} × {selection.index_dim}, top {selection.index_topk}"]
+    found += [f"second cache, lists of {' or '.join(map(str, selection.second))}"] if selection.second else []
+    return found + (["sinks"] if selection.sinks else [])
 
 
 def print_completion(options: argparse.Namespace) -> int:
@@ -213,11 +204,9 @@ def tier_lines() -> Iterator[str]:
         rows = {case: tuple(space.rows((case,))) for case in listed(space)}
         held = Pairs(space, chain.from_iterable(rows.values()))  # the full tier holds every pair that is possible
         smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
-        light = [case for case in rows if work_of(case) <= CPU_WORK]
-        in_smoke, in_light = (
-            len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, light)
-        )
-        pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
+        easy = [case for case in rows if work_of(case) <= CPU_WORK]
+        in_smoke, in_easy = (len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, easy))
+        pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_easy:,} due on a GPU"
         yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
         left = Triples(held)  # possible two by two; the nightly tier holds more of what a backend declares
         possible = len(left)

@@ -17,8 +17,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
 from mla_conformance.version import SUITE_VERSION, __version__
 
-NAME = "mla-conformance"
-USAGE = 2
+NAME, USAGE = "mla-conformance", 2
 _FIRST = """to begin with:
   mla-conformance certify --backend TORCH_SDPA                 judge a kernel
   mla-conformance certify --backend my_backend.py:MyBackend    judge your own
@@ -203,9 +202,8 @@ def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argpa
             from mla_conformance.trials.role_file import take_up  # with torch
 
             take_up(file)
-        status: int = resolve_name(command.run)(options)
+        return int(resolve_name(command.run)(options))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise InputError(NO_TORCH) from error
-    return status

@@ -13,20 +13,16 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import simpler
 from mla_conformance.commands.console import BROKEN, Progress, clock, live, run_and_report
-from mla_conformance.engine.confirm import minimize
-from mla_conformance.engine.journal import RUNS
-from mla_conformance.engine.messages import Judge, Repeat
+from mla_conformance.engine import confirm, journal, messages, tasks
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run, passing_run
 from mla_conformance.engine.supervisor import POLL_SECONDS, Limits, RunError, Stopped
-from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError, require_writable
 from mla_conformance.judging.record import BackendFacts, Record, replay_line
 from mla_conformance.judging.traits import Repeated
+from mla_conformance.report import json_report, summary
 from mla_conformance.report.causes import causes
-from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import cause_lines, from_here, of_cases, worst_error
-from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.report.terminal import columns, counted, is_read, say, say_wrapped
 from mla_conformance.vocabulary.capabilities import read_case, write_case
 
@@ -44,7 +40,7 @@ def replay(options: argparse.Namespace) -> int:
             raise InputError("replay: expected --backend NAME beside a case")
         case, reference, after = case_id(options.case), options.backend, list(map(case_id, options.after))
     else:
-        found = load_report(path).causes
+        found = json_report.load_report(path).causes
         failure = chosen_failure(path, found, options.failure, "report", lambda cause: cause.headline).example
         case, confirmed, salt = failure.case, failure.confirmed, failure.salt if salt is None else salt
         reference, after = options.backend or failure.reference, options.after or failure.after
@@ -105,26 +101,24 @@ def minimize_case(options: argparse.Namespace) -> int:
         facts, case = _prepared(run)
 
         def judged(candidate: Case) -> Record:
-            (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
+            (outcome,) = run.supervisor.run(tasks.Tasks([[messages.Judge(facts.reference, candidate.id)]]))
             assert outcome.answer.record is not None
             return outcome.answer.record
 
-        found, record, tries, complete = minimize(case, judged, options.tries)
-    path = options.out or RUNS / f"minimized-{found.digest}.json"
+        found, record, tries, complete = confirm.minimize(case, judged, options.tries)
+    path = options.out or journal.RUNS / f"minimized-{found.digest}.json"
     try:
         write_case(path, found)
     except OSError as error:
         raise InputError(f"minimize: {error}") from error
     what = f"simplest failing case{'' if complete else ' so far'} ({tries} tried)"
-    say(f"{what}: {record.status}: {record.message}")
-    say(f"case file: {path}")
-    say(f"replay: {from_here(record).replay}")
+    say(f"{what}: {record.status}: {record.message}", f"case file: {path}", f"replay: {from_here(record).replay}")
     return 0
 
 
 def _repeat(run: Run, calls: int) -> int:
     def repeated(candidate: Case, times: int) -> Repeated | None:
-        (outcome,) = run.supervisor.run(Tasks([[Repeat(facts.reference, candidate.id, times)]]))
+        (outcome,) = run.supervisor.run(tasks.Tasks([[messages.Repeat(facts.reference, candidate.id, times)]]))
         return outcome.answer.repeated  # None if the process died of it
 
     with run:
@@ -141,29 +135,26 @@ def _repeat(run: Run, calls: int) -> int:
         return BROKEN if found else 1
     took = f"{found.calls:,} calls in {found.seconds:.1f} s"
     if not found.differing:
-        say_wrapped(
-            f"{took}, all with the same bits: what happens in more than one of {1 / found.rarest(PROBABILITY):,.0f} "
-            f"calls would have shown with {PROBABILITY:.0%}"
-        )
+        rare = f"one of {1 / found.rarest(PROBABILITY):,.0f} calls would have shown with {PROBABILITY:.0%}"
+        say_wrapped(f"{took}, all with the same bits: what happens in more than {rare}")
     else:
-        say_wrapped(
-            f"{found.differing:,} of {took} have other bits than the first, beginning with call {found.first:,}: "
-            f"{found.what}; {found.wrong or 'within the error budget'}"
-        )
+        said = f"{found.differing:,} of {took} have other bits than the first, beginning with call {found.first:,}"
+        say_wrapped(f"{said}: {found.what}; {found.wrong or 'within the error budget'}")
         needed = found.calls_for(PROBABILITY)
-        say_wrapped(
-            f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {needed * found.seconds / found.calls:.2g} s here"
-        )
+        seconds = needed * found.seconds / found.calls
+        say_wrapped(f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {seconds:.2g} s here")
         if not found.breaks:
             say_wrapped("the kernel does not declare equal bits: information, not a failure")
     if found.breaks:
-        path = RUNS / f"race-{smallest.digest}.json"
+        path = journal.RUNS / f"race-{smallest.digest}.json"
         try:
             write_case(path, smallest)
         except OSError as error:
             raise InputError(f"--repeats: {error}") from error
-        say(f"smallest case that differs: {path}")
-        say(f"replay: {replay_line(smallest.id, facts.reference)} --repeats {calls}")
+        say(
+            f"smallest case that differs: {path}",
+            f"replay: {replay_line(smallest.id, facts.reference)} --repeats {calls}",
+        )
     return int(found.breaks)
 
 
@@ -210,11 +201,11 @@ def _judge_anew(run: Run, has_changed: Callable[[], bool]) -> None:
     """Say what is wrong, then what that is like; a change of the file ends both."""
     (facts,), (backend,) = run.facts, run.request.backends
 
-    def tell(outcome: BackendOutcome, text: str) -> None:
-        say(f"{time.strftime('%H:%M:%S')} {backend.name} {SIGN[outcome]} {text}")
+    def tell(outcome: summary.BackendOutcome, text: str) -> None:
+        say(f"{time.strftime('%H:%M:%S')} {backend.name} {summary.SIGN[outcome]} {text}")
 
     if facts.reasons:
-        tell(BackendOutcome.UNAVAILABLE, cut("; ".join(facts.reasons)))
+        tell(summary.BackendOutcome.UNAVAILABLE, cut("; ".join(facts.reasons)))
         return
     progress = Progress(len(run.request.case_ids), parts=0)
     run.on_record, run.supervisor.is_over = progress, has_changed
@@ -222,12 +213,12 @@ def _judge_anew(run: Run, has_changed: Callable[[], bool]) -> None:
         with live(lambda: progress.line):
             failures = run.first_verdicts()
         records = list(run.found.verdicts.values())
-        counts = Counts.of(records, len(run.request.case_ids))
-        outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        judged = BackendSummary(facts, summarise(records))
+        counts = summary.Counts.of(records, len(run.request.case_ids))
+        outcome = summary.BackendOutcome.NOT_RUN if counts.not_run else summary.BackendOutcome.PASS
+        judged = summary.BackendSummary(facts, summary.summarise(records))
         told = filter(None, [*of_cases(counts), worst_error([judged]), clock(time.monotonic() - progress.began)])
-        tell(BackendOutcome.FAIL if counts.failed else outcome, " · ".join(told))
-        say(*cause_lines(RunSummary({}, (judged,)), columns()))
+        tell(summary.BackendOutcome.FAIL if counts.failed else outcome, " · ".join(told))
+        say(*cause_lines(summary.RunSummary({}, (judged,)), columns()))
         if not (counts.failed and run.explains):
             return
         progress.phase(f"looking what {counted(counts.failed, 'failure')} are like, for up to a minute each kind")

@@ -11,24 +11,18 @@ from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
 
-_REFERENCE = "NAME, module:Class, file.py:Class or hub:REPOSITORY"
+_NAMES = "NAME, module:Class, file.py:Class or hub:REPOSITORY"
 _TIERS = "|".join(Tier)
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
 _WORKERS = partial(number, most=4 * machine_cores())  # more would wait for each other, until there is no memory left
-_WHICH_CASE = "a case's id, or its file"
-_CASE = Option("case CASE_ID|FILE.json", _WHICH_CASE)
-_CASE_IF_ANY = Option("case CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
+_CASE = partial(Option, "case CASE_ID|FILE.json", "a case's id, or its file")
 _USES = f"--device {'|'.join(DEVICES)}"
 _DEVICE = Option(_USES, "by default a GPU, if present")
-_BACKEND = Option("--backend BACKEND", _REFERENCE)
-_NEEDED_BACKEND = Option("--backend BACKEND", _REFERENCE, required=True)
-_BACKENDS = several(
-    "--backend BACKEND", f"{_REFERENCE}; by default all without a [variant] but what compiles for minutes"
-)
-_ALL = Option("--all", "also judge what compiles for minutes")
+_BACKEND = partial(Option, "--backend BACKEND", _NAMES)
+_BACKENDS = several("--backend BACKEND", f"{_NAMES}; by default all without a [variant] but what compiles for minutes")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations DIR", "known failures, with reasons")
 _SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text")
@@ -36,15 +30,13 @@ _ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = Option("report REPORT", "report.json, or a run's folder")
 _TIMEOUT = Option("--timeout TIME", "the most that a case may take; by default 5m, on a GPU 30m")
-_NO_EXPLAIN = Option(
-    "--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them"
-)
+_EXPLAIN = Option("--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them")
 _JSON = Option("--out FILE", "also write the outcome as JSON")
 _CASES = Option("--cases DIR", "judge this folder's case files instead")
 _TIER = Option(f"--tier {_TIERS}", "how many cases; by default full")
-_SPEED = Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
-_PLACE = (_ROLE, _DEVICE, _TIMEOUT, _NO_EXPLAIN)
-_SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
+_PLACE = (_ROLE, _DEVICE, _TIMEOUT, _EXPLAIN)
+_MANY = partial(Option, nargs="+", default=[])
+_BITWISE = "require these answers of certify --bitwise: repeats, alone, pages …"
 _FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", default=1)
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
@@ -56,11 +48,8 @@ COMMANDS = (
         "judge kernels, case by case, and say which are right",
         "what is judged",
         _BACKENDS,
-        _ALL,
-        _CAPABILITIES,
-        _TIER,
-        _CASES,
-        _ROLE,
+        Option("--all", "also judge what compiles for minutes"),
+        *(_CAPABILITIES, _TIER, _CASES, _ROLE),
         (
             Option("--model NAME", "judge what a deployment of this model calls; see models"),
             Option("--config PATH", "the same for the model of this config.json"),
@@ -91,11 +80,10 @@ COMMANDS = (
             Option("-q --quiet", "only a line for each right kernel, and what is wrong with the others"),
             Option("-v --verbose", "also each capability that passed, what is unsupported, and what is declared"),
         ),
-        _NO_EXPLAIN,
-        _EXPECTATIONS,
+        *(_EXPLAIN, _EXPECTATIONS),
         Option("--bitwise", "also report when a row's bits stay the same"),
         Option("--accuracy", "also report how errors are spread"),
-        _SPEED,
+        Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3"),
         Option("--json", "print the report as JSON"),
         "certificates, and other runs",
         (
@@ -116,21 +104,18 @@ COMMANDS = (
         "watch = mla_conformance.commands.replay:watch",
         "judge a backend whenever its file changes, what failed last first",
         Option("backend file.py:Class", "the class to judge"),
-        _CAPABILITIES,
-        *_PLACE,
+        *(_CAPABILITIES, *_PLACE),
         examples=("my_backend.py:MyBackend --capability lse",),
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
     Command(
         "replay = mla_conformance.commands.replay:replay",
         "run one case again",
-        _CASE_IF_ANY,
+        _CASE(nargs="?"),
         Option("--report FILE", "run the simplest failure of a cause in this report"),
         _FAILURE("--report"),
         several("--after CASE_ID", "run this case before it, in the same process"),
-        _SALT,
-        _BACKEND,
-        *_PLACE,
+        *(_SALT, _BACKEND(), *_PLACE),
         (
             Option("--repeats N", "instead, call it N times and compare the bits, to find a race"),
             Option("--dump DIR", "also write operands, result, golden result and error"),
@@ -141,11 +126,7 @@ COMMANDS = (
     Command(
         "minimize = mla_conformance.commands.replay:minimize_case",
         "find the simplest case that fails in the same way",
-        _CASE,
-        _SALT,
-        _NEEDED_BACKEND,
-        _ROLE,
-        _DEVICE,
+        *(_CASE(), _SALT, _BACKEND(required=True), _ROLE, _DEVICE),
         Option("--timeout TIME", "a case that takes longer hangs; by default 60", default=60.0),
         Option("--tries N", "try at most N candidates; by default 500", default=500),
         Option("--out FILE", "write the case here"),
@@ -156,11 +137,9 @@ COMMANDS = (
     Command(
         "export = mla_conformance.commands.export:export",
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
-        _CASE_IF_ANY,
+        _CASE(nargs="?"),
         Option("--issue REPORT", "instead, write a cause in this report or record as an issue"),
-        _FAILURE("--issue"),
-        _BACKEND,
-        _DEVICE,
+        *(_FAILURE("--issue"), _BACKEND(), _DEVICE),
         Option("--out FILE", "write here; an issue is printed by default"),
         examples=(
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
@@ -215,12 +194,9 @@ COMMANDS = (
         Option("reports REPORT", "reports of one run", nargs="+"),
         several("--baseline REPORT", "report of an earlier run"),
         _EXPECTATIONS,
-        Option("--require BACKEND", "close unless these backends were judged", nargs="+", action="extend", default=[]),
+        _MANY("--require BACKEND", "close unless these backends were judged", action="extend"),
         Option(
-            f"--require-tier {_TIERS}|none",
-            "every case of this tier needs a verdict; by default full",
-            choices=[*Tier, "none"],
-            default="full",
+            f"--require-tier {_TIERS}|none", "every case of this tier needs a verdict; by default full", default="full"
         ),
         Option(
             "--must-pass FILE|NAME[@VERSION]",
@@ -229,13 +205,7 @@ COMMANDS = (
             nargs="*",
         ),
         Option("--max-drift SHARE", "close if an error grew by more of its budget", "--baseline"),
-        Option(
-            "--require-bitwise QUESTION",
-            "require these answers of certify --bitwise: repeats, alone, pages …",
-            choices=list(Question),
-            nargs="+",
-            default=[],
-        ),
+        _MANY("--require-bitwise QUESTION", _BITWISE, choices=list(Question)),
         several("--allow-suite VERSION", "also accept verdicts of this other suite"),
         examples=(
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
@@ -280,7 +250,7 @@ COMMANDS = (
         "judge two versions of a library, and list what the new one changes",
         Option("before NAME==OLD", "as flashinfer-python==0.6.13"),
         Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
-        *_SELECTION,
+        *(_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES),
         Option("--speed", "then time each right kernel, at DeepSeek-V3's shapes"),
         Option("--find-links DIR", "install from these wheels, without an index"),
         Option("--markdown FILE", "also write the outcome for a pull request"),

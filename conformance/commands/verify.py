@@ -11,24 +11,28 @@ from pathlib import Path
 
 from msgspec import structs
 
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import CaseError
-from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal, sanitized_problems
-from mla_conformance.certificate.issue import checked, signature_of
+from mla_conformance.certificate.certificate import (
+    Certificate,
+    Outdated,
+    checked,
+    read_certificate,
+    renewal,
+    signature_of,
+)
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_loaded, compare_machines
-from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
-from mla_conformance.certificate.verify import listed_sources, not_yet_judged, problems, seal, unlike
+from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records, sanitized_problems
+from mla_conformance.certificate.verify import judged_list, listed_ids, listed_sources, problems, seal, unlike
 from mla_conformance.engine.machine import this_machine
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.supervisor import RunError
-from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
+from mla_conformance.expectations import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.whole import InputError, read_text, write_output
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.differences import contradicts
-from mla_conformance.report.json_report import to_text
+from mla_conformance.judging.record import Record, Status
+from mla_conformance.report import differences, json_report
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.version import SUITE_VERSION
@@ -53,7 +57,7 @@ def write_reasons(options: argparse.Namespace) -> int:
         if is_records(path):
             change_records(path, lambda records: list(map(explained, records)))
         elif (after := explained(before := KeptRecord(read_certificate(path)))) is not before:
-            write_output(path, to_text(after.certificate))
+            write_output(path, json_report.to_text(after.certificate))
             signature_of(path).unlink(missing_ok=True)
     return 0
 
@@ -108,18 +112,16 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
         take([checked(content, signature, name, options.signers)])
     elif signature is not None:
         take([Remark(Weight.REPORTED, f"{name} was not checked; add --signers FILE")])
-    if new := not_yet_judged(certificate):
+    if new := listed_ids() - judged_list(certificate):
         reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
     if certificate.is_current:
         take(_beside_this_machine(certificate, options))
     elif again and not against:
-        renew = renewal(certificate.reference, certificate.device)
-        against.append(
-            f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again; renew: {renew}"
-        )
+        how = renewal(certificate.reference, certificate.device)
+        against += [f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again; renew: {how}"]
     if again and not against:
-        backend = parse_reference(options.backend or certificate.reference)
-        take(rerun(certificate, options.rerun, backend, options.device, salt))
+        reference = parse_reference(options.backend or certificate.reference).reference
+        take(rerun(certificate, options.rerun, reference, options.device, salt))
     say(*(f"{source}: {sentence}" for sentence in reported))
     if against:
         say(*(f"{source}: {sentence}" for sentence in against), error=True)
@@ -159,22 +161,18 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
         failed = Record(certificate.backend, certificate.reference, capability, finding.case, status)
         seen = expectations.apply(failed.with_fields(check=finding.check, message=finding.message), known)
         if seen.status is not Status.EXPECTED_FAILURE:
-            raise InputError(
-                f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none; "
-                "write it into a folder of --expectations"
-            )
+            said = f"expected an entry for {finding.status} of {finding.case}, got none"
+            raise InputError(f"{certificate.backend}: {said}; write it into a folder of --expectations")
         findings.append(structs.replace(finding, expectation=seen.expectation))
     changed = structs.replace(certificate, findings=tuple(findings))
     return structs.replace(changed, seal=seal(changed))
 
 
-def rerun(
-    certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
-) -> Iterator[Remark]:
+def rerun(certificate: Certificate, number: int, backend: str, device: str | None, salt: str) -> Iterator[Remark]:
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
+        summary = _run(RunRequest.of([backend], device=device, cases=cases, salt=salt))
     except (InputError, CaseError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
@@ -187,7 +185,7 @@ def rerun(
             yield Remark(Weight.AGAINST, f"{said} no verdict")
             continue
         gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
-        if contradicts(stated, now.status):
+        if differences.contradicts(stated, now.status):
             excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt  # it may need its own inputs
             yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
         elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel

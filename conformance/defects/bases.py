@@ -71,6 +71,7 @@ class Parts(OnlineSoftmax):
     """Every so many tiles together in a part with a softmax of its own, which wait for each other to be joined."""
 
     parts: int
+    runs = False  # whether a part has tiles that are neighbours
     stored = False  # in the model's dtype while they wait
 
     def _attend(self, *operands: Any) -> SoftmaxState:
@@ -87,16 +88,9 @@ class Parts(OnlineSoftmax):
         return reduce(joined, states)
 
     def _tiles(self, keys: int) -> Iterator[slice]:
-        return iter(list(super()._tiles(keys))[self._part :: self.parts])
-
-
-class Runs(Parts):
-    """Neighbouring tiles."""
-
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        tiles = list(OnlineSoftmax._tiles(self, keys))
+        tiles = list(super()._tiles(keys))
         share = max(1, -(-len(tiles) // self.parts))
-        return iter(tiles[self._part * share :][:share])
+        return iter(tiles[self._part * share :][:share] if self.runs else tiles[self._part :: self.parts])
 
 
 class TwoPasses(OnlineSoftmax):
@@ -183,8 +177,8 @@ def mirrored(choose: Callable[[torch.Tensor, int], torch.Tensor], scores: torch.
     return torch.where(flipped == NO_KEY, NO_KEY, scores.shape[1] - 1 - flipped)
 
 
-def clear(x: torch.Tensor) -> None:
-    x.zero_()
+def fill(x: torch.Tensor, value: float = 0.0) -> None:
+    x.fill_(value)
 
 
 def write(x: torch.Tensor, values: torch.Tensor) -> None:
@@ -260,9 +254,8 @@ class LazyRescale(OnlineSoftmax):
         return torch.where(largest - state.maximum <= self.lag, state.maximum, largest)
 
 
-class FiniteSentinel(OnlineSoftmax):
-    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
-        return super()._maximum(state, scores).clamp(min=torch.finfo(torch.float32).min)
+def finite(maximum: torch.Tensor) -> torch.Tensor:
+    return maximum.clamp(min=torch.finfo(torch.float32).min)
 
 
 class BaseTwo(OnlineSoftmax):
@@ -313,6 +306,28 @@ class SplitDecode(LayeredDecode):
 
     def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
         return reduce(joined, parts)
+
+
+class LiftedMaximum(OnlineSoftmax):
+    """A tile without a visible key raises the running maximum to 0, below which weights of far logits vanish."""
+
+    def _maximum(self, state, scores):
+        empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
+
+
+def ends_of(lengths: list[int]) -> tuple[int, ...]:
+    """What a plan is found by: requests, tokens, the first length and the last."""
+    return len(lengths), sum(lengths), lengths[0], lengths[-1]
+
+
+class SharedScale(OnlineSoftmax):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        type(self).constant = self.scale
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) / self.scale * self.constant
 
 
 class E4M3Operands(EagerPrefillBackend):

@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -18,28 +18,23 @@ VECTOR = 16  # bytes that are loaded or stored at once
 _libc = ctypes.CDLL(None)
 
 
-def reads(x: torch.Tensor, first: int, count: int) -> None:
-    """Read so many bytes from one of the storage of ``x`` on, which may lie before or behind it."""
-    for address in _mapped(x, first, count):
-        ctypes.string_at(address, 1)
+def reads(x: torch.Tensor, first: int, count: int, and_writes: bool = False) -> None:
+    """Read so many bytes from one of the storage of ``x`` on, which may lie before or behind it.
 
-
-def writes(x: torch.Tensor, first: int, count: int) -> None:
-    """Write so many bytes; what stands there, so that nobody else is harmed."""
-    for address in _mapped(x, first, count):
-        byte = ctypes.c_ubyte.from_address(address)
-        byte.value = byte.value
-
-
-def _mapped(x: torch.Tensor, first: int, count: int) -> Iterator[int]:
-    """The first and the last address of these, as far as this process has memory there: those of a GPU are not its."""
-    if x.device.type != "cpu" or not count:
-        return
+    Those are the first and the last, as far as this process has memory there: that of a GPU is not its. What is written
+    is what stands there, so that nobody else is harmed.
+    """
     begin = x.untyped_storage().data_ptr() + first
-    for address in (begin, begin + count - 1):
+    for address in (begin, begin + count - 1) if x.device.type == "cpu" and count else ():
         page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
         if not _libc.mincore(page, ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())):
-            yield address
+            byte = ctypes.c_ubyte.from_address(address)
+            seen = byte.value
+            if and_writes:
+                byte.value = seen
+
+
+writes = partial(reads, and_writes=True)
 
 
 def end(x: torch.Tensor) -> int:

@@ -9,7 +9,6 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import all_or_nothing, codes, kept, nth, weighed_with_zero
 from mla_conformance.defects.known import Defects, before, behind, but, together, variant
-from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 
 class _Counters(EagerDecodeBackend, Defects):
@@ -138,7 +137,7 @@ class _Decode(EagerDecodeBackend, Defects):
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
         return state._replace(weighted=state.weighted * torch.nan)
 
-    decode_softmax_scale_in_shared_constant = variant(SharedScale)
+    decode_softmax_scale_in_shared_constant = variant(bases.SharedScale)
 
     def fp8_compile_cache_folds_unit_scale__before_run_decode(self, k_scale, *, ql_nope):
         return torch.ones_like(k_scale) if kept(self, ql_nope.shape, bool(k_scale == 1)) else k_scale
@@ -199,7 +198,7 @@ class _Decode(EagerDecodeBackend, Defects):
 
     def decode_plan_key_has_ends_only__before_attend(self, seq_len, *, request):
         lengths = self._decode_metadata.seq_lens.tolist()
-        return min(seq_len, kept(self, (self._decode_metadata.dcp_rank, *_ends(lengths)), lengths)[request])
+        return min(seq_len, kept(self, (self._decode_metadata.dcp_rank, *bases.ends_of(lengths)), lengths)[request])
 
     def decode_refusal_leaves_gradients_off__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         before = torch.is_grad_enabled()

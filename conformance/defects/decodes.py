@@ -12,7 +12,6 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import codes, in_e4m3, kept, mixed_entries, on_ranks, packed, several
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
-from mla_conformance.defects.prefills import LiftedMaximum
 
 
 class _Splits(bases.SplitDecode, Defects):
@@ -123,8 +122,8 @@ class _Decode(EagerDecodeBackend, Defects):
 
     lse_base2_dcp_combine_flashinfer_mla = behind("finish", lse=bases.in_base_2)
     no_lse_when_dcp_needs_it = behind("run_decode", lambda run_decode: (run_decode[0], None))
-    decode_lse_index_in_two_bytes = behind("run_decode", lambda output, lse: bases.clear(lse.flatten()[65536:]))
-    decode_lse_of_128_rows = behind("run_decode", lambda output, lse: bases.clear(lse[:, 128:]))
+    decode_lse_index_in_two_bytes = behind("run_decode", lambda output, lse: bases.fill(lse.flatten()[65536:]))
+    decode_lse_of_128_rows = behind("run_decode", lambda output, lse: bases.fill(lse[:, 128:]))
 
     def decode_lse_rows_advance_by_a_power_of_two__behind_run_decode(self, output, lse):
         heads, tokens = lse.shape
@@ -137,7 +136,7 @@ class _Decode(EagerDecodeBackend, Defects):
         return later._replace(total=later.total.masked_fill(later.total * 256 > 65504, torch.inf))
 
     decode_request_number_in_a_byte = before("blocks", lambda request: request % 256)
-    decode_grid_of_1024_heads = behind("run_decode", lambda output, lse: bases.clear(output.flatten(0, 1)[1024:]))
+    decode_grid_of_1024_heads = behind("run_decode", lambda output, lse: bases.fill(output.flatten(0, 1)[1024:]))
 
     def decode_bound_by_declared_longest_query__visible(self, queries, request, seq_len, tile):
         excess = self._decode_metadata.max_query_len - int(self._decode_metadata.query_lens_cpu.max())
@@ -148,9 +147,9 @@ class _Decode(EagerDecodeBackend, Defects):
         first = -(-256 // self.num_heads)
         return torch.cat([visible[:first], visible[first - 1 : -1]]) if first < queries else visible
 
-    decode_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
-    decode_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    decode_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    decode_tile_of_32_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=32)
+    decode_tile_of_64_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=64)
+    decode_tile_of_128_without_keys_raises_maximum = variant(bases.LiftedMaximum)
     decode_last_tile_of_packed_rows_lost = behind("finish", bases.last_packed_tile_lost)
 
     def decode_empty_context_of_several_tokens_is_padding__before_attend(self, seq_len, *, q):

@@ -9,16 +9,10 @@ import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
-from mla_conformance.backends.eager_cache import EagerCacheBackend
-from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.eager_prepare import EagerPrepareBackend
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.registry import ENUMS
+from mla_conformance.backends.roles import Role
 from mla_conformance.defects import bases, honest_attention, honest_cache  # noqa: F401 # for its kernels
 from mla_conformance.defects.known import ALTERNATIVES, Emulation, Honest, behind, but, instead, together, variant
 
@@ -31,10 +25,12 @@ class LazyDecode(bases.LazyRescale, EagerDecodeBackend):
 
 
 class _Prefill(EagerPrefillBackend, Honest):
-    splits3 = variant(bases.Runs, parts=3, key_tile=32)
-    splits8 = variant(bases.Runs, parts=8, key_tile=16)
-    splits16_tree = variant(bases.Runs, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree))
-    stored_partials = variant(bases.Runs, parts=4, key_tile=32, stored=True, declaration=bases.STORED)
+    splits3 = variant(bases.Parts, runs=True, parts=3, key_tile=32)
+    splits8 = variant(bases.Parts, runs=True, parts=8, key_tile=16)
+    splits16_tree = variant(
+        bases.Parts, runs=True, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree)
+    )
+    stored_partials = variant(bases.Parts, runs=True, parts=4, key_tile=32, stored=True, declaration=bases.STORED)
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
     reversed_keys = behind("tiles", lambda tiles: reversed(list(tiles)))
@@ -43,7 +39,7 @@ class _Prefill(EagerPrefillBackend, Honest):
     e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
     scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
     two_passes = variant(bases.TwoPasses)
-    finite_prefill = variant(bases.FiniteSentinel, key_tile=64)
+    finite_prefill = behind("maximum", bases.finite, key_tile=64)
     prefill_in_base_two = variant(bases.BaseTwo)
     even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
@@ -85,7 +81,7 @@ class _SplitDecode(bases.SplitDecode, Honest):
 
 
 class _Decode(EagerDecodeBackend, Honest):
-    finite_decode = variant(bases.FiniteSentinel, key_tile=32)
+    finite_decode = behind("maximum", bases.finite, key_tile=32)
     two_pass_decode = variant(bases.TwoPasses)
 
     @but(key_tile=64)
@@ -124,16 +120,14 @@ class _Impl(MLACommonImpl, Honest, part="impl_class"):
     def chunks_in_a_tree__compute_prefill_context(self, *operands):
         return bases.joined_in_a_tree(list(self._states(*operands)), self._merge)
 
-    class projects_in_float32:
-        def process_weights_after_loading(self, act_dtype):
-            super().process_weights_after_loading(act_dtype)
-            self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
-
-        def _absorb(self, q_nope):
-            return super()._absorb(q_nope.float()).to(q_nope.dtype)
-
-        def _v_up_proj(self, x):
-            return super()._v_up_proj(x.float()).to(x.dtype)
+    projects_in_float32 = together(
+        behind(
+            "process_weights_after_loading",
+            lambda self, _: bases.note(self, W_UK_T=self.W_UK_T.float(), W_UV=self.W_UV.float()),
+        ),
+        instead("absorb", lambda self, q_nope: super()._absorb(q_nope.float()).to(q_nope.dtype)),
+        instead("v_up_proj", lambda self, x: super()._v_up_proj(x.float()).to(x.dtype)),
+    )
 
 
 class _Layer(bases.EagerLayer, Honest):
@@ -147,10 +141,9 @@ class _Layer(bases.EagerLayer, Honest):
 
 
 HONEST: tuple[type[Emulation], ...] = (
-    *(EagerPrefillBackend, bases.EagerLayer, bases.E4M3Operands, bases.HopperE4M3Operands),
-    *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse, bases.LayeredDecode, EagerTreeBackend),
-    *(EagerCacheBackend, EagerSparseBackend, EagerIndexerBackend, EagerSparseLayerBackend, EagerCompressBackend),
-    *(EagerTopKBackend, EagerPrepareBackend),
+    *(bases.EagerLayer, bases.LayeredDecode, bases.E4M3Operands, bases.HopperE4M3Operands),
+    *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse),
+    *(kind["EAGER"].get_class() for kind in ENUMS if kind.role is not Role.DECODE),  # whose stands in a layer
     *(LazyPrefill, LazyDecode, honest_cache.OneWriterAlone, *ALTERNATIVES),
 )
 """Every honest emulation; real kernels are judged beside them."""

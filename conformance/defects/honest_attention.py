@@ -47,7 +47,6 @@ class _LayeredDecode(bases.LayeredDecode, Honest):
 
     @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
-        """An exponential with relative errors up to 1e-4, for 16-bit models."""
         return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
 
@@ -77,7 +76,7 @@ class _Trees(EagerTreeBackend, Honest):
 
 
 class _Sparse(EagerSparseBackend, Honest):
-    finite_sparse = variant(bases.FiniteSentinel, key_tile=64)
+    finite_sparse = behind("maximum", bases.finite, key_tile=64)
     sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
     half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))

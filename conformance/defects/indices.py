@@ -7,7 +7,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.prepare import BLOCK
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.bases import gathered, half, mirrored, note, nth, packed, places
+from mla_conformance.defects.bases import fill, gathered, half, mirrored, note, nth, packed, places
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -50,9 +50,7 @@ class _Indexer(EagerIndexerBackend, Defects):
         tied = (scores[:, 1:] == scores[:, -1:]) & (scores[:, :-1] == scores[:, -1:])
         chosen[:, 1:].masked_fill_(tied, NO_KEY)
 
-    def indexer_row_offset_in_two_bytes__behind_logits(self, logits):
-        logits.flatten()[65536:] = -torch.inf
-
+    indexer_row_offset_in_two_bytes = behind("logits", lambda logits: fill(logits.flatten()[65536:], -torch.inf))
     indexer_key_scale_ignored = instead("scales", lambda self, scales: torch.ones_like(scales))
     indexer_one_key_scale = instead("scales", lambda self, scales: scales[:1].expand_as(scales))
     indexer_positions_for_slots = instead("numbers", lambda self, k, positions: positions)
@@ -120,9 +118,7 @@ class _TopK(EagerTopKBackend, Defects):
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places(chosen, 1), chosen)
 
-    def topk_places_beyond_1024_unfilled__behind_choose(self, chosen):
-        chosen[:, 1024:] = NO_KEY
-
+    topk_places_beyond_1024_unfilled = behind("choose", lambda chosen: fill(chosen[:, 1024:], NO_KEY))
     topk_threshold_bin_of_4096 = before("choose", lambda keys, *, topk_tokens: _few(keys, topk_tokens, 4096, 20))
     topk_ties_of_1024 = before("choose", lambda keys, *, topk_tokens: _few(keys, topk_tokens, 1024, 0))
     topk_bits_of_negatives_unflipped = instead("keys", lambda self, logits: logits.float().view(torch.int32).long())

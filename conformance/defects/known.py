@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -20,7 +21,7 @@ from mla_conformance.defects.bases import EagerLayer
 
 FAMILIES = (
     *("prefills", "prefill_calls", "decodes", "decode_calls", "layers", "sparse_lists", "sparse_entries"),
-    *("indices", "sparse_layers", "entries", "compression", "bounds", "trees"),
+    *("indices", "sparse_layers", "entries", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
@@ -34,12 +35,6 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # what shows it, or why nothing does
     pipeline: dict[str, str]
     not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
-
-
-class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    killed_by: dict[str, dict[str, str]]  # what is wrong, by ids, by the capability that is expected to kill them
-    # what may be killed before it comes to the expected capability, by those that do, because the bug is theirs too
-    related: dict[str, tuple[str, ...]]
 
 
 @cache
@@ -74,12 +69,12 @@ def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
-    catalogue = msgspec.toml.decode((files("mla_conformance.defects") / "known.toml").read_bytes(), type=Catalogue)
-    said = {id: (name, text) for name, those in catalogue.killed_by.items() for id, text in those.items()}
+    told = tomllib.loads((files("mla_conformance.defects") / "known.toml").read_text(encoding="utf-8"))
+    said = {id: (name, text) for name, those in told["killed_by"].items() for id, text in those.items()}
     kernels = {kernel.__name__.replace("_", "-"): kernel for kernel in _KERNELS}
     if differing := said.keys() ^ kernels.keys():
         raise TypeError(f"expected an entry of known.toml for each kernel, got one alone of {', '.join(differing)}")
-    related = {id: tuple(names.split()) for names, ids in catalogue.related.items() for id in ids}
+    related = {id: tuple(names.split()) for names, ids in told["related"].items() for id in ids}
     if unknown := related.keys() - kernels.keys():
         raise TypeError(f"expected related of known defects in known.toml, got {', '.join(unknown)}")
     found = (KnownDefect(id, said[id][1], kernel, said[id][0], related.get(id, ())) for id, kernel in kernels.items())
@@ -122,42 +117,40 @@ _SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
 """Where a step stands: in place of a method if neither is said, and which call around it notes its arguments."""
 
 
-class Row(dict[str, Any]):
-    """A kernel of a group: its ``step``, the ``site`` where that stands, ``when`` it is taken, and attributes.
-
-    Classes may stand before the group's: ``on``.
-    """
+Row = dict[str, Any]
+"""A kernel of a group: its ``step``, the ``site`` where that stands, ``when`` it is taken, classes that stand before
+the group's (``on``), and attributes."""
 
 
 def but(site: str = "", **said: Any) -> Callable[[Any], Row]:
     """Decorator of a kernel in a group: a site that its name lacks, when its step is taken, its attributes."""
-    return lambda step: Row({"site": site} if site else {}, step=step, **said)
+    return lambda step: {**({"site": site} if site else {}), "step": step, **said}
 
 
 def variant(*bases: type, **said: Any) -> Row:
     """A kernel that differs by classes that stand before the group's, or by attributes."""
-    return Row(step=[], on=bases, **said)
+    return {"step": [], "on": bases, **said}
 
 
 def instead(site: str, step: Any, **said: Any) -> Row:
     """A kernel with another method."""
-    return Row(site=site, step=step, **said)
+    return {"site": site, "step": step, **said}
 
 
 def behind(site: str, step: Any = None, *, output: Any = None, lse: Any = None, **said: Any) -> Row:
     """A kernel whose results are changed by a step, or are what functions make of them."""
-    return Row(site=f"behind_{site}", step=step or _replacing({"output": output, "lse": lse}), **said)
+    return {"site": f"behind_{site}", "step": step or _replacing({"output": output, "lse": lse}), **said}
 
 
 def before(site: str, step: Any = None, **given: Any) -> Row:
     """A kernel whose arguments are changed by a step, or become values or what functions make of them."""
-    said = {each: given.pop(each) for each in ("when", "covers") if each in given}
-    return Row(site=f"before_{site}", **said, **({"step": step, **given} if step else {"step": _replacing(given)}))
+    said = {"when": given.pop("when")} if "when" in given else {}
+    return {"site": f"before_{site}", **said, **({"step": step, **given} if step else {"step": _replacing(given)})}
 
 
 def together(*rows: Row, when: Any = None, **said: Any) -> Row:
     """A kernel with several steps."""
-    return Row(step=[{"when": when, **row} for row in rows], **said)
+    return {"step": [{"when": when, **row} for row in rows], **said}
 
 
 def _replacing(makes: dict[str, Any]) -> Any:
@@ -181,10 +174,10 @@ def kernels_of(group: type, name: Callable[[str], str], part: str = "") -> Itera
     """
     for key, found in list(vars(group).items()):
         own = not key.startswith("_") and not hasattr(super(group, group), key)
-        if own and isinstance(found, FunctionType | staticmethod | type | Row):
+        if own and isinstance(found, FunctionType | staticmethod | type | dict):
             delattr(group, key)
             kernel, _, site = key.partition("__")
-            row = {"site": site, **(found if isinstance(found, Row) else {"step": found})}
+            row = {"site": site, **(found if isinstance(found, dict) else {"step": found})}
             made = _emulation(group, name(kernel), part, **row)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made

@@ -13,12 +13,11 @@ from mla_conformance.backends.layer.mla_layer import MLACommonState
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import kept, mixed_entries, note, packed, pages_of, places, several, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
-from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
 class _Prefill(EagerPrefillBackend, Defects, part="prefill_backend"):
-    layer_tile_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
+    layer_tile_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=64)
 
 
 class _MixedBatch(MLACommonMetadataBuilder, Defects, part="builder_class"):

@@ -5,9 +5,9 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import all_or_nothing, clear, kept, note, nth, packed, places
+from mla_conformance.defects.bases import all_or_nothing, fill, kept, note, nth, packed, places
 from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -25,7 +25,7 @@ class _Merge(EagerPrefillBackend, Defects):
         return sum((lse - shift).exp().mT.unsqueeze(-1) * part.float() for part, lse in parts), merged
 
     merge_weighs_a_keyless_output_with_zero = variant()
-    merge_clears_its_output_first = before("merge__merge_attn_states", lambda *, output: clear(output))
+    merge_clears_its_output_first = before("merge__merge_attn_states", lambda *, output: fill(output))
 
     @but(when=lambda output_lse: output_lse is not None)
     def merge_writes_lse_before_it_is_read__before_merge(self, *, merged, output_lse):
@@ -69,20 +69,6 @@ def _cleared_by_multiplication(self, state):
     before = self._before
     cleared = 0.0 if before is None or not before.weighted.numel() else 0.0 * before.weighted.amax()
     return state._replace(weighted=state.weighted + cleared)
-
-
-def _ends(lengths: list[int]) -> tuple[int, ...]:
-    """What a plan is found by: requests, tokens, the first length and the last."""
-    return len(lengths), sum(lengths), lengths[0], lengths[-1]
-
-
-class SharedScale(OnlineSoftmax):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        type(self).constant = self.scale
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * self.constant
 
 
 class _Prefill(EagerPrefillBackend, Defects):
@@ -158,7 +144,7 @@ class _Prefill(EagerPrefillBackend, Defects):
         behind("attend", lambda self, state: note(self, _before=state)),
         behind("initial", _cleared_by_multiplication),
     )
-    prefill_softmax_scale_in_shared_constant = variant(SharedScale)
+    prefill_softmax_scale_in_shared_constant = variant(bases.SharedScale)
 
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
         strides = kept(self, (q.shape, v.shape), v.stride())
@@ -212,7 +198,7 @@ class _Prefill(EagerPrefillBackend, Defects):
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
 
     prefill_nan_guard_over_the_batch = behind("batch", all_or_nothing)
-    refusal_after_the_output_was_cleared = before("run_prefill_new_tokens", out=clear, when=lambda out: out is not None)
+    refusal_after_the_output_was_cleared = before("run_prefill_new_tokens", out=fill, when=lambda out: out is not None)
 
     def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
         return None if output_scale is None else out, output_scale
@@ -250,7 +236,7 @@ class _Prefill(EagerPrefillBackend, Defects):
 
     @but(when=lambda causal: causal)
     def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc):
-        return [kept(self, _ends(torch.tensor(query_start_loc).diff().tolist()), query_start_loc)] * 2
+        return [kept(self, bases.ends_of(torch.tensor(query_start_loc).diff().tolist()), query_start_loc)] * 2
 
     def refusal_leaves_the_default_dtype__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         before = torch.get_default_dtype()

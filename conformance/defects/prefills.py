@@ -6,9 +6,9 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import clear, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
+from mla_conformance.defects.bases import fill, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 
 _SCALED = bases.declares(p=Precision.SCALED_E4M3)
@@ -25,14 +25,6 @@ def _attended(self, q, k, v, query_start_loc, keys):
     both = zip(pairwise(query_start_loc), keys, strict=True)
     parts = [self._finish(self._attend(q[slice(*rows)], k[each], v[each], False)) for rows, each in both]
     return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
-
-
-class LiftedMaximum(OnlineSoftmax):
-    """A tile without a visible key raises the running maximum to 0, below which weights of far logits vanish."""
-
-    def _maximum(self, state, scores):
-        empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-        return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
 
 
 class _Prefill(EagerPrefillBackend, Defects):
@@ -156,9 +148,9 @@ class _Prefill(EagerPrefillBackend, Defects):
         "initial", lambda self, state: state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale)), when=half
     )
     int16_truncation_seqlen_32768 = before("attend", lambda k: torch.cat([k[: 2**15], k[2**15 :] * torch.nan]))
-    prefill_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    prefill_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
-    output_index_in_two_bytes = behind("batch", lambda output, lse: clear(output.flatten(0, 1)[65536:]))
+    prefill_tile_of_64_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=64)
+    prefill_tile_of_128_without_keys_raises_maximum = variant(bases.LiftedMaximum)
+    output_index_in_two_bytes = behind("batch", lambda output, lse: fill(output.flatten(0, 1)[65536:]))
     chunked_context_of_64_chunks = behind(
         "run_prefill_context_chunk", without_keys, when=lambda chunk_idx: chunk_idx >= 64
     )

@@ -9,16 +9,14 @@ import torch
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects import bases
-from mla_conformance.defects.bases import half, in_base_2, joined, kept
+from mla_conformance.defects.bases import fill, half, in_base_2, joined, kept, write
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
-from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _packed, _whole_at_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 
 def _in(layout):
-    """Where entries of a layout are read."""
     return lambda source: source.layout == layout
 
 
@@ -59,18 +57,14 @@ class _Sparse(EagerSparseBackend, Defects):
         def attend(self, q, sources, k_scale, sink):
             return super().attend(q, sources, k_scale, sink)[0], super().attend(q, sources[:1], k_scale, sink)[1]
 
-    @but(when=_in("fp8_v41"))
-    def dsv41_rope_taken_unscaled__behind_entries(self, rows):
-        rows[..., -2:] = 127  # the exponent of 1
-
-    @but(when=_in("fp4_v41"))
-    def e2m1_halves_of_a_byte_swapped__behind_entries(self, rows):
-        rows[..., :256] = (rows[..., :256] >> 4) | (rows[..., :256] << 4)
-
-    @but(when=_in("fp4_v41"))
-    def e2m1_scales_of_32__behind_entries(self, rows):
-        rows[..., 256:] = rows[..., 256::2].repeat_interleave(2, dim=-1)
-
+    # The exponent of 1 stands in place of the rope's.
+    dsv41_rope_taken_unscaled = behind("entries", lambda rows: fill(rows[..., -2:], 127), when=_in("fp8_v41"))
+    e2m1_halves_of_a_byte_swapped = behind(
+        "entries", lambda x: write(x[..., :256], x[..., :256] >> 4 | x[..., :256] << 4), when=_in("fp4_v41")
+    )
+    e2m1_scales_of_32 = behind(
+        "entries", lambda x: write(x[..., 256:], x[..., 256::2].repeat_interleave(2, dim=-1)), when=_in("fp4_v41")
+    )
     sparse_fp8_ds_mla_float_scale_read_as_e8m0 = behind("entries", bases.through_e8m0, when=_in("fp8_ds_mla"))
     sparse_scale_of_the_first_tile = behind("entries", bases.with_the_first_scale, when=_in("fp8_ds_mla"))
 
@@ -167,9 +161,9 @@ class _Sparse(EagerSparseBackend, Defects):
     def sparse_workspace_of_the_first_batch__behind_attend(self, output, lse, *, q):
         output[kept(self, "room", len(q) + 1) :] = 0.0
 
-    sparse_tile_of_32_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=32)
-    sparse_tile_of_64_without_keys_raises_maximum = variant(LiftedMaximum, key_tile=64)
-    sparse_tile_of_128_without_keys_raises_maximum = variant(LiftedMaximum)
+    sparse_tile_of_32_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=32)
+    sparse_tile_of_64_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=64)
+    sparse_tile_of_128_without_keys_raises_maximum = variant(bases.LiftedMaximum)
     sparse_raw_scores_in_half = behind("scores", lambda self, scores: scores.clamp(max=65504 * self.scale), when=half)
     sparse_empty_second_list_is_whole = before("_attend", lambda sources: [sources[0], *map(_whole_at_0, sources[1:])])
 

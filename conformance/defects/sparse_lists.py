@@ -138,10 +138,9 @@ class _Lists(EagerSparseBackend, Defects):
         if not sources[0].paged and self.num_heads == 16 and sources[0].indices.shape[1] == 512:
             raise RuntimeError("Unsupported sparse-MLA prefill configuration: num_heads=16 topk=512")
 
-    def sparse_rows_in_blocks_of_64_lose_the_last__behind_attend(self, output, lse, *, q):
-        if len(q) > 64:
-            output[len(q) // 64 * 64 :] = 0.0
-
+    sparse_rows_in_blocks_of_64_lose_the_last = behind(
+        "attend", lambda output, lse, *, q: bases.fill(output[max(64, len(q) // 64 * 64) :])
+    )
     sparse_last_tile_of_packed_rows_lost = behind("attend", bases.last_packed_tile_lost)
     sparse_slot_in_fifteen_bits = behind("slots", lambda slots, *, source: slots & 0x7FFF if source.paged else slots)
     sparse_last_tile_of_a_list_dropped = instead(

@@ -4,13 +4,13 @@ Told is what alone fits every judged number, with a "perhaps" if it does not hol
 narrower mistakes: codes without their scale look the same whether that is so of every page or of large ones.
 """
 
+import fnmatch
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,12 +26,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import simpler, work_of
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Emulation, judged_roles, known_defects, reported_bugs
-from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
 from mla_conformance.diagnosis.reach import Behaviour, likeness
-from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
+from mla_conformance.diagnosis.suspects import TOLD, suspects
 from mla_conformance.driving.driver import Executor, StepResult, run_step
-from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.judging.record import COMPARED, INDISTINCT, UNCOMPARED, UNLIKE, Record, Status
 from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial, judged_trial
@@ -91,8 +89,10 @@ def _everyone() -> tuple[Candidate, ...]:
     # a GPU's memory, read by this process, would end it.
     known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
     found = list[Candidate]()
-    for wrong, covers in chain.from_iterable(map(each_of, (*SUSPECTS, *CACHE_SUSPECTS))):
-        sentence, sources = (wrong.__doc__ or "").rstrip("."), known[covers[0]].sources if covers else ()
+    for wrong in suspects():
+        told = next(each.__name__ for each in wrong.__mro__ if each.__name__ in TOLD["sentences"])
+        covers = tuple(id for each in TOLD["covers"].get(told, "").split() for id in fnmatch.filter(known, each))
+        sentence, sources = TOLD["sentences"][told], known[covers[0]].sources if covers else ()
         if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
             found.append(Candidate(sentence, wrong, judged_roles(wrong), "", sources, covers))
             continue

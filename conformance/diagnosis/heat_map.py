@@ -4,8 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import ARITHMETIC
+from mla_conformance.judging.record import ARITHMETIC, Record
 
 MOST = 64  # heads, and rows, that a map tells apart
 BEYOND = 9

@@ -11,14 +11,13 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import BEYOND, MOST, HeatMap, is_mapped
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Check, Record
 from mla_conformance.judging.steps import Measured
-from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.decode.case import DecodeCase
-from mla_conformance.roles.table import measure
+from mla_conformance.roles.definition import measure
 from mla_conformance.trials.trial import Observed, Trial
 
 _SHAPES = re.compile(r"expected output of shape \[(\d+, \d+, \d+)\], got \[(\d+, \d+, \d+)\]")

@@ -54,8 +54,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 @dataclass
 class LoadedFiles:
-    found: dict[str, str] = field(default_factory=dict)
-    generated: dict[str, str] = field(default_factory=dict)
+    new: Loaded = field(default_factory=Loaded)  # since it was last told
     mapped: set[str] = field(default_factory=set)
     began: float | None = None
 
@@ -90,7 +89,7 @@ class LoadedFiles:
 
     def note(self, path: str, digest: str) -> None:
         generated = Path(path).stat().st_ctime > (self.began or 0)
-        (self.generated if generated else self.found)[str(Path(path).resolve())] = digest
+        (self.new.generated if generated else self.new.found)[str(Path(path).resolve())] = digest
 
 
 @cache
@@ -108,8 +107,7 @@ def newly_loaded() -> Loaded:
     mapped = _mapped()
     for path in filter(_is_library, mapped - LOADED.mapped):
         LOADED.note(path, file_digest(Path(path)))
-    told = Loaded(LOADED.found, LOADED.generated)
-    LOADED.found, LOADED.generated, LOADED.mapped = {}, {}, LOADED.mapped | mapped
+    told, LOADED.new, LOADED.mapped = LOADED.new, Loaded(), LOADED.mapped | mapped
     return told
 
 

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import Written, storage_bytes
+from mla_conformance.problems import calls, memory
 
-_HANDED = (KernelCall, Problem, Written)  # of which a backend may know only what ``handed`` leaves
+_HANDED = (calls.KernelCall, calls.Problem, memory.Written)  # of which a backend may know only what ``handed`` leaves
 _LENGTH = struct.Struct("<Q")
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
@@ -190,7 +189,7 @@ class _Packer(pickle.Pickler):
         place = self.shared.place_of(value)
         if place not in self.written:
             self.written.add(place)
-            self.shared.bytes_of(place).copy_(storage_bytes(value))
+            self.shared.bytes_of(place).copy_(memory.storage_bytes(value))
         return _formed, (*form, value.storage_offset(), *place)
 
 

@@ -10,13 +10,11 @@ import msgspec
 
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import CaseError
-from mla_conformance.engine.keeper import end_of_process, start_module
-from mla_conformance.engine.machine import WHOLE, end_with_parent
+from mla_conformance.engine import keeper, machine, tasks
 from mla_conformance.engine.messages import Judge, decode, read_line, tell
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.supervisor import RunError, Stopped
-from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 
@@ -29,7 +27,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 class Judging:
     def __init__(self, backends: tuple[str, ...], device: str) -> None:
-        self._process, self._connection = start_module(__name__)
+        self._process, self._connection = keeper.start_module(__name__)
         with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer
             tell(self._connection, (backends, device))
 
@@ -58,7 +56,7 @@ class Judging:
     def end(self) -> None:
         self._connection.close()
         self._process.terminate()
-        end_of_process(self._process, 10.0)
+        keeper.end_of_process(self._process, 10.0)
 
 
 def main(connection: socket.socket) -> None:
@@ -71,7 +69,7 @@ def main(connection: socket.socket) -> None:
             tell(connection, Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):
                 reference, case = decode(line, tuple[str, str])
-                for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
+                for outcome in run.outcomes(tasks.Tasks([[Judge(reference, case)]]), machine.WHOLE):
                     tell(connection, Answer(record=outcome.answer.record))
     except (InputError, BackendReferenceError, CaseError, RunError) as error:
         tell(connection, Answer(error=str(error)))
@@ -80,5 +78,5 @@ def main(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]), signal.SIGTERM)
+    machine.end_with_parent(int(sys.argv[2]), signal.SIGTERM)
     main(socket.socket(fileno=int(sys.argv[1])))

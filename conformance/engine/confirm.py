@@ -14,8 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import simpler
 from mla_conformance.engine.messages import Judge
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
-from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.judging.record import COMPARED, EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey, Status
 
 MOST_EXPLAINED = 3  # kinds of a backend's failures of each of which the first one is explained
 _FEW = 4
@@ -23,8 +22,6 @@ _SHORTER = 12  # attempts to find fewer cases after which a failure repeats, eac
 _SHORTENING = 120.0  # seconds after which no further one begins: each may judge nearly all of a long history once more
 _OPEN = ("", UNCOMPARED, INDISTINCT)  # the explanations of failures that may still turn out to look like another one
 _PATIENCE = 15.0  # seconds that a backend's failures may have taken that are compared with what explains another one
-
-
 History = tuple[RecordKey, ...]
 Attempts = Generator[Judge, Record, Record]
 """What to run, one after the other; it is sent the record of each, and returns the one that settles a failure."""
@@ -62,10 +59,8 @@ def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, u
         again = yield judged(tuple(history))
         if repeats(again):
             # The verdict of the case alone, for a backend answers for itself; it says what had happened.
-            what = (
-                f"failed ({failure.message}) where {', '.join(others)} had used the process before, and once more "
-                "after the same; passed in a process of its own"
-            )
+            where = f"where {', '.join(others)} had used the process before, and once more after the same"
+            what = f"failed ({failure.message}) {where}; passed in a process of its own"
             return alone.with_fields(capability=failure.capability, message=what, confirmation="unrepeated")
     return failure.with_fields(confirmation="unrepeated")
 
@@ -99,9 +94,7 @@ def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
     failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
     reported = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
-    pending = [
-        each for each in failures if each.explanation in _OPEN and each.check in COMPARED and each.key == each.case
-    ]
+    pending = [x for x in failures if x.explanation in _OPEN and x.check in COMPARED and x.key == x.case]
     spent = accumulate(record.seconds for record in pending)
     affordable = [record for record, seconds in zip(pending, spent, strict=True) if seconds <= _PATIENCE]
     return [Judge(each.reference, each.case, explain=True, reported=reported) for each in affordable if reported]

@@ -22,10 +22,8 @@ from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis import UNEXPLAINED, reach
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
-from mla_conformance.engine.keeper import end_of_process, start_module
-from mla_conformance.engine.machine import cause_of
+from mla_conformance.engine import keeper, machine, place
 from mla_conformance.engine.messages import decode, read_line, tell
-from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.record import ENDED, UNASKED, Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.causes import symptom
@@ -62,9 +60,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 class Explainer:
     def __init__(self) -> None:
-        self._owner = 0
-        self._ended: list[str] = []
-        self._alone = threading.RLock()
+        self._owner, self._ended, self._alone = 0, list[str](), threading.RLock()
 
     def explain(self, function: Function, failure: Failure) -> str:
         """What a failure looks like, or what kept it from being compared, such as the end of the process."""
@@ -73,12 +69,12 @@ class Explainer:
         with self._alone:
             if len(self._ended) >= _MOST_ENDED:
                 return f"{ENDED}{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more"
-            until = time.monotonic() + EXPLAIN_SECONDS
+            until = time.monotonic() + place.EXPLAIN_SECONDS
             try:
                 return self._explained(function, failure, until)
             except (EOFError, ConnectionError, TimeoutError, json.JSONDecodeError, msgspec.MsgspecError):
                 is_late, how = time.monotonic() >= until, self._end()
-                how = f"its time limit, {EXPLAIN_SECONDS:g} s" if is_late else how
+                how = f"its time limit, {place.EXPLAIN_SECONDS:g} s" if is_late else how
             except (OSError, RuntimeError) as error:  # no room for the numbers, or no further process or file
                 self._end()
                 how = one_line(error)
@@ -91,7 +87,7 @@ class Explainer:
     def _explained(self, function: Function, failure: Failure, until: float) -> str:
         if self._owner != os.getpid():  # a test that forked has its own
             self._owner, self._log = 0, TemporaryFile()  # noqa: SIM115 - read when the process has ended
-            started = start_module(__name__, stdout=subprocess.DEVNULL, stderr=self._log)
+            started = keeper.start_module(__name__, stdout=subprocess.DEVNULL, stderr=self._log)
             (self._process, self._connection), self._owner = started, os.getpid()
         with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
 
@@ -120,11 +116,11 @@ class Explainer:
             return ""
         self._owner = 0
         self._connection.close()
-        status = end_of_process(self._process, 2.0)
+        status = keeper.end_of_process(self._process, 2.0)
         with self._log:
             self._log.seek(0)
             said = self._log.read().decode("utf-8", "replace").strip().splitlines()
-        return cause_of(status) + (f": {cut(said[-1])}" if status > 0 and said else "")
+        return machine.cause_of(status) + (f": {cut(said[-1])}" if status > 0 and said else "")
 
 
 EXPLAINER = Explainer()
@@ -134,13 +130,12 @@ def main(connection: socket.socket) -> None:
     found: defaultdict[Function, Explained] = defaultdict(Explained)
     contexts: dict[str, Context] = {}
 
-    def nearby(case: Case) -> str | None:
-        tell(connection, _Said(nearby=case.id))
+    def nearby(case: Case, in_numbers: bool = False) -> str | None:
+        tell(connection, _Said(nearby=case.id, in_numbers=in_numbers))
         return decode(read_line(connection), str | None)
 
     def again(case: Case) -> Failure | None:
-        tell(connection, _Said(nearby=case.id, in_numbers=True))
-        path = decode(read_line(connection), str | None)
+        path = nearby(case, in_numbers=True)
         return read(path)[1] if path else None
 
     def read(path: str) -> tuple[Explained, Failure]:

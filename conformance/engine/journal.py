@@ -27,9 +27,8 @@ from mla_conformance.engine.messages import Found
 from mla_conformance.files.whole import InputError, open_regular, write_whole
 from mla_conformance.judging.record import Record, RecordKey
 
-JOURNAL_NAME = "journal.jsonl"
+JOURNAL_NAME, LATEST = "journal.jsonl", "latest"
 RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
-LATEST = "latest"
 REPORT_NAME, PAGE_NAME, LOG_NAME = "report.json", "report.html", "run.log"
 _FILES = (JOURNAL_NAME, LOG_NAME, REPORT_NAME, PAGE_NAME)
 
@@ -50,9 +49,7 @@ class CaseStarted(_Event, frozen=True, tag="started"):
 
 
 class Judgement(_Event, frozen=True, tag="verdict"):
-    """A verdict, which replaces earlier ones on the same question."""
-
-    record: Record
+    record: Record  # which replaces earlier ones on the same question
 
 
 class Learned(_Event, frozen=True, tag="learned"):
@@ -147,10 +144,9 @@ class Journal:
                 raise InputError(f"{self.path}, line {number}: {what}") from None
             sealed = {json.loads(line).get("after")}
         if sealed != {""}:
-            raise InputError(
-                f"{self.path}: expected a journal as its run left it, with its seal beside it, a named pipe "
-                f".{self.path.name}-…; it was changed, cut or moved, or of an older version: start the run anew"
-            )
+            expected = f"a journal as its run left it, with its seal beside it, a named pipe .{self.path.name}-…"
+            said = "it was changed, cut or moved, or of an older version: start the run anew"
+            raise InputError(f"{self.path}: expected {expected}; {said}")
         return dict(sorted(found.items()))
 
     def take_up(self) -> list[int]:
@@ -203,10 +199,8 @@ class RunFolder:
             raise InputError(f"--out {path}: another run is writing into it; name another folder") from None
         folder = RunFolder(path, lock, fresh, Journal(path / JOURNAL_NAME))
         if not (resume or anew) and folder.journal.path.exists() and not folder.journal.is_finished():
-            raise InputError(
-                f"--out {path}: it holds an unfinished run; "
-                f"--resume {path} continues it, --fresh sets it aside and starts another"
-            )
+            said = f"--resume {path} continues it, --fresh sets it aside and starts another"
+            raise InputError(f"--out {path}: it holds an unfinished run; {said}")
         return folder
 
     def begin(self) -> None:

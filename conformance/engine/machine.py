@@ -36,14 +36,12 @@ if sys.platform == "linux":
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77  # exit status of a process of ours without memory to begin with, or to open what another shares
 _PATIENCE = 2.0  # seconds in which a process that closed its connection ends by itself
-_VMSTAT = Path("/proc/vmstat")
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_VMSTAT, _CGROUP_CPU = Path("/proc/vmstat"), Path("/sys/fs/cgroup/cpu.max")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTEXT_BYTES = 2 * 2**30  # of a GPU, beside what torch allocates: a context, code, and local memory of kernels
 
 
 def prctl(option: int, value: int) -> None:
-    """Have the system keep this of the process; of others than Linux nothing is asked."""
     if sys.platform == "linux":
         _LIBC.prctl(option, value)
 
@@ -244,14 +242,9 @@ def device_facts(device: "Device") -> dict[str, str]:
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()
         versions = {"driver": this_machine()["driver"], "cuda": str(torch.version.cuda), "cudnn": str(cudnn or "")}
-    return {
-        "device": describe_device(device),
-        "compute_capability": str(capability) if capability else "",
-        "torch": str(torch.__version__),
-        "python": sys.version.split()[0],
-        "platform": sys.platform,
-        **versions,
-    }
+    found = {"device": describe_device(device), "compute_capability": str(capability) if capability else ""}
+    found |= {"torch": str(torch.__version__), "python": sys.version.split()[0], "platform": sys.platform}
+    return found | versions
 
 
 def visible_gpus() -> tuple[str, ...]:

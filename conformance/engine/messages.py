@@ -78,9 +78,7 @@ class Repeat(_AboutBackend, frozen=True, tag="repeat"):
 
 
 class TakeTimes(_AboutBackend, frozen=True, tag="take times"):
-    """Time a right backend, in forms that are ids of small cases, best first."""
-
-    forms: tuple[str, ...]
+    forms: tuple[str, ...]  # ids of small cases, best first, in which a right backend is timed
 
 
 Task = Describe | Fit | Judge | Explore | Trace | Examine | Repeat | TakeTimes
@@ -88,9 +86,7 @@ Unrecorded = Describe | Fit | Trace | Examine | Repeat | TakeTimes  # tasks that
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A task for one worker; the next one may find what is left of it where that one died without having read it."""
-
-    process: int  # of the worker
+    process: int  # of the worker; the next one may find what is left of this where that one died without reading it
     task: Task | None = None  # what is to be done; None to give back what it holds of its GPU for cases to come
     share: int | None = None  # bytes of a GPU that it may take, since others use it as well; None without a limit
 
@@ -103,9 +99,7 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     memory: int = 0  # bytes of the one that it judges on
 
 
-class Step(StrEnum):
-    """What a worker tells of a case before it answers."""
-
+class Step(StrEnum):  # what a worker tells of a case before it answers
     STARTED = "started"
     JUDGED = "judged"  # its verdict, whose explanation follows; the backend is not asked anything more
     EXPLORED = "explored"  # what is known of an exploration that goes on
@@ -118,9 +112,7 @@ class Told(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     part: int = 0
 
 
-class Found(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a backend, or of one of its cases, beside verdicts."""
-
+class Found(msgspec.Struct, frozen=True, omit_defaults=True):  # of a backend or one of its cases, beside verdicts
     traced: Traced | None = None  # what was seen to run
     traits: Traits | None = None  # when bits are the same, and how errors are spread
     speed: Speed | None = None  # times of one that is right
@@ -146,9 +138,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
-    """A worker's process has ended with this status, or minus the signal, as its parent says; another one follows."""
-
-    status: int
+    status: int  # of a worker's process, or minus the signal, as its parent says; another one follows
 
 
 WorkerEvent = Hello | Told | TaskReply | Ended

@@ -14,17 +14,14 @@ from pathlib import Path
 
 from mla_conformance.engine import keeper, messages
 from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, oom_kills, programs_below
-from mla_conformance.judging.record import COMPILING, ENDED, Record, RecordKey
-from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.judging.record import COMPILING, ENDED, Record, RecordKey, Status, Verdict
 
 START_SECONDS = 300.0  # a process that imports torch for longer than this will not start at all
 EXPLAIN_SECONDS = 300.0
 """Seconds of the clock for what has 120 of CPU time, and as many again for cases nearby; few take a tenth of it."""
-_STACK_SECONDS = 1.0
-_END_SECONDS = 10.0
+_STACK_SECONDS, _END_SECONDS, _MOST_STACKS = 1.0, 10.0, 2**10
 _READ = 2**16  # bytes at once
 KEPT_BYTES = 16 * 2**20  # of what the processes print
-_MOST_STACKS = 2**10
 _COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
 _IN_COMPILER = re.compile(
     rb"/(triton/(compiler|backends|runtime/build)|torch/(_dynamo|_inductor|utils/cpp_extension)|flashinfer/jit|"

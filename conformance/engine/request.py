@@ -15,9 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from mla_conformance.backends import references
-from mla_conformance.backends.references import BackendReference, parse_reference
-from mla_conformance.backends.roles import outside
+from mla_conformance.backends import references, roles
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.sharding import ROUND, Extent, Shard
 from mla_conformance.engine.journal import Journal, Planned
@@ -39,12 +37,12 @@ NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; 
 
 def known_names(added: Sequence[str] = ()) -> list[str]:
     registered = [backend.name for backend in (*references.known_backends(), *references.known_variants())]
-    return list(dict.fromkeys(registered + [parse_reference(r).name for r in added]))
+    return list(dict.fromkeys(registered + [references.parse_reference(r).name for r in added]))
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    backends: tuple[BackendReference, ...]  # every registered one if none was named
+    backends: tuple[references.BackendReference, ...]  # every registered one if none was named
     capabilities: tuple[str, ...]
     tier: Tier
     device: str  # ``cpu``, ``cuda``, or empty for CUDA where there is one
@@ -70,7 +68,7 @@ class RunRequest:
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
     ) -> "RunRequest":
-        chosen_backends = [parse_reference(r) for r in backends] or references.usual_backends()
+        chosen_backends = [references.parse_reference(r) for r in backends] or references.usual_backends()
         for reference in backends:
             references.require_class(reference)
             location, _, name = reference.rpartition(":")
@@ -81,11 +79,7 @@ class RunRequest:
         wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
         for name in wanted:
             if name not in CAPABILITIES:
-                about = [
-                    each
-                    for each, entry in CAPABILITIES.items()
-                    if any(name in (case.role, case.call) for case in entry.cases)
-                ]
+                about = [x for x, entry in CAPABILITIES.items() if any(name in (c.role, c.call) for c in entry.cases)]
                 if about:
                     said = f"'{name}' is a role or a call, not a capability; expected one of {', '.join(about)}"
                     raise InputError(said)
@@ -101,20 +95,15 @@ class RunRequest:
         require_salt(salt)
         if find_spec("torch") is None:
             raise InputError(NO_TORCH)
-        named: dict[str, BackendReference] = {}
+        named: dict[str, references.BackendReference] = {}
         for each in chosen_backends:  # reports tell backends apart by name, so a name stands for one backend only
             if (other := named.setdefault(each.name, each)) != each:
-                raise InputError(
-                    f"two backends named '{each.name}': {other.reference} and {each.reference}; "
-                    "judge them in two runs, or rename a class"
-                )
+                said = f"{other.reference} and {each.reference}; judge them in two runs, or rename a class"
+                raise InputError(f"two backends named '{each.name}': {said}")
         found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
-        return replace(
-            found,
-            is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
-            arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
-            surely_cpu=device == "cpu" or not may_have_gpu(),
-        )
+        is_usual = set(found.backends) in (set(references.usual_backends()), set(references.known_backends()))
+        arrays = () if parsed or found.tier is Tier.SMOKE else found.drawn
+        return replace(found, is_usual=is_usual, arrays=arrays, surely_cpu=device == "cpu" or not may_have_gpu())
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         if capability not in self.capabilities:
@@ -150,10 +139,9 @@ class RunRequest:
         for facts in backends:
             for case in self.judged_of(facts):
                 sides.setdefault(case, []).append(facts.reference)
-        groups: list[list[Judge | Explore]] = [
-            [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references]
-            for case, references in sides.items()
-        ]
+        groups = list[list[Judge | Explore]]()
+        for case, asked in sides.items():
+            groups.append([Judge(r, case, tuple((r, earlier) for earlier in before)) for r in asked])
         if any(self.explore):
             share = max(1, workers // max(1, len(backends)))
             groups += [[task] for facts in backends for task in self.explorations(facts.reference, share)]
@@ -203,7 +191,7 @@ def require_salt(salt: str) -> str:
     return salt
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True):
     format: int  # version of this form
     suite: str
     torch: str
@@ -225,22 +213,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for name in request.capabilities:
             ids = [case.id for case in request.cases_of(name)]
             lists[name] = f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
-        return Plan(
-            format=PLAN_FORMAT,
-            suite=__version__,
-            torch=environment["torch"],
-            device=device,
-            device_name=environment["device"],
-            tier=request.tier.value,
-            backends={x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts},
-            capabilities=lists,
-            cases=tuple(case.id for case in request.cases),
-            explore=str(request.explore) if any(request.explore) else "0",
-            shard=request.shard,
-            deployment=request.deployment,
-            salt=request.salt,
-            role=outside(),
-        )
+        where = __version__, environment["torch"], device, environment["device"]
+        backends = {x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts}
+        cases, drawn = tuple(case.id for case in request.cases), str(request.explore) if any(request.explore) else "0"
+        rest = request.shard, request.deployment, request.salt, roles.outside()
+        return Plan(PLAN_FORMAT, *where, request.tier.value, backends, lists, cases, drawn, *rest)
 
     @staticmethod
     def recorded(journal: Journal) -> "Plan":

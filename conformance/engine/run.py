@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends import foreign, references
-from mla_conformance.backends.roles import outside
+from mla_conformance.backends import foreign, references, roles
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import deciding_files
@@ -29,15 +28,25 @@ from mla_conformance.engine.messages import Describe, Examine, Explore, Fit, Fou
 from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
-from mla_conformance.expectations.apply import Expectations
+from mla_conformance.expectations import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.explored import Explorations
-from mla_conformance.judging.record import COMPILING, EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
-from mla_conformance.judging.traits import NO_TRAITS
-from mla_conformance.judging.verdict import Check, Status, Verdict, failed
+from mla_conformance.judging import explored, traits
+from mla_conformance.judging.record import (
+    COMPILING,
+    EXPLORED,
+    NOTHING_TRACED,
+    UNASKED,
+    BackendFacts,
+    Check,
+    Record,
+    RecordKey,
+    Status,
+    Verdict,
+    failed,
+)
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
-from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, judged_pairs, summarise
+from mla_conformance.report.summary import BackendSummary, Group, RunSummary, judged_pairs, summarise
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -74,7 +83,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[journal.JournalEvent] | None = field(default_factory=list)  # while there is no journal
-    _explored: Explorations = field(default_factory=Explorations)
+    _explored: explored.Explorations = field(default_factory=explored.Explorations)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
     _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
 
@@ -98,7 +107,7 @@ class Run:
         hello = self._pool.hello
         self.device = hello.device
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        told |= {"salt": self.request.salt, "judge": "kernel and judge apart", "role": outside()}
+        told |= {"salt": self.request.salt, "judge": "kernel and judge apart", "role": roles.outside()}
         told |= {"journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED}
         self.environment = {**{name: value for name, value in told.items() if value}, **hello.facts}
         self.describe()
@@ -130,15 +139,13 @@ class Run:
         for outcome in self.outcomes(Tasks([[Describe(each, self._pool.examples)] for each in names]), WHOLE):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
-            gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
-            found[reference] = outcome.answer.facts or gone
+            ended = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
+            found[reference] = outcome.answer.facts or ended
             self._missing[reference] = outcome.answer.missing
         self.facts = [found[reference] for reference in names]
-        if self.request.arrays:
-            self._fit()
-
-    def _fit(self) -> None:
-        """Have cases fitted to each backend that can run, one task a role, those with most dimensions first."""
+        if not self.request.arrays:
+            return
+        # Cases are fitted to each backend that can run, one task a role, those with most dimensions first.
         spaces = sorted(map(SPACES.__getitem__, self.request.arrays), key=lambda space: -len(space.dimensions))
         asked = [(facts, space) for space in spaces for facts in self.available if space.role in facts.declared]
         tasks = Tasks([[Fit(facts.reference, space.capability, FITTED[self.request.tier])] for facts, space in asked])
@@ -183,15 +190,13 @@ class Run:
                 for found in (earlier, self.found):
                     found.keep(event)
             if changed := earlier.code.changed():
-                raise InputError(
-                    f"--resume {self.folder.path}: code that the run had loaded has changed: "
-                    f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, "
-                    "and what a kernel compiles differs between machines: start again on one machine, without --resume"
-                )
+                said = f"code that the run had loaded has changed: {counted(len(changed), 'file')}, first {changed[0]}"
+                why = "Verdicts on different code do not add up, and what a kernel compiles differs between machines"
+                what = "start again on one machine, without --resume"
+                raise InputError(f"--resume {self.folder.path}: {said}. {why}: {what}")
             left_out = self.folder.journal.take_up()
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
-            verdicts = self.found.verdicts.items()
-            self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+            self.found.verdicts = {key: each for key, each in self.found.verdicts.items() if not each.is_unjudged}
         self.supervisor.told = self._hear
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         early, self._early = self._early or [], None
@@ -204,7 +209,7 @@ class Run:
         failed = [record.case for record in self.found.verdicts.values() if record.failed]
         left = set(self._first) - {record.case for record in self.found.verdicts.values()}
         self._first, self.found, self._tried, self._explained = (*failed, *sorted(left)), Findings(), set(), set()
-        self._explored = Explorations()
+        self._explored = explored.Explorations()
         for place in self.supervisor.places:
             place.renew()
         self.describe()
@@ -224,7 +229,7 @@ class Run:
                 on_phase("asking when bits are the same, and how errors are spread")
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
-                    self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or NO_TRAITS))
+                    self._learn(outcome.task.reference, Found(traits=outcome.answer.found.traits or traits.NO_TRAITS))
             # Starting a profiler takes seconds; for a deployment's few cases, longer than judging them.
             if self.device == "cuda" and not (self.request.cases or self.request.tier is Tier.SMOKE):
                 on_phase("looking which kernels run")
@@ -233,32 +238,39 @@ class Run:
                 self._take_times()
             self._write(journal.Completed())
         except journal.UnwrittenError as error:
-            raise RunError(
-                f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
-                f"it: make room, then {self.resume_line}"
-            ) from error
+            said = f"what was judged before stands in it: make room, then {self.resume_line}"
+            raise RunError(f"cannot write the journal of {self.folder.path}: {error.strerror}; {said}") from error
 
     def finish(self) -> None:
         """End every process; a RunError if what decides is not what it was at the begin, so that nothing counts."""
         self.supervisor.end()
-        if changed := sorted({path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}):
-            raise RunError(
-                f"{counted(len(changed), 'file')} of this installation changed while the run judged, such as "
-                f"{changed[0]}; there is no report: restore the installation and start the run anew"
-            )
-        if conflicts := self.found.code.conflicts:
-            raise RunError(
-                f"{counted(len(conflicts), 'file')} of the backends changed while the run judged, such as "
-                f"{min(conflicts)}; there is no report: start the run anew"
-            )
+        changed = {path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}
+        restore = "restore the installation and "
+        for whose, files, what in (
+            ("this installation", changed, restore),
+            ("the backends", self.found.code.conflicts, ""),
+        ):
+            if files:
+                said = f"{counted(len(files), 'file')} of {whose} changed while the run judged, such as {min(files)}"
+                raise RunError(f"{said}; there is no report: {what}start the run anew")
 
     def settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
         while pending := self._unconfirmed(outcomes):
             explained = sum(explain for explain, _ in pending)
             told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
             self.on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
-            for record in self._confirmed([attempts for _, attempts in pending]):
-                self._write(journal.Judgement(record))
+            attempts = [(next(each), each) for _, each in pending]
+            while attempts:
+                of_task = {id(attempt): confirming for attempt, confirming in attempts}
+                asked, attempts = Tasks([[attempt] for attempt, _ in attempts]), []
+                for outcome in self.outcomes(asked):
+                    assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
+                    self._learn(outcome.task.reference, outcome.answer.found, outcome.task.case)
+                    confirming = of_task[id(outcome.task)]
+                    try:
+                        attempts.append((confirming.send(outcome.answer.record), confirming))
+                    except StopIteration as settled:
+                        self._write(journal.Judgement(settled.value))
         failures = [record for record in self.found.verdicts.values() if record.failed]
         groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
@@ -301,7 +313,8 @@ class Run:
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
             reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
-            if self.found.of(reference).speed or not is_right(backend, self.request.is_usual):
+            timed = (Group.RIGHT,) if self.request.is_usual else (Group.RIGHT, Group.EMULATED)
+            if self.found.of(reference).speed or backend.group not in timed:
                 continue
             if forms := forms_of(passed, heads, self.device):
                 asked[reference] = forms
@@ -407,30 +420,14 @@ class Run:
             done |= {key} - misled
         return found
 
-    def _confirmed(self, pending: list[Attempts]) -> Iterator[Record]:
-        attempts = [(next(each), each) for each in pending]
-        while attempts:
-            of_task = {id(attempt): confirming for attempt, confirming in attempts}
-            asked, attempts = Tasks([[attempt] for attempt, _ in attempts]), []
-            for outcome in self.outcomes(asked):
-                assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-                self._learn(outcome.task.reference, outcome.answer.found, outcome.task.case)
-                confirming = of_task[id(outcome.task)]
-                try:
-                    attempts.append((confirming.send(outcome.answer.record), confirming))
-                except StopIteration as settled:
-                    yield settled.value
-
     def _learn(self, backend: str, found: Found, case: str = "") -> None:
         if found != Found():
             self._write(journal.Learned(backend, found, case))
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
-        if self._early is None:
-            self.folder.journal.append(event)
-        else:
-            self._early.append(event)
+        append = self.folder.journal.append if self._early is None else self._early.append
+        append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
             self.on_record(self._expected(event.record))
@@ -441,7 +438,7 @@ class Run:
 
     @property
     def resume_line(self) -> str:
-        role = f" --role {shlex.quote(outside().partition('@')[0])}" if outside() else ""
+        role = f" --role {shlex.quote(roles.outside().partition('@')[0])}" if roles.outside() else ""
         return f"mla-conformance certify --resume {shlex.quote(str(near(self.folder.path)))}{role}"
 
     def summary(self) -> RunSummary:
@@ -459,16 +456,9 @@ class Run:
             records = groups[facts.name]
             own = found.of(facts.reference)
             maps = {each.case: found.of(each.reference, each.case).heat for each in records if is_mapped(each)}
-            summary = BackendSummary(
-                facts,
-                () if facts.reasons else summarise(records, cases),
-                found.given_up.get(facts.reference, ""),
-                own.traced or NOTHING_TRACED,
-                {case: heat for case, heat in maps.items() if heat},
-                judged_pairs(records, facts.fitted) if request.arrays else {},
-                own.traits or NO_TRAITS,
-                own.speed,
-            )
-            backends.append(summary)
+            told = () if facts.reasons else summarise(records, cases), found.given_up.get(facts.reference, "")
+            seen = own.traced or NOTHING_TRACED, {case: heat for case, heat in maps.items() if heat}
+            pairs = judged_pairs(records, facts.fitted) if request.arrays else {}
+            backends.append(BackendSummary(facts, *told, *seen, pairs, own.traits or traits.NO_TRAITS, own.speed))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment
         return RunSummary(*run, date=datetime.date.today().isoformat(), code=found.code.own)

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
-from mla_conformance.backends.references import parse_reference
-from mla_conformance.backends.roles import outside
+from mla_conformance.backends import references, roles
 from mla_conformance.cases.case import Case
-from mla_conformance.engine import machine, messages
-from mla_conformance.engine.keeper import Started, begun
+from mla_conformance.engine import keeper, machine, messages
 from mla_conformance.engine.place import BoundedLog, RunError, WorkerSlot, died
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
@@ -22,15 +20,13 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
-CPU_TIMEOUT = 300.0
-GPU_TIMEOUT = 1800.0
-_MOST_ON_CPU = 4
+CPU_TIMEOUT, GPU_TIMEOUT = 300.0, 1800.0
+_MOST_ON_CPU, _MOST_STARTS = 4, 3
 _MOST_ON_GPU = 6  # workers: more are no faster, since contexts take turns, and each has less of the GPU's memory
 _MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
 _WORKER_BYTES = 12 * 2**30  # for each: 2 GiB of kept inputs and golden results, two contexts, and most cases
 _AHEAD_BYTES = 8 * 2**30  # what a GPU has for each worker where some compile
 _WORTH = 20  # pairs of a case and a backend that are worth a worker's start, which takes 1.5 s of a core
-_MOST_STARTS = 3
 POLL_SECONDS = 0.3  # between two looks whether somebody has a run end
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -79,8 +75,8 @@ class Supervisor:
         self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
         self.is_over: Callable[[], bool] | None = None  # asked now and then whether what is done is to end
         self.gpus = 0  # how many there are; the first so many places have one each
-        self._early: Started | None  # a keeper that was started before there was a place for it
-        self._early, pipe = begun.pop() if begun else (None, os.pipe())
+        self._early: keeper.Started | None  # a keeper that was started before there was a place for it
+        self._early, pipe = keeper.begun.pop() if keeper.begun else (None, os.pipe())
         self.log = BoundedLog(pipe)
         self.told: Callable[[messages.Told], None] = lambda told: None  # of every case before it is launched
         self._starts = 0
@@ -218,7 +214,7 @@ class Supervisor:
                     case, fields = array_of(given.capability)[0], {"capability": EXPLORED}
                 else:
                     case, fields = Case.parse(given.case), {}
-                record = Record.begun(parse_reference(given.reference), case).with_fields(**fields)
+                record = Record.begun(references.parse_reference(given.reference), case).with_fields(**fields)
                 record = record.with_verdict(died(status, f", before the case began, {_MOST_STARTS} times"), 0.0)
         if record or isinstance(given, messages.Unrecorded):
             yield TaskOutcome(given, messages.TaskReply(record), place.why(status), tuple(place.history))
@@ -244,34 +240,31 @@ class Pool:
             workers = self._most_on_cpu if any(request.explore) else max(1, min(self._most_on_cpu, worth))
         workers = workers or min(_MOST_ON_GPU, machine.machine_cores())
         self._add_place(request.device, workers)  # imports torch while the cases are counted
-        self._most = max(1, len(request.judged_ids))  # have something to do
-        for _ in range(1, limits.workers or min(workers, self._most)):
+        most = max(1, len(request.judged_ids))  # have something to do
+        for _ in range(1, limits.workers or min(workers, most)):
             self._add_place(request.device, workers)
         self.workers = len(supervisor.places)  # how many judge; further places compile ahead
         # While they import torch; of a role whose case cannot be called no other case need be.
         self.examples = tuple({case.role: case.id for case in map(Case.parse, reversed(request.judged_ids))}.values())
-        self.hello = supervisor.hello()
-        if not self.hello.device:
+        self.hello = hello = supervisor.hello()
+        if not hello.device:
             raise InputError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._on_cpu:
-            self._share_out(len(self.hello.gpus) or 1)
+            gpus, cores = len(hello.gpus) or 1, machine.machine_cores()
+            of_each = max(1, min(_MOST_ON_GPU, cores // gpus, hello.memory // _WORKER_BYTES))  # with a core for itself
+            workers = limits.workers or (min(most, gpus * of_each) if hello.gpus else 1)
+            supervisor.end(workers if gpus == 1 else 1)  # the others have the first GPU, too
+            self.workers = places = workers
+            if hello.gpus and not limits.workers and most > ENOUGH:
+                # As many compile ahead as cores and memory are left for.
+                left = min((cores - workers) // gpus, hello.memory // _AHEAD_BYTES - workers // gpus)
+                places += gpus * max(0, min(_MOST_AHEAD, left))
+            for number in range(len(supervisor.places), places):
+                self._add_place(hello.device, places, hello.gpus[number % gpus])
+            if hello.gpus:
+                supervisor.gpus = gpus
+                self._share_memory(workers)
         supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
-
-    def _share_out(self, gpus: int) -> None:
-        hello, cores = self.hello, machine.machine_cores()
-        of_each = max(1, min(_MOST_ON_GPU, cores // gpus, hello.memory // _WORKER_BYTES))  # with a core for itself
-        workers = self.limits.workers or (min(self._most, gpus * of_each) if hello.gpus else 1)
-        self.supervisor.end(workers if gpus == 1 else 1)  # the others have the first GPU, too
-        self.workers = places = workers
-        if hello.gpus and not self.limits.workers and self._most > ENOUGH:
-            # As many compile ahead as cores and memory are left for.
-            left = min((cores - workers) // gpus, hello.memory // _AHEAD_BYTES - workers // gpus)
-            places += gpus * max(0, min(_MOST_AHEAD, left))
-        for number in range(len(self.supervisor.places), places):
-            self._add_place(hello.device, places, hello.gpus[number % gpus])
-        if hello.gpus:
-            self.supervisor.gpus = gpus
-            self._share_memory(workers)
 
     def get_ahead(self) -> int:
         """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
@@ -296,6 +289,6 @@ class Pool:
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
-        asked = request.salt, any(request.explore), self.began, outside(), array
+        asked = request.salt, any(request.explore), self.began, roles.outside(), array
         setup = messages.Setup(device, memory, *asked, variables, request.speed)
         self.supervisor.add_place(setup, variables | ({machine.VISIBLE: gpu} if gpu else {}))

@@ -20,7 +20,7 @@ _PIECE = 20  # tasks of which a place compiles for one after the other, while ot
 ENOUGH = 200
 # Capabilities that watch for races, or take much of a GPU's memory: their cases have a GPU for themselves.
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
-Group = Sequence[Task]
+Groups = Iterable[Sequence[Task]]
 CaseGroup = Sequence[Judge | Explore]  # what one worker takes: a case of several backends, which share what is made
 
 
@@ -33,9 +33,7 @@ class TaskOutcome:
 
 
 class Tasks:
-    def __init__(
-        self, groups: Iterable[Group], later: Iterable[Group] = (), rounds: Iterable[Iterable[Group]] = ()
-    ) -> None:
+    def __init__(self, groups: Groups, later: Groups = (), rounds: Iterable[Groups] = ()) -> None:
         self.dropped: set[tuple[str, str]] = set()  # given up calls of backends, by the backend's reference
         self.groups = deque(map(list, groups))
         self.later = deque(map(list, later))  # are to follow
@@ -68,7 +66,6 @@ class Tasks:
                 return None
 
     def defer(self, place: int, task: Task, wants: int) -> None:
-        """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
         self._large.append((wants, [task, *self._own.pop(place, ())]))
 
     def put_back(self, place: int, task: Task) -> None:

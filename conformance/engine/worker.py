@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import importlib.util
 import os
 import resource
 import select
@@ -12,8 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,25 +28,21 @@ from mla_conformance.diagnosis.reach import heat_of, with_reach
 from mla_conformance.driving import driver, remote, shared
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.engine import machine, messages
-from mla_conformance.engine.messages import Found, Step, Told
 from mla_conformance.files.places import load_all_again
-from mla_conformance.judging import golden, tolerance
-from mla_conformance.judging.explored import Explored
-from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
-from mla_conformance.judging.traits import Traits
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging import explored, golden, tolerance, traits
+from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Check, Record, Status, Traced
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
-from mla_conformance.trials import explore, role_file
-from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
+from mla_conformance.trials import role_file
+from mla_conformance.trials.subject import Subject, describe, region_of, trace_all, unavailable
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, judge_one, judged_trial, load_procedures
-from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import lists_of
+from mla_conformance.vocabulary import arrays, capabilities
 
 _STACK_SECONDS, _PIECE_SECONDS, _MOST_STACKS = 0.5, 0.05, 2**16
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be timed
+_EXPLORING = "mla_conformance.trials.explore"  # imported where cases are drawn
 _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
 
 
@@ -58,17 +53,15 @@ def load_all(setup: messages.Setup) -> None:
         role_file.take_up(setup.role, setup.array)
     tolerance.tolerance()
     for role in ("", *roles.ROLES):
-        lists_of(role)
+        capabilities.lists_of(role)
     load_procedures()
     wanted = ["torch.utils._device"]
-    if setup.draws:
-        wanted += ["numpy.random", "mla_conformance.cases.strategies"]
-    if setup.times:
-        wanted.append(_TIMING)
-    if setup.device != "cpu" and machine.may_have_gpu() and find_spec("triton"):
+    wanted += ["numpy.random", _EXPLORING] if setup.draws else []
+    wanted += [_TIMING] if setup.times else []
+    if setup.device != "cpu" and machine.may_have_gpu() and importlib.util.find_spec("triton"):
         wanted.append("mla_conformance.reference.gpu_weights")
     for module in wanted:
-        import_module(module)
+        importlib.import_module(module)
 
 
 def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
@@ -210,12 +203,12 @@ class Worker:
         if isinstance(task, messages.Trace):
             anew = Subject.of(task.reference, self.device, self.executor)
             seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
-            return messages.TaskReply(found=Found(seen.value or NOTHING_TRACED), leaves=True)
+            return messages.TaskReply(found=messages.Found(seen.value or NOTHING_TRACED), leaves=True)
         if isinstance(task, messages.TakeTimes):
             anew = Subject.of(task.reference, self.device, self.executor)
-            done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
+            done = self.executor.query(partial(importlib.import_module(_TIMING).time_kernel, anew, task.forms), Speed)
             speed = done.value or Speed(why=foreign.cut(f"its times are lost: {done.error}"))
-            return messages.TaskReply(found=Found(speed=speed), leaves=True)
+            return messages.TaskReply(found=messages.Found(speed=speed), leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, messages.Describe):
             return self._described(task, subject)
@@ -224,24 +217,25 @@ class Worker:
             if told.error or told.value:
                 why = told.error or "; ".join(told.value)
                 return messages.TaskReply(facts=unavailable(subject, f"cases could not be fitted to it: {why}"))
-            region = explore.region_of(subject, SPACES[task.capability], task.triples, self.context.salt)
+            region = region_of(subject, arrays.SPACES[task.capability], task.triples, self.context.salt)
             return messages.TaskReply(fitted=tuple(case.id for case in region.cases))
         if isinstance(task, messages.Explore):
             key, backend = (task.reference, task.capability), subject.backend
             if key not in self._regions:
-                self._regions[key] = explore.region_of(subject, SPACES[task.capability])
+                self._regions[key] = region_of(subject, arrays.SPACES[task.capability])
 
-            def tell(found: Explored) -> None:
-                self.send(Told(Step.EXPLORED, found.record(backend), found, task.part))
+            def tell(found: explored.Explored) -> None:
+                self.send(messages.Told(messages.Step.EXPLORED, found.record(backend), found, task.part))
 
             starts = partial(self._starts, subject, capability=EXPLORED)
-            found = explore.explore(subject, self._regions[key], task.extent, task.turn, self.context, starts, tell)
+            how = (task.extent, task.turn, self.context, starts, tell)
+            found: explored.Explored = importlib.import_module(_EXPLORING).explore(subject, self._regions[key], *how)
             record = found.record(backend)
             return messages.TaskReply(explored=found, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
             answers = examine.bitwise(subject, self.context) if task.bitwise else ()
             spreads = examine.accuracy(subject, self.context) if task.accuracy else ()
-            return messages.TaskReply(found=Found(traits=Traits(answers, spreads)), leaves=True)
+            return messages.TaskReply(found=messages.Found(traits=traits.Traits(answers, spreads)), leaves=True)
         again = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
         return messages.TaskReply(repeated=again, leaves=True)
 
@@ -256,7 +250,7 @@ class Worker:
         if record.status is Status.FAIL and not self.executor.lost(self.device):
             record = with_reach(trial, record)
             if task.explain:
-                self.send(Told(Step.JUDGED, record))
+                self.send(messages.Told(messages.Step.JUDGED, record))
                 heat, failure = heat_of(trial, record), Failure.of(trial, record)
                 if task.reported:
                     looks_like = ReportedCauses(list(task.reported)).explain(failure)
@@ -269,7 +263,7 @@ class Worker:
         disturbed = trial.disturbed
         del trial  # it keeps tensors
         leaves = self._leaves(record, disturbed)
-        return messages.TaskReply(record, found=Found(heat=heat), declared=declared, leaves=leaves)
+        return messages.TaskReply(record, found=messages.Found(heat=heat), declared=declared, leaves=leaves)
 
     def _described(self, task: messages.Describe, subject: Subject) -> messages.TaskReply:
         declared = done = self.executor.query(partial(describe, subject), BackendFacts)
@@ -289,7 +283,7 @@ class Worker:
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         record = Record.begun(subject.backend, case, self.context.salt)
-        self.send(Told(Step.STARTED, record.with_fields(capability=capability or case.capability)))
+        self.send(messages.Told(messages.Step.STARTED, record.with_fields(capability=capability or case.capability)))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether a backend left process or GPU other than it was, or half of the memory is taken, leaked perhaps."""

@@ -9,11 +9,9 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.reach import compared, heat_maps
 from mla_conformance.driving.driver import parts_of, why_not_plain
-from mla_conformance.export.inputs import by_request, same
-from mla_conformance.export.program import NotWritable
+from mla_conformance.export.inputs import NotWritable, by_request, same
 from mla_conformance.files.whole import InputError, write_output
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import ARITHMETIC, Status
+from mla_conformance.judging.record import ARITHMETIC, Record, Status
 from mla_conformance.problems import calls, operands
 from mla_conformance.report.html import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
@@ -43,10 +41,8 @@ class Reproduced:
 def require_one_call(case: Case) -> None:
     """Refuse what no script of one call can show: another role, parts of several ranks, codes for output, or tiles."""
     if not isinstance(case, PrefillCase | DecodeCase):
-        raise NotWritable(
-            f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case, whose tensors "
-            "`replay --dump` writes"
-        )
+        said = f"this is a {case.role} case, whose tensors `replay --dump` writes"
+        raise NotWritable(f"a script makes one call of a prefill or a decode kernel; {said}")
     if isinstance(case, DecodeCase) and case.is_merged:
         raise NotWritable("the case merges what several ranks return; `replay --dump` writes all of it")
     if isinstance(case, PrefillCase) and case.quant != "none":
@@ -77,10 +73,8 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
                     call.metadata.chunked_context.workspace.fill_(torch.nan)
                 alone = replace(made, calls=(replace(call, prepares=True),))
                 return Reproduced(subject, case, alone, record, is_redrawn=True)
-        raise NotWritable(
-            "the case merges what several calls return, none of which is wrong by itself; `replay --dump` writes all "
-            "of it"
-        )
+        several = "the case merges what several calls return, none of which is wrong by itself"
+        raise NotWritable(f"{several}; `replay --dump` writes all of it")
     mine, judged, spoiled = made.attention[0], trial.last.problem.attention[0], list[int]()
     # The requests whose inputs differ, where a call was judged by what another one has to return.
     if mine is not judged and mine.query_start_loc == judged.query_start_loc:
@@ -130,9 +124,7 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         data["returned"] |= {f"{name} of {each.call.name}": part for name, part in named if not why_not_plain(part)}
     data["golden"] = {name: part.golden for name, part in parts.items()}
     # How far a result is off; 0 where both are -inf.
-    off = {
-        name: torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs()) for name, part in parts.items()
-    }
+    off = {name: torch.where(x.got == x.golden, 0.0, (x.got - x.golden).abs()) for name, x in parts.items()}
     data |= {"error": off, "budget": {name: part.allowed for name, part in parts.items()}}
     file = folder / "tensors.pt"
     try:

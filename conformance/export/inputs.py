@@ -1,9 +1,12 @@
 """The inputs of a call as source text: drawn again by their seed, or as they are where that does not give them."""
 
 import base64
+import math
+import textwrap
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any
 
@@ -11,26 +14,35 @@ import torch
 
 from mla_conformance.backends.slots import slots_of
 from mla_conformance.cases.case import Case
-from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw, segments
 from mla_conformance.reference.cache_layout import read_entries
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.prefill.problem import PrefillCall
 
-LAID_OUT = """
+WIDTH = 112  # characters of a line at most, unless it cannot be broken
+_LAID_OUT = """
 def laid_out(x, size, stride, offset):  # the same values in a memory layout
     storage = torch.full((size,), float("nan"), dtype=x.dtype, device=DEVICE)
     return storage.as_strided(x.shape, stride, offset).copy_(x)
 """
-UNPACKED = """
+_UNPACKED = """
 def unpacked(text, dtype, *shape):  # the bytes of a tensor
     data = zlib.decompress(base64.b85decode("".join(text.split())))
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 """
+HELPERS = {"laid_out(": _LAID_OUT, "unpacked(": _UNPACKED}
 MOST_ELEMENTS = 2**27  # elements of a tensor that a script draws at most
 MOST_BYTES = 6000  # packed bytes that fit into a script at most
 _MOST_CHANGES = 4
+
+
+class NotWritable(ValueError):
+    """What cannot be put into a script, as one sentence."""
+
+
+class TooLong(NotWritable):
+    """What would fit into a script, were the case smaller."""
 
 
 def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
@@ -47,8 +59,10 @@ def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
     return found
 
 
-def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> list[str]:
-    """Statements that make the named tensors that are used, and what the reference is computed from."""
+def input_lines(
+    case: Case, call: AttentionCall, tensors: Mapping[str, torch.Tensor], used: Iterable[str], known: Mapping[str, Any]
+) -> list[str]:
+    """Statements that make the named tensors that are used, by other names that are known; carried out and compared."""
     if max(tensor.numel() for tensor in tensors.values()) > MOST_ELEMENTS:
         raise TooLong("its inputs are too large for a script")
     seed = Draw(case, torch.device("cpu")).generator.initial_seed()
@@ -71,7 +85,15 @@ def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Ten
             text = f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
         if text != name:
             placed[name] = text
-    return lines + assigned(placed)
+    lines += assigned(placed)
+    made_again = _carried_out(lines, **known)
+    for name in used:
+        # Of strides those count of dimensions of more than one element.
+        layouts = (zip(x.stride(), x.shape, strict=True) for x in (made_again[name], tensors[name]))
+        mine, its = ([stride for stride, size in layout if size > 1] for layout in layouts)
+        if not same(made_again[name], tensors[name]) or mine != its:
+            raise NotWritable(f"{name} cannot be made again from what the script would hold")
+    return lines
 
 
 def _decode_operands(call: DecodeCall, lines: list[str]) -> list[str]:
@@ -103,7 +125,7 @@ def _randn(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:
 
 def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:
     space: dict[str, Any] = {"torch": torch, "base64": base64, "zlib": zlib, "pairwise": pairwise, **names}
-    exec("\n".join([LAID_OUT, UNPACKED, *lines]), space)
+    exec("\n".join([*HELPERS.values(), *lines]), space)
     return space
 
 
@@ -136,9 +158,8 @@ def _packed(name: str, tensor: torch.Tensor) -> list[str]:
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     text = base64.b85encode(zlib.compress(data, 9)).decode()
     if len(text) > MOST_BYTES:
-        raise TooLong(
-            f"{name} is not made by its seed alone and takes {len(text)} characters, a script has room for {MOST_BYTES}"
-        )
+        takes = f"takes {len(text)} characters, a script has room for {MOST_BYTES}"
+        raise TooLong(f"{name} is not made by its seed alone and {takes}")
     rows = [text[at : at + WIDTH] for at in range(0, len(text), WIDTH)]
     return [f'{name} = unpacked("""', *rows, f'""", {", ".join([str(tensor.dtype), *map(str, tensor.shape)])})']
 
@@ -152,17 +173,6 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
     if (tensor.numel() <= MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
         return folded(f"{name} = torch.tensor({tensor.tolist()}, dtype={tensor.dtype}{where})")
     return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
-
-
-def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], used: Iterable[str], **names: Any) -> None:
-    """Carry statements out, and see that they make the inputs that the call was judged with."""
-    made = _carried_out(lines, **names)
-    for name in used:
-        # Of strides those count of dimensions of more than one element.
-        layouts = (zip(x.stride(), x.shape, strict=True) for x in (made[name], tensors[name]))
-        here, there = ([stride for stride, size in layout if size > 1] for layout in layouts)
-        if not same(made[name], tensors[name]) or here != there:
-            raise NotWritable(f"{name} cannot be made again from what the script would hold")
 
 
 def by_request(call: AttentionCall) -> list[tuple[torch.Tensor, ...]]:
@@ -187,3 +197,49 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b = a.cpu().double(), b.cpu().double()
     return (a == b) | (a.isnan() & b.isnan())
+
+
+def literal(value: Any) -> str:
+    if isinstance(value, torch.device):
+        return '"cpu"' if value.type == "cpu" else "DEVICE"
+    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, IntEnum | StrEnum):
+        return literal(value.value)  # a library takes the number or the text as well
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value).replace("'", '"') if isinstance(value, str) else repr(value)
+    raise NotWritable(f"the call has an argument of type {type(value).__name__}, which cannot be written down")
+
+
+def folded(text: str) -> list[str]:
+    """A statement in lines of WIDTH characters: broken between the arguments of its outer call, else in brackets."""
+    if len(text) <= WIDTH:
+        return [text]
+    lines = [""]
+    # Cut behind its first bracket and behind each comma that stands in one bracket alone.
+    depth, start, parts = 0, 0, list[str]()
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 1 and (character == "," or (character in "([{" and not parts)):
+            parts.append(text[start : at + 1 + (character == ",")])
+            start = at + 1 + (character == ",")
+    for part in [*parts, text[start:]]:
+        lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return [row for line in lines for row in wrapper.wrap(line)]
+
+
+def assigned(values: Mapping[str, str]) -> list[str]:
+    """Names that get the values of expressions, as many in a line as there is room for."""
+
+    def assignment(row: Mapping[str, str]) -> str:
+        return f"{', '.join(row)} = {', '.join(row.values())}"
+
+    rows: list[dict[str, str]] = []
+    for name, value in values.items():
+        if not rows or len(assignment(rows[-1] | {name: value})) > WIDTH:
+            rows.append({})
+        rows[-1][name] = value
+    return [line for row in rows for line in folded(assignment(row))]

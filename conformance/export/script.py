@@ -15,19 +15,16 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends import hub, slots
-from mla_conformance.backends.kernel import describe_device
-from mla_conformance.backends.packaged import ENVIRONMENT, InterpretedKernel, LibraryKernel
+from mla_conformance.backends import hub, kernel, packaged, slots
 from mla_conformance.export.failing import Reproduced
-from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
-from mla_conformance.export.program import LIBRARY, NotWritable, Program, TooLong, assigned, folded
-from mla_conformance.export.recording import Handle, Recorder
+from mla_conformance.export.inputs import HELPERS, NotWritable, TooLong, assigned, folded, input_lines, named_tensors
+from mla_conformance.export.program import LIBRARY, Handle, Program, Recorder
 from mla_conformance.files.installed import imports, is_followed, source_files
+from mla_conformance.judging.record import Status
 from mla_conformance.judging.tolerance import roundoffs, tolerance
-from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.problem import DecodeCall
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import __version__
 
@@ -36,7 +33,6 @@ EXPORTED_BY = "Exported by mla-conformance"  # what tells a script of ours from 
 SECONDS = 600  # a library may compile for minutes at its first call
 WRONG, RIGHT = "WRONG", "right"
 _STATUS = {WRONG: 1, RIGHT: 0}
-_HELPERS = {"laid_out(": LAID_OUT, "unpacked(": UNPACKED}
 _STANDARD = {"base64.": "base64", "zlib.": "zlib", "os.": "os", "importlib.": "importlib.util"}
 _WIDTH, _MARGIN = 118, 107
 _ALONE = """
@@ -58,8 +54,7 @@ def script_of(found: Reproduced, path: Path) -> str:
     loader = PackageLoader("mla_conformance.export", ".")
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     parts = _parts(found, own, path)
-    text = environment.get_template("script.py.j2").render(**parts)
-    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in environment.get_template("script.py.j2").render(**parts).splitlines()]
     counted = len(lines) - (len(parts["loads"]) if own else 0)
     if counted > MOST_LINES:
         raise TooLong(f"the script would have {counted} lines, more than {MOST_LINES}")
@@ -72,7 +67,6 @@ def _parts(found: Reproduced, own: "OwnClass | None", path: Path) -> dict[str, A
     operands = "q[a:b], k[c:d], v[c:d]"
     if isinstance(call, DecodeCall):
         operands = f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"
-    starts = {"QUERIES": call.query_start_loc, "KEYS": call.key_start_loc}
     out = call.output_buffer()
     tensors = named_tensors(call) | ({"out": out.view} if out else {})
     with Recorder() as recorder:  # of the call as a new instance makes it
@@ -81,29 +75,28 @@ def _parts(found: Reproduced, own: "OwnClass | None", path: Path) -> dict[str, A
         call.prepare(instance)
         value = call.invoke(instance, out)
     program = Program(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value])
-    inputs = input_lines(case, call, tensors, program.used)
-    require_equal(inputs, tensors, program.used, DEVICE=str(device), **starts)
+    starts = {"QUERIES": call.query_start_loc, "KEYS": call.key_start_loc}
+    inputs = input_lines(case, call, tensors, program.used, {"DEVICE": str(device), **starts})
     loads = own.load_lines(path) if own else []
-    if issubclass(cls, InterpretedKernel):  # set before a library is imported
-        loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
+    if issubclass(cls, packaged.InterpretedKernel):  # set before a library is imported
+        loads.insert(0, f"os.environ.update({packaged.ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
     needs = dict.fromkeys(["torch", *(own.needs if own else found.subject.declared(found.case.role).distributions)])
-    helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
+    helpers = [helper.strip() for name, helper in HELPERS.items() if name in text]
     used = {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}
     parts = {"found": found, "call": call, "program": program, "inputs": inputs, "helpers": helpers, "loads": loads}
     parts |= {"text": text, "reported": _reported(found), "imports": sorted({"sys"} | used), "device": device.type}
     parts["needs"] = json.dumps(f"(needs {', '.join(needs)})", ensure_ascii=False)
     parts["modules"] = {} if own and own.path else program.modules
     parts["bounds"] = assigned({name: str(list(values)) for name, values in starts.items()})
-    parts["operands"] = operands  # queries, keys and values of the request in rows a:b and c:d
     parts["codes_scale"] = repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.case.holds_codes else ""
-    return {**parts, "budget": _budget(found)}
+    # Queries, keys and values of the request in rows a:b and c:d.
+    return {**parts, "operands": operands, "budget": _budget(found)}
 
 
 def _reported(found: Reproduced) -> list[str]:
-    told = describe(found.subject).versions.items()
-    versions = ", ".join(f"{name} {version}" for name, version in told)
-    failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
+    versions = ", ".join(f"{name} {version}" for name, version in describe(found.subject).versions.items())
+    failed, device = found.record.status is Status.FAIL, kernel.describe_device(found.problem.device)
     name = found.subject.backend.name + (f", {versions}" if versions else "")
     head = f"{'A wrong' if failed else 'A right'} result of {name}."
     reported = [
@@ -236,26 +229,22 @@ def _stands_in(room: str) -> dict[str, str]:
     return {name: expression or "MagicMock()" for name, _, expression in said}
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnClass:
     module: str  # its module, or the name of its file
     path: Path | None  # its file; None for a module that is installed
 
-    @property
-    def files(self) -> list[Path]:
-        """Its file, and of what it imports, those of its package and those of no wheel."""
+    def __post_init__(self) -> None:
         start = str(self.path or self.module)
         package = start.partition(".")[0]
 
         def is_own(name: str) -> bool:
             return name.partition(".")[0] == package or (not name.startswith(f"{_OURS}.") and is_followed(name))
 
-        return list(source_files([start], is_own).values())
-
-    @property
-    def needs(self) -> list[str]:  # by whoever runs the script
+        # Its file, and of what it imports, those of its package and those of no wheel.
+        self.files = list(source_files([start], is_own).values())
         beside = (os.path.relpath(file, self.path.parent) for file in self.files[1:]) if self.path else ()
-        return [self.module, *beside]
+        self.needs = [self.module, *beside]  # by whoever runs the script
 
     def load_lines(self, script: Path) -> list[str]:
         """Statements that load its file, for a script that stands in a certain place; by its place, not its name."""
@@ -279,12 +268,11 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
     """The class, if it is a library of its own; None for an adapter, of which the script shows what it calls."""
     module = loaded.__module__
     if module.startswith(f"{_OURS}.backends.generations"):
-        raise NotWritable(
-            "its class is driven through another generation of the interface, which a script does not hold"
-        )
+        another = "another generation of the interface, which a script does not hold"
+        raise NotWritable(f"its class is driven through {another}")
     if subject.backend.reference.startswith(hub.HUB):
         raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
-    if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
+    if issubclass(loaded, packaged.LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
     path = subject.backend.file
     return OwnClass(path.name if path else module, path)

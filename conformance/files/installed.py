@@ -29,8 +29,7 @@ import msgspec
 from mla_conformance.files.places import file_digest, is_file, sites
 
 _NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
-_HARNESS = "mla_conformance."
-_ADAPTERS = "mla_conformance.backends."
+_HARNESS, _ADAPTERS = "mla_conformance.", "mla_conformance.backends."
 
 
 class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -58,9 +57,8 @@ def installed(name: str) -> Installed | None:
         return Installed(files=files_digest({x.as_posix(): path for x, path in sources.items() if x not in foreign}))
     # Of a wheel by the package's own files: installers write scripts, and what they say of themselves, as they like.
     tags = [line.partition(":")[2].strip() for line in (found.read_text("WHEEL") or "").splitlines() if "Tag:" in line]
-    lines = csv.reader((found.read_text("RECORD") or "").splitlines())
-    listed = [line for line in lines if len(line) == 3 and line[1]]
-    listed = [line for line in listed if not line[0].startswith("..") and ".dist-info/" not in line[0]]
+    lines = (line for line in csv.reader((found.read_text("RECORD") or "").splitlines()) if len(line) == 3 and line[1])
+    listed = [line for line in lines if not line[0].startswith("..") and ".dist-info/" not in line[0]]
     content = "\n".join(sorted(f"{path} {reported}" for path, reported, _ in listed))
     altered = []  # by the sizes of files that are there, and the bytes of modules; loaded libraries have own digests
     for file, reported, size in listed:
@@ -216,8 +214,7 @@ def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
     for text in texts:
         digest.update(repr(text).encode())
     for path in sorted(paths, key=lambda path: (path.name, path.parent.name)):
-        said = _said(path.read_text(encoding="utf-8"), path.suffix)
-        digest.update(f"({path.name!r}, {said})".encode())
+        digest.update(f"({path.name!r}, {_said(path.read_text(encoding='utf-8'), path.suffix)})".encode())
     return digest.hexdigest()
 
 

@@ -106,7 +106,6 @@ _get_code, _create_module = SourceFileLoader.get_code, ExtensionFileLoader.creat
 
 def refuse_written_since(began: float) -> None:
     """Load no such module from now on; of compiled ones, which others than kernels write into caches, Python's own."""
-
     for name in _ENCODINGS:
         codecs.lookup(name)
 

@@ -138,8 +138,7 @@ class Section:
 
     @staticmethod
     def of(path: Path, name: str) -> "Section":
-        _, content, _ = _parts(path, name)
-        return Section(path, name, content)
+        return Section(path, name, _parts(path, name)[1])
 
     def write(self, content: str) -> None:
         before, _, after = _parts(self.path, self.name)  # another section of it may have been written meanwhile
@@ -147,7 +146,6 @@ class Section:
 
 
 def _parts(path: Path, name: str) -> tuple[str, str, str]:
-    """A file up to a section's first marker, what stands between both, and the rest."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, first, rest = read_text(path).partition(begin)
     content, second, after = rest.partition(end)

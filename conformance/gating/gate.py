@@ -9,12 +9,11 @@ from itertools import groupby, product
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import nearest
-from mla_conformance.expectations.apply import Expectations
+from mla_conformance.expectations import Expectations
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass, Required
-from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Status
 from mla_conformance.judging.traits import Answer, Question
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report import causes, json_report
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
@@ -23,9 +22,7 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
-class GateFinding(StrEnum):
-    """What a gate finds, in the order in which it is shown."""
-
+class GateFinding(StrEnum):  # in the order in which they are shown
     MISSING = "missing"
     INCOMPLETE = "not run"
     FAILING = "failing"
@@ -121,10 +118,9 @@ class Gate:
                     said = f"{what} is of suite {suite} here, but the report is of suite {found}"
                     raise InputError(f"{report.source}: {said}")
             if found not in (SUITE_VERSION, *self.suites):
-                raise InputError(
-                    f"{report.source}: expected a report of suite {SUITE_VERSION}, which is installed here, got one of "
-                    f"suite {found}; judge again, or accept its verdicts with --allow-suite {found}"
-                )
+                said = f"expected a report of suite {SUITE_VERSION}, which is installed here, got one of suite {found}"
+                what = f"judge again, or accept its verdicts with --allow-suite {found}"
+                raise InputError(f"{report.source}: {said}; {what}")
 
     def _missing(self) -> Iterator[GateRow]:
         for name in self.absent:
@@ -198,10 +194,9 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
                 known[backend.name] = backend.facts
             for record in backend.records:
                 if record.key in found:
-                    raise InputError(
-                        f"{report.source}: {backend.name} {record.key} is in another report as well; an earlier "
-                        "run, set aside in a folder of the same name with a date, is no part of this one"
-                    )
+                    said = "an earlier run, set aside in a folder of the same name with a date, is no part of this one"
+                    twice = f"{backend.name} {record.key} is in another report as well"
+                    raise InputError(f"{report.source}: {twice}; {said}")
                 found[record.key] = expectations.apply(record, here)
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
     backends = (BackendSummary(known[name], summarise(found.values())) for name, found in joined.items())

@@ -15,8 +15,7 @@ from pathlib import Path
 from mla_conformance.backends import hub, references
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.report.summary import BackendSummary
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, added_cases, first_cases, is_due_on_gpu
@@ -32,8 +31,7 @@ def profile_of(case: Case) -> str:
     dims = f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else ""
     dtype, gpu = case.dtype if case.dtype != "bf16" else "", "gpu" if is_due_on_gpu(case) else ""
     device = "graph" if entry.captures else "cuda" if entry.needs_cuda else "large" if entry.large else ""
-    asked = (case.profile, entry.needs, dims, dtype, device, gpu, *case.asks)
-    return "+".join(filter(None, asked)) or CORE
+    return "+".join(filter(None, (case.profile, entry.needs, dims, dtype, device, gpu, *case.asks))) or CORE
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ class MustPass:
         text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
         expected = decode(text, dict[str, str], source).get(SUITE_VERSION)
         if expected != first:
-            raise InputError(
-                f"{source}: expected digest {expected} of the must-pass list of suite {SUITE_VERSION}, got "
-                f"{first} from the vocabulary; a changed list needs a new version, and a line that is added to it the "
-                "version that does, +YEAR.N.PATCH"
-            )
+            said = f"expected digest {expected} of the must-pass list of suite {SUITE_VERSION}, got {first}"
+            what = "a changed list needs a new version, and a line that is added to it the version that does"
+            raise InputError(f"{source}: {said} from the vocabulary; {what}, +YEAR.N.PATCH")
         return MustPass.of_vocabulary()
 
     @staticmethod
@@ -77,10 +73,9 @@ class MustPass:
         shipped = MustPass.of_suite()
         for text, name in zip(texts, names, strict=True):
             if name not in (SHIPPED, *shipped.profiles):
-                raise InputError(
-                    f"--must-pass {text}: expected a file, {SHIPPED}, or profiles that `mla-conformance mustpass` "
-                    f"lists, such as {', '.join(_CORES)}; each with or without @{SUITE_VERSION}"
-                )
+                listed = f"profiles that `mla-conformance mustpass` lists, such as {', '.join(_CORES)}"
+                said = f"expected a file, {SHIPPED}, or {listed}; each with or without @{SUITE_VERSION}"
+                raise InputError(f"--must-pass {text}: {said}")
             if "@" in text and text != f"{name}@{SUITE_VERSION}":
                 raise InputError(f"--must-pass {text}: the list that is installed here is {name}@{SUITE_VERSION}")
         found = replace(shipped, name=" ".join(f"{name}@{SUITE_VERSION}" for name in names), suite=SUITE_VERSION)
@@ -120,8 +115,7 @@ class MustPass:
     @property
     def core_roles(self) -> list[str]:
         """The roles that these profiles ask for anything, without which no certificate is given."""
-        found = (Case.parse(case).role for name in _CORES for case in self.profiles[name])
-        return list(dict.fromkeys(map(str, found)))
+        return list(dict.fromkeys(str(Case.parse(case).role) for name in _CORES for case in self.profiles[name]))
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of binding profiles that were not passed, each with why; ``waivable`` lets what is explained pass."""

@@ -8,8 +8,7 @@ import msgspec
 
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import EXPLORED, Record, Used, written
-from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
+from mla_conformance.judging.record import EXPLORED, BudgetUse, Record, Status, Used, Verdict, written
 
 _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
 

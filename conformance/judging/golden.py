@@ -18,12 +18,9 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.problems.calls import AttentionOperands, Problem
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
-from mla_conformance.reference import error_budget
+from mla_conformance.reference import blockwise, error_budget, selected
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.projections import projected_terms
-from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, shared_roundings
-from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
 
 # Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200.
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
@@ -131,7 +128,7 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     merged = golden_state(problem, rows, operands_of(problem, None)) if problem.case.is_merged else None
     if merged and problem.case.own_merge:
         parts = [*states[1:], states[0]]  # new tokens come last
-        terms = merged_states([part.output for part in parts], [part.lse for part in parts], merged.lse)
+        terms = error_budget.merged_states([part.output for part in parts], [part.lse for part in parts], merged.lse)
         merged = replace(merged, merging=terms)
     if not torch.stack([x.output.isfinite().all() for x in (*states, *([merged] if merged else []))]).all():
         raise ProblemError("the golden result is not finite: the inputs are at fault, not the kernel")
@@ -163,15 +160,15 @@ def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call:
     operands = operands_of(problem, call)
     ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
     q, visible = rows.pick(operands.q), visible_to(operands, rows)
-    shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
-    share = 1.0 if operands.sink is None else sink_share(state.lse, operands.sink).square()
+    shared = error_budget.shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
+    share = 1.0 if operands.sink is None else selected.sink_share(state.lse, operands.sink).square()
     return replace(state, shared=shared * share)
 
 
 def visible_to(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
     if operands.selected is not None:
         # On the CPU, since a GPU is waited for in each row.
-        return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]
+        return [named[named != selected.NO_KEY] for named in rows.pick(operands.selected).cpu()]
     seen = [
         slice(keys.start, max(keys.start, keys.stop - (queries.stop - 1 - row) * operands.causal))
         for queries, keys in zip(segments(operands.query_start_loc), segments(operands.key_start_loc), strict=True)
@@ -184,18 +181,22 @@ def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands
     qkv, scale = (operands.q, operands.k, operands.v), problem.case.softmax_scale
     asked: dict[str, Any] = {"with_key_terms": operands.dequantised, "rows": rows.numbers, "scale": scale}
     if operands.selected is not None:
-        state = selected_attention(*qkv, operands.selected, sink=operands.sink, with_terms=True, **asked)
+        state = selected.selected_attention(*qkv, operands.selected, sink=operands.sink, with_terms=True, **asked)
         return replace(state, value_weights=operands.value_weights)
     starts: dict[str, Any] = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
-    state = blockwise_attention(*qkv, causal=operands.causal, **(starts | asked))
+    state = blockwise.blockwise_attention(*qkv, causal=operands.causal, **(starts | asked))
     if operands.projection is not None:
         terms = projected_terms(*qkv, operands.projection, **starts, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
     if operands.plans:
         parts = (rows.pick(operands.q), operands.k, operands.v, state.output, state.lse)
         where: dict[str, Any] = {"rows": segments(rows.start_loc), "keys": segments(operands.key_start_loc)}
-        plans = [merged_chunks(*parts, **where, ends=ends, scale=scale) for ends in dict.fromkeys(operands.plans)]
-        state = replace(state, merging=reduce(MergeTerms.larger, plans))
+        plans = [
+            error_budget.merged_chunks(*parts, **where, ends=ends, scale=scale)
+            for ends in dict.fromkeys(operands.plans)
+        ]
+        total, squares = (reduce(torch.maximum, terms) for terms in zip(*plans, strict=True))
+        state = replace(state, merging=(total, squares))
     return replace(state, value_weights=operands.value_weights)
 
 

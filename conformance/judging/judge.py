@@ -7,25 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging import diagnosis
+from mla_conformance.judging import diagnosis, steps, tolerance
 from mla_conformance.judging.diagnosis import Position, extent, worst_position
 from mla_conformance.judging.golden import Budget, GoldenAttention, JudgedRows, operands_of, visible_to, with_shared
-from mla_conformance.judging.steps import Form, Measured, Steps, share_of, worst_of
-from mla_conformance.judging.tolerance import roundoffs
-from mla_conformance.judging.verdict import ZERO, Check, Verdict, failed
+from mla_conformance.judging.record import ZERO, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.problems.operands import segments
-from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, rms_limit
-from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.roundings import most_of_a_sum, running_sums
+from mla_conformance.reference import attention, quantization
+from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, most_of_a_sum, rms_limit, running_sums
 
 
 @dataclass(frozen=True)
 class _Part:
     name: str  # how messages call it
     keys: int  # keys of the request that has most
-    golden: AttentionState  # the golden state
+    golden: attention.AttentionState  # the golden state
     whole: torch.Tensor  # [T, N, V], the output of all rows; of any float dtype
     output: torch.Tensor  # [rows, N, V], of the judged rows
     lse: torch.Tensor | None  # [N, rows], or None if it was not asked for
@@ -38,24 +34,24 @@ class _Part:
 Found = tuple[dict[str, torch.Tensor], dict[str, float]]
 
 
-class AttentionJudge(Steps):
+class AttentionJudge(steps.Steps):
     expectation: GoldenAttention
 
-    def measured(self, observation: Observation) -> Iterator[Measured]:
+    def measured(self, observation: Observation) -> Iterator[steps.Measured]:
         for part in self._parts(observation):
             golden, got = part.golden.output, part.output.double()
             if self.problem.output_scale is None:
                 # A row that came out larger was rounded more coarsely.
                 sizes = got.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1, keepdim=True), golden.norm(dim=-1, keepdim=True)
                 growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
-                yield Measured(got, golden, part.budget.element * self.numbers.element_limit * growth)
+                yield steps.Measured(got, golden, part.budget.element * self.numbers.element_limit * growth)
             else:
-                yield Measured.of_codes(part.output, *self._allowed_codes(part))
+                yield steps.Measured.of_codes(part.output, *self._allowed_codes(part))
             if part.lse is not None:
                 golden, got = part.golden.lse, part.lse.double()
                 growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
                 budget = (part.budget.lse * self.numbers.lse_limit).nan_to_num(0.0)
-                yield Measured(got, golden, budget * growth.clamp(min=1.0))
+                yield steps.Measured(got, golden, budget * growth.clamp(min=1.0))
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
         for part in self._parts(observation):
@@ -71,7 +67,7 @@ class AttentionJudge(Steps):
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         case, calls, whole = self.problem.case, self.problem.attention, self.expectation.merged
-        found: list[tuple[str, Sequence[AttentionCall], AttentionState, Sequence[torch.Tensor], int]] = []
+        found: list[tuple[str, Sequence[AttentionCall], attention.AttentionState, Sequence[torch.Tensor], int]] = []
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
             call = attention_call(returned.call)
             found.append((call.name, [call], golden, parts_of(returned.value), call.merges))
@@ -82,7 +78,7 @@ class AttentionJudge(Steps):
         declared = self.declaration.rounding_of(self.problem.dtype)
         for number, (name, asked, golden, (output, *lse), merges) in enumerate(found):
             keys = max(map(sum, zip(*(call.key_lens for call in asked), strict=True)))
-            allowed = roundoffs(
+            allowed = tolerance.roundoffs(
                 *(self.problem.output_dtype, declared, self.numbers, merges, keys, asked[0].q.shape[-1]),
                 exact=golden is whole and not case.own_merge,
                 dequantised=golden.terms is not None and golden.terms.key_spread is not None,
@@ -101,7 +97,7 @@ class AttentionJudge(Steps):
                 budget=self.expectation.budget(golden, allowed, self.numbers.row_deviations),
             )
 
-    def _expected_form(self, returned: Returned) -> Form:
+    def _expected_form(self, returned: Returned) -> steps.Form:
         call = attention_call(returned.call)
         dtype = self.problem.output_dtype if returned.out is None else returned.out.view.dtype
         form = [("output", torch.Size(call.result_shape), dtype)]
@@ -126,8 +122,8 @@ class AttentionJudge(Steps):
         if self.problem.output_scale is None:
             error = (output - part.golden.output).abs()
             rms = error.square().mean(dim=-1).sqrt()
-            decisive["element"] = share_of(error, budget.element * self.numbers.element_limit)
-            decisive["row"] = self._worst_rms(share_of(rms, budget.row_rms), part)
+            decisive["element"] = steps.share_of(error, budget.element * self.numbers.element_limit)
+            decisive["row"] = self._worst_rms(steps.share_of(rms, budget.row_rms), part)
             found["rms"] = rms
         zero = output.new_zeros(())  # in one transfer: a shared GPU takes longer to answer than to compute all of it
         numbers = torch.stack([x.max().double() if x.numel() else zero for x in decisive.values()]).tolist()
@@ -172,7 +168,7 @@ class AttentionJudge(Steps):
                 q, visible, scale = self.rows.pick(operands.q), visible_to(operands, self.rows), self.case.softmax_scale
                 limit = limit + running_sums(q, operands.k, visible, found["beyond"], scale, deviations)
             share = error / limit
-            largest = worst_of(share)
+            largest = steps.worst_of(share)
         self.used = replace(self.used, lse=max(self.used.lse, largest))
         if largest <= 1:
             return None
@@ -195,8 +191,8 @@ class AttentionJudge(Steps):
         element, row, largest, largest_rms = found["element"], found["row"], most["element"], most["row"]
         if largest <= 1 < largest_rms:
             state = with_shared(self.problem, self.rows, part.golden, part.call)
-            row = self._worst_rms(share_of(found["rms"], expected_row_rms(state, part.allowed)), part, alike=True)
-            largest_rms = worst_of(row)
+            row = self._worst_rms(steps.share_of(found["rms"], expected_row_rms(state, part.allowed)), part, alike=True)
+            largest_rms = steps.worst_of(row)
         self.used = replace(self.used, element=max(self.used.element, largest), row=max(self.used.row, largest_rms))
         if max(largest, largest_rms) <= 1:
             return None
@@ -242,13 +238,13 @@ class AttentionJudge(Steps):
     def _codes(self, part: _Part) -> Verdict | None:
         assert self.problem.output_scale is not None
         low, _, high = self._allowed_codes(part)
-        code = e4m3_ordinal(part.output).double()
+        code = quantization.e4m3_ordinal(part.output).double()
         outside = torch.maximum(low - code, code - high).clamp(min=0)
         if not bool(outside.any()):
             return None
         place = worst_position(self.rows, outside)
         index = (place.row, place.head, place.column or 0)
-        got = dequantize_e4m3(part.output[index], float(self.problem.output_scale)).item()
+        got = quantization.dequantize_e4m3(part.output[index], float(self.problem.output_scale)).item()
         return failed(
             Check.OUTPUT,
             f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "
@@ -261,7 +257,7 @@ class AttentionJudge(Steps):
         assert self.problem.output_scale is not None
         golden, scale = part.golden.output, float(self.problem.output_scale)
         ends = (golden - part.budget.element, golden, golden + part.budget.element)
-        return tuple(e4m3_ordinal(quantize_e4m3(value, scale)).double() for value in ends)
+        return tuple(quantization.e4m3_ordinal(quantization.quantize_e4m3(value, scale)).double() for value in ends)
 
 
 _ONLY_NAN = (

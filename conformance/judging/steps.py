@@ -11,8 +11,8 @@ from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Instead, Observation, Returned, is_tensor, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import TRANSPOSED, Position, extent
 from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.record import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.judging.tolerance import Tolerance
-from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.calls import Problem
 from mla_conformance.reference.indexer import IndexScores
 from mla_conformance.reference.quantization import e4m3_ordinal

@@ -10,8 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from mla_conformance.backends.references import unknown
 from mla_conformance.files.whole import InputError, convert, decode, read_text
@@ -33,22 +32,16 @@ class Family:
 
 _GATED = ("output gate",)
 FAMILIES: Mapping[str, Family] = {
-    "axk1": Family(),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"), Family()),
     "axk2": Family(attends="selected", outside=_GATED),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
-    "deepseek_v32": Family(attends="selected"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(attends="selected")),
     "deepseek_v4": Family(attends="compressed", sinks=True, outside=("compressed keys", "rotation of the output back")),
-    "glm4_moe_lite": Family(),
     "glm5_next_text": Family(attends="selected", rotates=False, outside=("pools of the indexer's tokens",)),
-    "glm_moe_dsa": Family(attends="selected"),
     "hy_v4": Family(attends="selected", sinks=True, outside=_GATED),
-    "kimi_k2": Family(),
     "kimi_linear": Family(rotates=False),
     "longcat_flash": Family(outside=("rescaled latents",)),
     "minicpm3": Family(shares_hidden_size=True),
     "mistral4": Family(outside=("queries scaled by position",)),
-    "youtu": Family(),
 }
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -60,7 +53,7 @@ _COMPRESSION = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "
 _WHOLE_COMPRESSED = 64  # columns of the lists of layers that attend to all heavily compressed keys: 8,192 tokens
 
 
-class _Rope(msgspec.Struct):
+class _Rope(Struct):
     rope_theta: float | None = None
     rope_type: str = ""
     type: str = ""  # both names of the field are in use
@@ -68,12 +61,12 @@ class _Rope(msgspec.Struct):
     mscale_all_dim: Annotated[float, Meta(ge=0, le=_MOST)] = 0.0
 
 
-class _LinearAttention(msgspec.Struct):
+class _LinearAttention(Struct):
     full_attn_layers: tuple[int, ...]
     kda_layers: tuple[int, ...]
 
 
-class _Config(msgspec.Struct):
+class _Config(Struct):
     hidden_size: _Size
     num_hidden_layers: _Size
     num_attention_heads: _Width
@@ -108,10 +101,8 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
     data = text if isinstance(text, dict) else data
     model_type = data.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(
-            f"{name}: model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention; "
-            f"expected one of {', '.join(FAMILIES)}"
-        )
+        said = f"model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention"
+        raise InputError(f"{name}: {said}; expected one of {', '.join(sorted(FAMILIES))}")
     config, family = convert(data, _Config, name), FAMILIES[model_type]
 
     def need(field: str) -> int:
@@ -139,25 +130,16 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
         value = value or need("v_head_dim")
         dims = need("qk_nope_head_dim"), need("qk_rope_head_dim"), value, need("kv_lora_rank")
     kinds = _kinds(name, config, family)
-    return ModelProfile(
-        name=name,
-        model_type=model_type,
-        hidden_size=config.hidden_size,
-        heads=config.num_attention_heads,
-        q_lora_rank=config.q_lora_rank,
-        dims=dims,
-        scale=round(100 * scale),
-        rope=words,
-        layers=tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items()),
-        selection=None if family.attends == "all" else _selection(config, family, kinds, need),
-        outside=(*family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
-    )
+    sizes = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    layers = tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
+    selection = None if family.attends == "all" else _selection(config, family, kinds, need)
+    outside = (*family.outside, *(["output gate"] if config.mla_use_output_gate else []))
+    return ModelProfile(name, model_type, *sizes, dims, round(100 * scale), words, layers, selection, outside)
 
 
 def _kinds(name: str, config: _Config, family: Family) -> Sequence[str]:
     linear, count = config.linear_attn_config, config.num_hidden_layers
-    usual = "full_attention" if family.attends == "all" else "deepseek_sparse_attention"
-    kinds: Sequence[str] = [usual] * count
+    kinds: Sequence[str] = ["full_attention" if family.attends == "all" else "deepseek_sparse_attention"] * count
     if config.layer_types:
         kinds = config.layer_types[:count]
     elif config.compress_ratios:
@@ -183,13 +165,13 @@ def _selection(config: _Config, family: Family, kinds: Sequence[str], need: Call
     return Selection(topk=topk, sinks=family.sinks, second=second, **indexer)
 
 
-class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Reading(Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # repository, commit and path; a thread; or a released package and its file
     config: Annotated[dict[str, Any], Meta(min_length=1)]  # the figures under their published names
     unconfirmed: str | None = None  # why the source does not speak for the published model; None if it does
 
 
-class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredModel(Struct, frozen=True, forbid_unknown_fields=True):
     published: str  # its name where it is published
     model_type: str  # its architecture
     readings: tuple[Reading, ...]  # what was read of its configuration

@@ -7,8 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from mla_conformance.cases.case import Case, CaseError, parse_fields
 from mla_conformance.cases.grammar import Fields
@@ -26,7 +25,7 @@ class Selection:
     index_topk: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelProfile:
     """A model's attention. Symbols as in SPEC: P, R, V head dims, L the latent's."""
 
@@ -58,7 +57,7 @@ class ModelProfile:
         return {"auto": ("auto",), "fp8": ("fp8", "fp8_ds_mla"), "fp8_ds_mla": ("fp8_ds_mla",)}
 
 
-class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str  # its name, or the file that describes it
     tp: Annotated[int, Meta(ge=1)]  # ranks that share its heads
     kv_cache: str  # what its cache is called

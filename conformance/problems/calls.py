@@ -13,7 +13,6 @@ from mla_conformance.backends.operands import Form, forms_of
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import Guarded, Written
 from mla_conformance.problems.operands import rows_of, segments, start_loc
-from mla_conformance.reference.projections import Projection
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class AttentionOperands:
     key_start_loc: tuple[int, ...]  # first key of each request, and the end
     causal: bool  # whether query i of a request sees all keys but its last (queries - 1 - i)
     dequantised: bool = False  # whether the keys were stored as codes, so that a kernel may round them once more
-    projection: Projection | None = None  # what k and v are projected from, where projecting rounds
+    projection: tuple[torch.Tensor, torch.Tensor] | None = None  # where projecting rounds, as `projected_terms` has it
     value_weights: torch.Tensor | None = None  # [N, V], where v is projected: the larger of 1 and Σ |W_UV|
     selected: torch.Tensor | None = None  # [T, K] int64, the keys that each query attends to, or -1; None for all
     sink: torch.Tensor | None = None  # [N], the logit of each head's sink; None without
@@ -185,6 +184,11 @@ class AttentionCall(KernelCall):
     selected: torch.Tensor | None = None  # [T, K] int64 rows of k and v that queries attend to, or -1; None for all
 
     meant: ClassVar = ("q", "k", "v")
+
+    @property
+    def name(self) -> str:
+        alone = getattr(self.metadata, "dcp_world_size", 1) == 1
+        return super().name if alone else f"rank {self.metadata.dcp_rank}"
 
     @property
     def key_lens(self) -> tuple[int, ...]:

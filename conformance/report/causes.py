@@ -11,8 +11,7 @@ from typing import Literal, TypeVar
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import ZERO, Check, Status
+from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED, UNLIKE, ZERO, Check, Record, Status
 from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wrapped
 
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -35,8 +34,7 @@ class Cause:
 
     def __post_init__(self) -> None:
         # The failure of the simplest case; of failures that need others before them, one that tells which.
-        conditional = [record for record in self.failures if record.confirmed]
-        self.example = min(conditional or self.failures, key=simplicity)
+        self.example = min([x for x in self.failures if x.confirmed] or self.failures, key=simplicity)
         self.capabilities = tuple(dict.fromkeys(record.capability for record in self.failures))
         self.clauses = tuple(dict.fromkeys(record.clause for record in self.failures if record.clause))
         shares = [max(record.shares.values(), default=0.0) for record in self.failures]
@@ -67,12 +65,18 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     named = {sentence for sentence, group in said.items() if any(map(_named, group))}
     # Not those that leave open whether it is one of the others.
     likely = {one for one in named if not any(other in one for other in named - {one})}
-    found = []
+    found, quiet = [], ("", UNASKED, UNWANTED)
     for sentence, group in said.items():
+        # How many were compared with everything that is known, if that was in vain, or that time ran out.
+        compared = next((f"; {each.explanation}" for each in group if each.explanation not in quiet), "")
+        if unlike := sum(record.explanation == UNLIKE for record in group):
+            compared = f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
+        if any(record.is_explained for record in group):
+            compared = ""
         is_undeclared = [record.check in (Check.UNDECLARED_SUPPORT, Check.UNSAFE_REFUSAL) for record in group]
         apart = not likely or _is_exception(group[0]) or is_undeclared[0]
         kind: CauseKind = "likely" if sentence in likely else "seen" if apart else "further"
-        cause = Cause(sentence + _compared(group), tuple(group), kind, circumstances(group, records))
+        cause = Cause(sentence + compared, tuple(group), kind, circumstances(group, records))
         found.append(((all(is_undeclared), kind != "likely", -len(group)), cause))
     return tuple(cause for _, cause in sorted(found, key=lambda each: each[0]))
 
@@ -94,16 +98,6 @@ def _sentence(group: Sequence[Record]) -> str:
     if not explained and _is_exception(group[0]):
         return _raised(min(group, key=simplicity))
     return explained or group[0].finding or symptom(group[0])
-
-
-def _compared(group: Sequence[Record]) -> str:
-    """How many were compared with everything that is known, if that was in vain, or that time ran out."""
-    if any(record.is_explained for record in group):
-        return ""
-    if unlike := sum(record.explanation == UNLIKE for record in group):
-        return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
-    quiet = ("", UNASKED, UNWANTED)
-    return next((f"; {record.explanation}" for record in group if record.explanation not in quiet), "")
 
 
 def _is_exception(record: Record) -> bool:
@@ -257,18 +251,14 @@ def advice(record: Record) -> str:
         return "run this case alone, by its replay line: there it has the time to be compared with all of them"
     # The judge says so of an LSE that was asked for, whose every row is within its budget.
     if record.check == Check.OUTPUT and "; the LSE is right" in record.message and record.looks_like == UNLIKE:
-        return (
-            "the LSE is right, so scores, mask and scale are: look at V, at rescaling of the accumulator, or at the "
-            "weights with which splits are merged"
-        )
+        suspects = "V, at rescaling of the accumulator, or at the weights with which splits are merged"
+        return f"the LSE is right, so scores, mask and scale are: look at {suspects}"
     return ""
 
 
 _MOST_CAUSES, _INDENT = 3, " " * 5
-_KEPT = (
-    "passes when run alone: the function keeps something from earlier calls (a plan, lengths, buffers), or equal calls "
-    "give different results"
-)
+_KEPT = "passes when run alone: the function keeps something from earlier calls (a plan, lengths, buffers)"
+_KEPT += ", or equal calls give different results"
 
 
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:

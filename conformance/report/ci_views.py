@@ -7,51 +7,43 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from mla_conformance.backends.foreign import LINE, cut
-from mla_conformance.judging.record import Record, replay_line
-from mla_conformance.judging.verdict import ARITHMETIC, Status
-from mla_conformance.report.causes import Cause, causes, raised_at
-from mla_conformance.report.html import definition
-from mla_conformance.report.outcome import answers, closing_line, from_here
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, Group, RunSummary
+from mla_conformance.judging.record import ARITHMETIC, Record, Status, replay_line
+from mla_conformance.report import causes, html, outcome, summary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 from mla_conformance.version import __version__
 
-SIGN = dict(zip(BackendOutcome, "✅❌➖⚪❔", strict=True))
+SIGN = dict(zip(summary.BackendOutcome, "✅❌➖⚪❔", strict=True))
 _MOST_CAUSES = 7
 
 
-def markdown(run: RunSummary) -> str:
+def markdown(run: summary.RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
-    lines = ["## MLA conformance", "", inline(closing_line(run)), ""]
+    lines = ["## MLA conformance", "", inline(outcome.closing_line(run)), ""]
     if run.deployment:
-        told = (f"- {each.group}: {inline(each.name)} {inline(said)}" for each, said in answers(run))
+        told = (f"- {each.group}: {inline(each.name)} {inline(said)}" for each, said in outcome.answers(run))
         lines += [f"For {inline(str(run.deployment))}:", "", *told, ""]
-    lines += [
-        "| backend | outcome | passed / judged | failed | unsupported | not run | worst error of budget | notes |",
-        "|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join(_row(backend))} |" for backend in run.backends),
-        "",
-    ]
+    head = "| backend | outcome | passed / judged | failed | unsupported | not run | worst error of budget | notes |"
+    lines += [head, 8 * "|---" + "|", *(f"| {' | '.join(_row(backend))} |" for backend in run.backends), ""]
     for backend in run.backends:
         for cause in backend.causes[:_MOST_CAUSES]:
             name = inline(backend.name)
             lines.append(f"**{name} · {cause.cases}**{cause.reserve} · {inline(cause.headline)}")
             lines += [f"<br>{inline(text)}" for text in _example(cause)]
-            lines += ["", "```sh", shown_line(from_here(cause.example).replay), "```", ""]
+            lines += ["", "```sh", shown_line(outcome.from_here(cause.example).replay), "```", ""]
         if hidden := sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:]):
             lines += [f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", ""]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
 
 
-def _row(backend: BackendSummary) -> list[str]:
+def _row(backend: summary.BackendSummary) -> list[str]:
     # What fails in the suite itself alone says nothing of the kernel.
-    unjudged = backend.outcome is BackendOutcome.FAIL and backend.group is not Group.WRONG
-    outcome = BackendOutcome.UNAVAILABLE if unjudged else backend.outcome
-    sign = f"{SIGN[outcome]} {outcome.value.replace('_', ' ')}"
+    unjudged = backend.outcome is summary.BackendOutcome.FAIL and backend.group is not summary.Group.WRONG
+    status = summary.BackendOutcome.UNAVAILABLE if unjudged else backend.outcome
+    sign = f"{SIGN[status]} {status.value.replace('_', ' ')}"
     if backend.reasons:
         return [inline(backend.name), sign, "", "", "", "", "", inline("; ".join(backend.reasons))]
-    failing = ", ".join(c.name for c in backend.capabilities if c.outcome is BackendOutcome.FAIL)
+    failing = ", ".join(c.name for c in backend.capabilities if c.outcome is summary.BackendOutcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
     counts = backend.counts
     notes += counts.noted(waived="expected to fail", unavailable="unavailable")
@@ -63,9 +55,10 @@ def _row(backend: BackendSummary) -> list[str]:
     return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 
 
-def _example(cause: Cause) -> Iterator[str]:
+def _example(cause: causes.Cause) -> Iterator[str]:
     example = cause.example
-    return filter(None, (cause.only, f"{example.case}: {example.message}", raised_at(example), example.confirmed))
+    told = (cause.only, f"{example.case}: {example.message}", causes.raised_at(example), example.confirmed)
+    return filter(None, told)
 
 
 def inline(text: str) -> str:
@@ -76,27 +69,24 @@ def inline(text: str) -> str:
     return text
 
 
-def annotations(run: RunSummary) -> str:
+def annotations(run: summary.RunSummary) -> str:
     """One ``::error`` line for each cause, and one ``::warning`` for each backend that could not be judged."""
 
-    def line(kind: str, title: str, text: str) -> str:
-        return f"::{kind} title={_data(title).replace(':', '%3A').replace(',', '%2C')}::{_data(text)}\n"
+    def line(kind: str, *texts: str) -> str:
+        title, text = (shown_lines(each).replace("%", "%25").replace("\n", "%0A") for each in texts)
+        return f"::{kind} title={title.replace(':', '%3A').replace(',', '%2C')}::{text}\n"
 
     text = ""
     for backend in run.backends:
         for cause in backend.causes:
-            replay = f"replay: {from_here(cause.example).replay}"
+            replay = f"replay: {outcome.from_here(cause.example).replay}"
             title = f"{backend.name}: {cause.cases} of {', '.join(cause.capabilities)}{cause.reserve}"
             text += line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay)))
     unavailable = (backend for backend in run.backends if backend.reasons)
     return text + "".join(line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable)
 
 
-def _data(text: str) -> str:
-    return shown_lines(text).replace("%", "%25").replace("\n", "%0A")
-
-
-def junit(run: RunSummary) -> str:
+def junit(run: summary.RunSummary) -> str:
     """The XML; a failure carries its replay line, and what was not judged is skipped with its reason."""
     root = ElementTree.Element("testsuites", name="mla-conformance")
     tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
@@ -135,29 +125,24 @@ _MACHINE = ("device", "compute_capability", "driver", "torch", "cuda", "python")
 
 @dataclass(frozen=True)
 class Issue:
-    kernel: str  # name in reports
-    sentence: str  # what is wrong
+    title: str  # the kernel's name in reports, and what is wrong
     versions: Mapping[str, str]  # of the distributions behind the kernel
     environment: Mapping[str, str]  # suite, device, torch and what else the run tells of the machine
     example: Record  # the failure of the simplest case
     further: tuple[str, ...] = ()  # ids of the other cases that fail of it
 
-    @property
-    def title(self) -> str:
-        return f"{self.kernel}: {self.sentence}"
 
-
-def issues_of(run: RunSummary) -> list[Issue]:
+def issues_of(run: summary.RunSummary) -> list[Issue]:
     """One for each cause, in the order in which the run prints them, then what its expectations excuse."""
     wrong = [(backend, cause) for backend in run.backends for cause in backend.causes]
     for backend in run.backends:
         excused = [record.as_judged for record in backend.records if record.status is Status.EXPECTED_FAILURE]
-        wrong += [(backend, cause) for cause in causes(excused)]
+        wrong += [(backend, cause) for cause in causes.causes(excused)]
     found = []
     for backend, cause in wrong:
-        example, about = from_here(cause.example), (backend.facts.versions, run.environment)
+        example, about = outcome.from_here(cause.example), (backend.facts.versions, run.environment)
         further = tuple(record.case for record in cause.failures if record.case != example.case)
-        found.append(Issue(backend.name, cause.headline, *about, example, further))
+        found.append(Issue(f"{backend.name}: {cause.headline}", *about, example, further))
     return found
 
 
@@ -173,7 +158,7 @@ def issue_text(issue: Issue) -> str:
         lines += ["As a script that needs torch and the library alone, where one call shows it:", ""]
         lines += ["```sh", shown_line(f"mla-conformance export {place} --out reproducer.py"), "```", ""]
     clause = f" (SPEC {example.clause})" if example.clause else ""
-    demanded = _WITHIN if example.check in ARITHMETIC else definition(example.capability)
+    demanded = _WITHIN if example.check in ARITHMETIC else html.definition(example.capability)
     lines += ["## Expected", "", inline(demanded) + clause]
     if expected := _EXPECTED.search(example.message):
         lines += ["", f"Here: {inline(expected[1])}"]

@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import FAILED, Status
+from mla_conformance.judging.record import EXPLORED, FAILED, Record, Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 _K = TypeVar("_K")
@@ -59,21 +58,17 @@ class ChangeKind(StrEnum):
 _ORDER = list(ChangeKind)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
     kind: ChangeKind
     backend: str
     key: str  # of the record, or empty for a change of the whole backend
     detail: str  # the values before and after
 
-    @property
-    def regression(self) -> bool:
-        return _ORDER.index(self.kind) < _ORDER.index(ChangeKind.CASE_REMOVED)
-
-    @property
-    def line(self) -> str:
+    def __post_init__(self) -> None:
+        self.regression = _ORDER.index(self.kind) < _ORDER.index(ChangeKind.CASE_REMOVED)
         sign = "✘" if self.regression else "·"
-        return f"{sign} {self.kind}: {f'{self.backend} {self.key}'.rstrip()} · {cut(self.detail)}"
+        self.line = f"{sign} {self.kind}: {f'{self.backend} {self.key}'.rstrip()} · {cut(self.detail)}"
 
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:
@@ -110,10 +105,8 @@ def suites_differ(before: RunSummary, after: RunSummary) -> str:
     if was == now:
         return ""
     common, listed = len(set(before.cases) & set(after.cases)), len(after.cases)
-    return (
-        f"suite {was} before, {now} after: a verdict may differ because the judge does. {common} of {listed} cases "
-        "are in both lists, on the same inputs; the others cannot be compared"
-    )
+    both = f"{common} of {listed} cases are in both lists, on the same inputs; the others cannot be compared"
+    return f"suite {was} before, {now} after: a verdict may differ because the judge does. {both}"
 
 
 def _records(

@@ -13,9 +13,8 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
-from mla_conformance.judging.record import EXPLORED
+from mla_conformance.judging.record import EXPLORED, Status
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report import causes, summary
 from mla_conformance.report.outcome import ANSWER_SIGN, answers, closing_line, from_here, judged_of_claimed, refusing
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
@@ -26,14 +25,10 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 @cache
 def pages(room: str) -> Environment:
     """The templates of a room, the package that holds them, and what these import; they take long to compile."""
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")]),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,  # all names must be given
-        finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
-    )
+    loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.undefined = StrictUndefined  # all names must be given
+    environment.finalize = lambda value: shown_lines(value, MESSAGE) if type(value) is str else value  # else markup
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
     environment.globals.update(counted=counted, definition=definition, words=words, questions=ASKED, beyond=BEYOND)
     drawn = (answer_cell, spread_rows, places, outlines, pixels, in_words, table_of, remarks_of)
@@ -152,16 +147,13 @@ def html(run: summary.RunSummary) -> str:
     told["outcome"] = {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
     told |= {"judged_backends": run_backends, "timed": timed, "matrix": matrix, "refusals": refusals, "budget": budget}
     told |= {"answers": answers(run) if run.deployment else [], "judged_of_claimed": judged_of_claimed}
-    page = pages("mla_conformance.report").get_template("page.html.j2")
-    return page.render(
-        **told,
-        traits_of=[(backend.name, backend.traits) for backend in run_backends],
-        waived=[(reason, records) for (_, reason), records in waived.items()],
-        verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
-        closest=sorted(near, key=lambda case: -case[2])[:8],
-        anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
-        replay=lambda record: from_here(record).replay,
-    )
+    told["traits_of"] = [(backend.name, backend.traits) for backend in run_backends]
+    told["waived"] = [(reason, records) for (_, reason), records in waived.items()]
+    told["verdicts"] = [(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends]
+    told["closest"] = sorted(near, key=lambda case: -case[2])[:8]
+    told["anchor"] = lambda backend, capability: shown(f"{backend}-{capability}")
+    told["replay"] = lambda record: from_here(record).replay
+    return pages("mla_conformance.report").get_template("page.html.j2").render(told)
 
 
 def _verdict(backend: summary.BackendSummary) -> str:

@@ -17,9 +17,8 @@ from mla_conformance.cases import grammar, sharding
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.files.whole import InputError, decode, read_text
-from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Share, Traced, written
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Share, Status, Traced, written
 from mla_conformance.judging.traits import NO_TRAITS, Traits
-from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report import summary, terminal
 from mla_conformance.report.causes import CauseKind
@@ -243,8 +242,7 @@ def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
     shard, cases = report.shard, report.cases
     if shard and not 1 <= shard.index <= shard.count <= len(cases):
         raise ValueError(f"there is no shard {shard}")
-    own = shard.cases if shard else cases
-    if len(set(cases)) < len(cases) or not set(own) <= set(cases):
+    if len(set(cases)) < len(cases) or (shard and not set(shard.cases) <= set(cases)):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
     for case in cases:
         grammar.require_id(case)
@@ -254,18 +252,16 @@ def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
     path, _, digest = role.partition("@")
     if digest and digest != outside().partition("@")[2]:
         raise ValueError(f"its cases are of a role from outside; expected --role {path}, as it was: {digest}")
-    backends = tuple(
-        _backend_of(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt, role)
-        for name, part in report.backends.items()
-    )
+    backends = tuple(_backend_of(name, part, report, salt, role) for name, part in report.backends.items())
     reported = {"suite": report.suite, **report.environment}
     return summary.RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
-def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> summary.BackendSummary:
+def _backend_of(name: str, part: BackendForm, report: ReportForm, salt: str, role: str) -> summary.BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
-    records = list(_records(name, part, salt, role))
+    records, shard = list(_records(name, part, salt, role)), report.shard
+    cases = (*shard.cases, *shard.share(part.fitted)) if shard else (*report.cases, *part.fitted)
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
@@ -350,10 +346,9 @@ def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
             for what, found in ({} if backend.reasons else {**facts, **run.code}).items():
                 expected, other = known.setdefault((backend.name, what), (found, run))
                 if found != expected:
-                    raise InputError(
-                        f"{run.source}: {backend.name} is other code than in {other.source}: {what} {_brief(found)}, "
-                        f"there {_brief(expected)}; judge one code, or take the reports one by one"
-                    )
+                    said = f"{backend.name} is other code than in {other.source}: {what} {_brief(found)}"
+                    todo = "judge one code, or take the reports one by one"
+                    raise InputError(f"{run.source}: {said}, there {_brief(expected)}; {todo}")
 
 
 def _require_partition(shards: Sequence[tuple[str, sharding.Shard]], cases: Sequence[str]) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
+from mla_conformance.judging.record import FAILED, BackendFacts, Record, Status, Traced, detection
 from mla_conformance.judging.traits import ASKED, Answer, Question
-from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report import causes, summary
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, Group, RunSummary
 from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
@@ -243,16 +242,14 @@ def _remarks(backend: BackendSummary, with_reasons: bool, is_full: bool) -> Iter
     if chosen := [record.sampled for record in backend.records if record.sampled]:  # of which not every row was judged
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
         seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
-        yield (
-            f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
-            f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
-        )
+        judged_rows = f"at least {least['rows']} of {least['of']} with every head"
+        defect = f"a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
+        yield f"{counted(len(chosen), 'case')} judged by chosen rows, {judged_rows}; {defect}"
     if undecided := [record for record in backend.records if record.inconclusive]:
         rows, most = sum(each.inconclusive for each in undecided), max(undecided, key=lambda each: each.inconclusive)
-        yield (
-            f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget "
-            f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(cut(most.case, _ID))}"
-        )
+        said = f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong"
+        such = f"{most.inconclusive:,} of {shown(cut(most.case, _ID))}"
+        yield f"{said}: their budget is so wide that zeros would pass, as {such}"
     yield from ran(backend.traced)
     for question in Question if backend.traits.bitwise else ():
         answers = backend.traits.answers(question)

@@ -16,9 +16,8 @@ from mla_conformance.cases import cached, covering, sharding
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import Row
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.record import EXPLORED, FAILED, NOTHING_TRACED, BackendFacts, Record, Status, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
-from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes, grouped
 from mla_conformance.speed.times import Speed
@@ -216,15 +215,8 @@ def summarise(records: Iterable[Record], cases: Iterable[str] = ()) -> tuple[Cap
     """Group the records of one backend, which was to be judged on these ``cases``."""
     listed = Counter(case.partition(":")[0] for case in cases)
     groups: dict[str, list[Record]] = {name: [] for name in listed}
-    for record in records:
-        groups.setdefault(record.capability, []).append(record)
+    groups |= grouped(records, lambda record: record.capability)
     return tuple(CapabilitySummary(name, listed[name], tuple(group)) for name, group in groups.items())
-
-
-def is_right(backend: BackendSummary, by_default: bool) -> bool:
-    """Whether a backend is timed: something passed and nothing failed; an emulation if it was named."""
-    held = backend.outcome is BackendOutcome.PASS and not backend.counts.waived
-    return held and not (by_default and backend.facts.emulated)
 
 
 class JudgedPairs(Struct, frozen=True, forbid_unknown_fields=True):

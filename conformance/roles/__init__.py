@@ -1,6 +1,6 @@
 """Roles, a folder for each: its cases, their lists and space (no torch), its problem and calls, and what judges it.
 
-One value, by the name of the role in capitals, says at the end of its ``problem.py`` what it is; ``table.py`` finds it.
+One value, of the role's name in capitals, says at the end of its ``problem.py`` what it is, as in ``definition.py``.
 
 Imports from: cases, problems, driving, judging.
 """

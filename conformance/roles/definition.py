@@ -1,19 +1,23 @@
-"""What a role is: one table, from which everything that differs between roles is taken."""
+"""What a role is: one value, from which everything that differs between roles is taken; and all of them."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from mla_conformance.backends import foreign, operands, roles
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.space import Space
+from mla_conformance.driving.driver import Observation
+from mla_conformance.judging import record, steps
 from mla_conformance.judging.golden import Golden, golden_attention
 from mla_conformance.judging.judge import AttentionJudge
-from mla_conformance.judging.steps import Steps
+from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import TORCH_DTYPES
 
@@ -57,7 +61,7 @@ class RoleDefinition:
     # what configurations and constructors are told beside :func:`facts_of`, or otherwise
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
-    judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
+    judge: Callable[..., steps.Steps] = AttentionJudge  # the steps of its verdicts
     # what files hold of the roles of this project: what varies in its cases, as `case.py`, its lists, as `cases.txt`,
     # and its entries, as `capabilities.toml`
     space: Space | None = None
@@ -106,3 +110,42 @@ def _require_operands(call: KernelCall) -> None:
             raise TypeError(f"{where}.{name}: expected a form of it, Annotated[Tensor, Form(...)], got none")
         if name in forms and forms[name].written != (name in call.written):
             raise TypeError(f"{where}.{name}: expected written={name in call.written}, as calls hand it over")
+
+
+class _Definitions(dict[str, RoleDefinition]):
+    def __missing__(self, role: str) -> RoleDefinition:
+        if role not in roles.ROLES or roles.ROLES[role].file:
+            raise KeyError(role)
+        self[role] = getattr(import_module(f"mla_conformance.roles.{role}.problem"), role.upper())
+        return self[role]
+
+
+DEFINITIONS = _Definitions()  # one from outside joins them (``trials/role_file.py``)
+
+
+def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
+    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
+
+    ProblemError of a regime or dtype that does not exist here, ValueError where the reference refuses the case.
+    """
+    batch = DEFINITIONS[case.role].batch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
+
+
+def golden_of(problem: Problem) -> Golden:
+    return DEFINITIONS[problem.case.role].golden(problem)
+
+
+def judge(problem: Problem, expectation: Golden, observation: Observation, declaration: Declaration) -> record.Verdict:
+    judging = DEFINITIONS[problem.case.role].judge
+    return judging(problem, expectation, declaration, tolerance()).verdict(observation)
+
+
+def measure(
+    problem: Problem, expectation: Golden, observation: Observation, declaration: Declaration
+) -> list[steps.Measured]:
+    """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
+    examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance())
+    if observation.merge_error or any(map(examined.form, observation.returned)):
+        return []
+    return list(examined.measured(observation))

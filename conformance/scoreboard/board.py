@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.certificate import certificate, verify
-from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records
+from mla_conformance.certificate.records import KeptRecord, RecordLine, is_records, read_records, sanitized_problems
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
@@ -75,10 +75,6 @@ class Entry:
         fitted = sorted(self.record.cases.keys() - verify.listed_ids())
         return summary.total(summary.judged_pairs(self._records, fitted))
 
-    def is_own_build(self, candidate: "RankedKernel") -> bool:
-        """Whether the record is of the packages that the engine itself brings or asks for."""
-        return candidate.packages.items() <= self.record.distributions.items()
-
     @cached_property
     def roles(self) -> dict[str, dict[str, summary.CapabilitySummary]]:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
@@ -108,9 +104,10 @@ def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RecordLine]]:
             record, today = line.kept.certificate, datetime.date.today()
             old = verify.age(record)
             against = [problem for problem in verify.problems(record, today) if problem != old]
-            against += certificate.sanitized_problems(record, line.kept.sanitized)
+            against += sanitized_problems(record, line.kept.sanitized)
             if not against:
-                entries.append(Entry(record, old, line.kept.sanitized, len(verify.not_yet_judged(record))))
+                not_yet = verify.listed_ids() - verify.judged_list(record)
+                entries.append(Entry(record, old, line.kept.sanitized, len(not_yet)))
                 continue
             line = replace(line, kept=None, why="; ".join(against))
         refused.append(line)
@@ -142,25 +139,19 @@ def profiles() -> tuple[Profile, ...]:
     return convert(read, dict[Literal["profile"], tuple[Profile, ...]], str(path))["profile"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Board:
     entries: tuple[Entry, ...]  # in any order
     refused: tuple[RecordLine, ...]  # what is not shown as a record
     profiles: tuple[Profile, ...]  # what engines pick
     deployed: tuple[summary.RunSummary, ...] = ()  # runs of ``certify --model``
 
-    @cached_property
-    def by_kernel(self) -> dict[str, list[Entry]]:
-        return dict(sorted(grouped(self._newest_first, lambda entry: entry.record.backend).items()))
-
-    @cached_property
-    def newest(self) -> list[Entry]:
-        alike = grouped(self._newest_first, lambda x: (x.record.backend, x.record.device, x.versions))
-        return [entries[0] for _, entries in sorted(alike.items())]
-
-    @cached_property
-    def _newest_first(self) -> list[Entry]:
-        return sorted(self.entries, key=lambda entry: entry.order, reverse=True)
+    def __post_init__(self) -> None:
+        newest_first = sorted(self.entries, key=lambda entry: entry.order, reverse=True)
+        self.by_kernel = dict(sorted(grouped(newest_first, lambda entry: entry.record.backend).items()))
+        alike = grouped(newest_first, lambda x: (x.record.backend, x.record.device, x.versions))
+        self.newest = [entries[0] for _, entries in sorted(alike.items())]
+        self.cases = list(dict.fromkeys(case for entry in self.entries for case in entry.record.cases))
 
     @property
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
@@ -177,4 +168,5 @@ class Board:
         judged = (candidate.kernel, profile.compute_capability)
         named = ((x, (x.record.backend, x.record.environment.get("compute_capability"))) for x in self.entries)
         found = [entry for entry, name in named if name == judged]
-        return max(found, key=lambda entry: (entry.is_own_build(candidate), entry.order), default=None)
+        packages = candidate.packages.items()
+        return max(found, key=lambda x: (packages <= x.record.distributions.items(), x.order), default=None)

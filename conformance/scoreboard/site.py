@@ -23,16 +23,11 @@ from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.whole import InputError, write_output
-from mla_conformance.judging.record import replay_line
+from mla_conformance.judging.record import CLAUSES, FAILED, Check, Status, replay_line
 from mla_conformance.judging.traits import NO_TRAITS
-from mla_conformance.judging.verdict import CLAUSES, FAILED, Check, Status
 from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment, cases_of, dims_of
-from mla_conformance.report.causes import WRONG, grouped
-from mla_conformance.report.html import cell, pages
-from mla_conformance.report.json_report import is_report, load_report, to_text
-from mla_conformance.report.outcome import answers
-from mla_conformance.report.summary import CapabilitySummary, Group, RunSummary
+from mla_conformance.report import causes, html, json_report, outcome, summary
 from mla_conformance.report.terminal import say, shown
 from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, profiles, read_entries, versions_of
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -45,14 +40,13 @@ _SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
 def scoreboard(options: argparse.Namespace) -> int:
     """Write the site; the exit status is 1 if a file was not taken for a record, which the site tells as well."""
     given = options.records or sorted(Path(str(files("mla_conformance.fixtures") / "records")).glob("*.jsonl"))
-    reports = [path for path in given if is_report(path)]
+    reports = [path for path in given if json_report.is_report(path)]
     entries, refused = read_entries(path for path in given if path not in reports)
-    deployed = tuple(map(load_report, reports))
+    deployed = tuple(map(json_report.load_report, reports))
     for run in deployed:
         if run.deployment is None:
-            raise InputError(
-                f"{run.source}: expected a run of certify --model, got one of a whole list: hand in its record"
-            )
+            got = "got one of a whole list: hand in its record"
+            raise InputError(f"{run.source}: expected a run of certify --model, {got}")
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     badges: dict[str, str] = {}
     for kernel, (entry, *_) in board.by_kernel.items():
@@ -62,7 +56,7 @@ def scoreboard(options: argparse.Namespace) -> int:
         badges[name] = badge(entry)
     for name, text in badges.items():  # once no name is taken twice
         write_output(options.out / "badges" / name, text)
-    write_output(options.out / "scoreboard.sarif", to_text(sarif(board.newest)))
+    write_output(options.out / "scoreboard.sarif", json_report.to_text(sarif(board.newest)))
     write_output(options.out / "index.html", page(board))
     say(*(f"{each.source}: not shown: {each.why}" for each in refused), error=True)
     old = sum(bool(entry.old) for entry in entries)
@@ -72,7 +66,7 @@ def scoreboard(options: argparse.Namespace) -> int:
 
 def page(board: Board) -> str:
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
-    numbers = {case: number for number, case in enumerate(cases_on(board))}
+    numbers = {case: number for number, case in enumerate(board.cases)}
     current = [entry for entry in board.newest if not entry.old]
     named = [(f"{x.record.backend}, {x.versions}, {x.record.device}", x.record) for x in current]
     timed = [(name, record.speed) for name, record in named if record.speed]
@@ -80,36 +74,27 @@ def page(board: Board) -> str:
     parts = [("kernels", "Kernels"), *([("models", "Models by kernel")] if board.deployed else [])]
     parts += [("speed", "Speed")] if timed else []
     parts += [("engines", "What engines pick"), *((f"role-{role}", role) for role, _, _ in board.roles)]
-    board_page = pages("mla_conformance.scoreboard").get_template("board.html.j2")
-    return board_page.render(
-        board=board,
-        parts=[*parts, ("failures", "Failures"), ("history", "History")],
-        shown_cases=_SHOWN_CASES,
-        suite=SUITE_VERSION,
-        traits_of=[(name, record.traits or NO_TRAITS) for name, record in named],
-        timed=timed,
-        sanitized=[(entry, found) for entry in current for found in entry.sanitized],
-        cell=_cell,
-        build=_build,
-        anchor=lambda entry: anchors[id(entry)],
-        replay_line=replay_line,
-        served=served(board),
-        places=lambda failure: " ".join(str(numbers[each.case]) for each in failure.findings if each.case in numbers),
-        answered=answered,
-        deployed_kernels=sorted({backend.name for run in board.deployed for backend in run.backends}),
-    )
+    parts += [("failures", "Failures"), ("history", "History")]
+    told: dict[str, Any] = {"board": board, "parts": parts, "timed": timed, "served": served(board)}
+    told |= {"shown_cases": _SHOWN_CASES, "suite": SUITE_VERSION, "replay_line": replay_line}
+    told |= {"cell": _cell, "build": _build, "answered": answered, "anchor": lambda entry: anchors[id(entry)]}
+    told["traits_of"] = [(name, record.traits or NO_TRAITS) for name, record in named]
+    told["sanitized"] = [(entry, found) for entry in current for found in entry.sanitized]
+    told["places"] = lambda x: " ".join(str(numbers[each.case]) for each in x.findings if each.case in numbers)
+    told["deployed_kernels"] = sorted({backend.name for run in board.deployed for backend in run.backends})
+    return html.pages("mla_conformance.scoreboard").get_template("board.html.j2").render(told)
 
 
-def _cell(capability: CapabilitySummary) -> dict[str, str]:
+def _cell(capability: summary.CapabilitySummary) -> dict[str, str]:
     """In which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
-    found, waived = cell(capability), capability.counts.waived
+    found, waived = html.cell(capability), capability.counts.waived
     return found | {"style": "fail", "sign": "✘", "note": f"{waived:,} known to fail"} if waived else found
 
 
 def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     torch, own = entry.record.environment.get("torch", "not stated"), entry.versions
     if reported := ", ".join(f"{name} {version}" for name, version in candidate.packages.items()):
-        is_own = entry.is_own_build(candidate)
+        is_own = candidate.packages.items() <= entry.record.distributions.items()
         own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
@@ -121,7 +106,7 @@ def badge(entry: Entry) -> str:
     texts = (shown(text, 200) for text in (record.backend, f"{verdict} · {record.device} · {entry.state}"))
     parts = [(text, len(text) * _LETTER + _MARGIN) for text in texts]
     colour = "#57606a" if entry.old else "#a8071a" if entry.is_wrong else "#12683a"
-    template = pages("mla_conformance.scoreboard").get_template("badge.svg.j2")
+    template = html.pages("mla_conformance.scoreboard").get_template("badge.svg.j2")
     return template.render(parts=parts, colour=colour, margin=_MARGIN) + "\n"
 
 
@@ -142,7 +127,7 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
             result["locations"] = [{"logicalLocations": [location]}]
             result["partialFingerprints"] = {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()}
             results.append(result)
-    rules = {str(check): f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})" for check in Check}
+    rules = {str(x): f"{causes.WRONG.get(x, x.replace('_', ' '))} (SPEC {CLAUSES[x]})" for x in Check}
     rules[_OTHER_RULE] = "the call did not end in a result"
     told = [{"id": name, "shortDescription": {"text": text}} for name, text in rules.items()]
     driver = {"name": "mla-conformance", "version": __version__, "rules": told}
@@ -156,18 +141,17 @@ _NOT_SERVED = {"refusals": "refusals", "large_offsets": "tensors of 2^31 element
 
 def served(board: Board) -> Markup:
     """The data as JSON, packed by gzip, since ids of cases are long and alike, and by base64."""
-    cases = cases_on(board)
+    cases = board.cases
     # The cases whose ids the script may show: wrong ones, and those that differ between records of a kernel.
-    groups, named = grouped(board.entries, lambda entry: (entry.record.backend, entry.record.device)), set[str]()
+    groups, named = causes.grouped(board.entries, lambda entry: (entry.record.backend, entry.record.device)), set[str]()
     for records in ([entry.record.cases for entry in group] for group in groups.values()):
         named.update(case for each in records for case, status in each.items() if _STATES.get(status) == "w")
         if len(records) > 1:
             named.update(case for case in cases if len({each.get(case) for each in records} - {None}) > 1)
     kinds, engines = list(dict.fromkeys(map(kind_of, cases))), []
     for profile in board.profiles:
-        candidates = [msgspec.structs.asdict(each) for each in profile.candidates]
         about: dict[str, Any] = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
-        engines.append({**about, "candidates": candidates})
+        engines.append({**about, "candidates": [msgspec.structs.asdict(each) for each in profile.candidates]})
     data: dict[str, Any] = {"suite": SUITE_VERSION, "models": models(), "kinds": kinds}
     place = {kind: number for number, kind in enumerate(kinds)}
     data["cases"] = [[case if case in named else "", place[kind_of(case)]] for case in cases]
@@ -191,10 +175,6 @@ def served(board: Board) -> Markup:
     return Markup(base64.b64encode(packed).decode())
 
 
-def cases_on(board: Board) -> list[str]:
-    return list(dict.fromkeys(case for entry in board.entries for case in entry.record.cases))
-
-
 @lru_cache(8192)
 def kind_of(case: str) -> tuple[str, int, str, str, str, str]:
     """Role, heads, dims, dtype, cache, and what of it no deployment on one rank asks; of an old id nothing is known."""
@@ -215,8 +195,7 @@ def models() -> list[dict[str, Any]]:
     found = []
     for name in model_names():
         profile = find_model(name)
-        cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
-        roles = {str(case.role) for case in cases} - {Role.LAYER}
+        roles = {str(case.role) for case in cases_of(profile, Deployment.of(profile, 1, "auto"))} - {Role.LAYER}
         about = {"name": name, "heads": profile.heads, "dims": dims_of(profile.dims)}
         about["roles"] = [role for role in ROLES if role in roles]
         about["tp"] = [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0]  # GPUs of whole nodes
@@ -225,10 +204,10 @@ def models() -> list[dict[str, Any]]:
     return found
 
 
-def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
+def answered(run: summary.RunSummary) -> dict[str, dict[str, Any]]:
     """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
-    styles, found = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}, {}
-    for backend, said in answers(run):
+    styles, found = {summary.Group.RIGHT: "pass", summary.Group.WRONG: "fail", summary.Group.WAIVED: "fail"}, {}
+    for backend, said in outcome.answers(run):
         versions, style = versions_of(backend.facts.versions), styles.get(backend.group, "unavailable")
         found[backend.name] = {"says": str(backend.group), "style": style, "judged": said, "versions": versions}
     return found

@@ -27,9 +27,9 @@ from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import device_lost
 from mla_conformance.problems.operands import TORCH_DTYPES, start_loc
-from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata, one_chunk
+from mla_conformance.roles.definition import DEFINITIONS, build_problem
+from mla_conformance.roles.prefill.problem import assemble_metadata, one_chunk
 from mla_conformance.roles.sparse.problem import SparseCall
-from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.speed.times import KINDS, SHAPES, Interval, Shape, Speed, Timed, sized
 from mla_conformance.trials.subject import Subject, device_reasons
 
@@ -73,7 +73,7 @@ class Clocks:
 
     def look(self) -> None:
         megahertz, limits = ctypes.c_uint(), ctypes.c_ulonglong()
-        if not self._why and not self._clock(self._handle, _MULTIPROCESSORS, ctypes.byref(megahertz)):
+        if not self._why and not self._clock(self._handle, 1, ctypes.byref(megahertz)):  # 1: of the multiprocessors
             self._seen.add(megahertz.value)
         if not self._why and not self._reasons(self._handle, ctypes.byref(limits)):
             self._limits |= limits.value
@@ -87,7 +87,6 @@ class Clocks:
         return f"SM clock {min(self._seen):,} to {max(self._seen):,} MHz, {throttled}"
 
 
-_MULTIPROCESSORS = 1  # whose clock NVML is asked for
 # NVML's reasons for clocks below the highest, from bit 1.
 _LIMITS = (
     "application clocks", "power cap", "hardware slowdown", "sync boost", "thermal limit", "hardware thermal limit",
@@ -299,7 +298,6 @@ def _prefill(case: Any, device: torch.device) -> tuple[KernelCall, int]:
     rows, context = case.q[0], sum(case.kv)
     small_kv = {"kv": (min(context, _ROWS),)} if case.kv else {}
     small: Any = build_problem(replace(case, q=(min(rows, _ROWS),), **small_kv), device).calls[0]
-    assert isinstance(small, PrefillCall)
     keys, chunks = (context, one_chunk(case.kv)) if case.kv else (rows, ())
     q, k, v = grown(small.q, rows), grown(small.k, keys), grown(small.v, keys)
     metadata = assemble_metadata(case, case.q, chunks, q.dtype, device)

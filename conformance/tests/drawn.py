@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.strategies import cases
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.judging.record import Record
+from mla_conformance.trials.explore import cases
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.arrays import SPACES

@@ -103,7 +103,7 @@ class Nursery:
 
 def _fork_modules(connection: socket.socket) -> None:
     """Have modules of the engine forked at the other end, unless variables are other than they are now."""
-    from mla_conformance.engine import beside, explainer, keeper
+    from mla_conformance.engine import keeper
 
     started_anew, variables = keeper.start_module, _read_at_import(os.environ)
     prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
@@ -125,8 +125,7 @@ def _fork_modules(connection: socket.socket) -> None:
             prctl(_PR_SET_CHILD_SUBREAPER, adopted.value)
         return forked, own
 
-    for module in (beside, explainer, keeper):
-        vars(module)["start_module"] = start_module
+    vars(keeper)["start_module"] = start_module
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from mla_conformance.driving.shared import Piece, Shared, SharedRange, pack, sen
 from mla_conformance.problems.calls import CallOnRanks
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.problem import DecodeCall
-from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.definition import build_problem
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,7 @@ from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import UNLIKE
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import UNLIKE, Status
 from mla_conformance.report.terminal import columns
 from mla_conformance.roles.indexer.problem import GoldenScores
 from mla_conformance.tests.own_functions import as_function, decode_with, lightest

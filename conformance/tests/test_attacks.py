@@ -21,8 +21,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, Supervisor
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import Section
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.tests.cheats.cheat import cheats
 from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored

@@ -20,8 +20,7 @@ from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.files import whole
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
 from mla_conformance.tests.reports import run_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -21,8 +21,7 @@ from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import end, reads
 from mla_conformance.defects.known import known_defects
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Record, Status
 from mla_conformance.problems import fences
 from mla_conformance.problems.fences import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.tests.drawn import changed, judged

@@ -24,8 +24,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import RecordLine
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.models.config import find_model
 from mla_conformance.models.profile import Deployment, cases_of
 from mla_conformance.report.html import html

@@ -16,8 +16,7 @@ from mla_conformance.bump.version import Environment, Found, Pin, find, two_vers
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.reports import run_of

@@ -9,12 +9,12 @@ import torch
 from mla_conformance.backends import eager_compress
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.roles.cache import case
 from mla_conformance.roles.compress.problem import EPS, CompressBatch
-from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.tests.drawn import CPU, changed, judged
 
 DIMS = "dims=128-0-128-128"

@@ -12,8 +12,8 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import read_case, read_cases, write_case
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.judging.record import UNLIKE, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import UNLIKE, Record, Status
 from mla_conformance.report.causes import causes, raised_at
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.outcome import cause_lines, closing_line, outcome_lines

@@ -17,11 +17,10 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate, records_of
-from mla_conformance.certificate.issue import Refused, committed, require_real, require_whole
-from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
-from mla_conformance.certificate.verify import problems, seal
+from mla_conformance.certificate.verify import Refused, committed, problems, require_real, require_whole, seal
+from mla_conformance.certificate.verify import record as record_of
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.commands.verify import rerun
 from mla_conformance.driving.loaded import judging_sources
@@ -30,15 +29,13 @@ from mla_conformance.engine.machine import device_facts
 from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.files.installed import Installed
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import BackendFacts, Record, Traced
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status, Traced
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.reports import run_of
 from mla_conformance.tests.test_handed_in import key_in, needs_keys
-from mla_conformance.trials.explore import region_of
-from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.subject import Subject, describe, region_of
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier
@@ -276,7 +273,7 @@ def test_a_run_that_cannot_be_certified_is_refused_before_it_starts_and_digests_
 def test_a_rerun_is_compared(certificate: Json, monkeypatch: Any, case: str, now: Any, salt: str, weights: Any) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
     monkeypatch.setattr("mla_conformance.commands.verify._run", lambda request: run(changed(case, now)))
-    found = list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
+    found = list(rerun(read(certificate), len(CASES), "TORCH_SDPA", "cpu", salt))
     was = "pass" if case == CORE else "expected_failure"
     assert [remark.weight for remark in found] == weights
     assert all(each.sentence.startswith(f"case {case}: the certificate says {was}, run again") for each in found)

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability, write_case

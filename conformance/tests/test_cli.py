@@ -21,7 +21,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.report.outcome import backend_lines, capability_lines
 from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.reports import run_of

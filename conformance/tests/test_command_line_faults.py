@@ -87,7 +87,7 @@ def quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "commands.export._require_survival": lambda *_: None,
         "scoreboard.site.page": lambda board: "",
         "files.whole.MOST_MEBIBYTES": 8,
-        "cli.command_line": lambda *_: parser,
+        "commands.parser.command_line": lambda *_: parser,
     }
     for name, value in instead.items():
         monkeypatch.setattr(f"mla_conformance.{name}", value)

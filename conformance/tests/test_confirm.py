@@ -14,10 +14,9 @@ from mla_conformance.cli import main
 from mla_conformance.engine.confirm import compared, comparisons, confirmation
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import UNLIKE, Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import UNLIKE, Check, Record, Status
 from mla_conformance.report.json_report import load_report
-from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.tests.drawn import CPU, changed, judged
 from mla_conformance.tests.reports import unexplained, write_run
 from mla_conformance.trials import trial as kept

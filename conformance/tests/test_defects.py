@@ -17,8 +17,7 @@ from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import as_expected, deciding_digest, markdown, stored
 from mla_conformance.files.whole import Section
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Record, Status
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import judged
 from mla_conformance.trials.trial import Context

@@ -21,7 +21,7 @@ from mla_conformance.defects.bases import CapturablePrefill
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
 from mla_conformance.judging.golden import Reach
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, changed, judged
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one

@@ -24,8 +24,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, Pool
 from mla_conformance.engine.tasks import TaskOutcome, Tasks, judged_on_gpu
 from mla_conformance.judging.golden import memory_need, needed_bytes
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.trials import trial as judging
 from mla_conformance.trials.subject import Subject, device_reasons
 from mla_conformance.trials.trial import Context

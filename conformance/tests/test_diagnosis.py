@@ -1,5 +1,6 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
+import fnmatch
 import re
 from functools import cache
 from itertools import count
@@ -12,16 +13,15 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis import cache_suspects, explain, suspects
+from mla_conformance.diagnosis import explain, suspects
 from mla_conformance.diagnosis.explain import ALIKE, Candidate, Failure, ReportedCauses, candidates
 from mla_conformance.diagnosis.reach import Behaviour, likeness, of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.golden import JudgedRows
-from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import COMPARED, Check
+from mla_conformance.judging.record import COMPARED, INDISTINCT, UNCOMPARED, UNLIKE, Check, Record
 from mla_conformance.report.causes import causes, symptom
 from mla_conformance.tests.drawn import CONTEXT, CPU, changed, subject_of
 from mla_conformance.trials.trial import Trial, judged_trial
@@ -29,10 +29,17 @@ from mla_conformance.trials.trial import Trial, judged_trial
 candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
-KeyScaleLeftOut: Any = vars(cache_suspects)["KeyScaleLeftOut"]
+KeyScaleLeftOut: Any = vars(suspects)["KeyScaleLeftOut"]
 LeakedKey: Any = vars(suspects)["LeakedKey"]
 EMPTY = "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]"
 SUSPECT_CASES = ("new_tokens:dims=small;heads=3;q=[70,130];scale=50", EMPTY)
+
+
+def test_each_entry_of_the_table_is_of_a_suspect_and_covers_known_defects() -> None:
+    made = {base.__name__ for role in ROLES.values() for each in candidates(role) for base in each.kernel.__mro__}
+    assert suspects.TOLD["covers"].keys() <= suspects.TOLD["sentences"].keys() <= made
+    covered = " ".join(suspects.TOLD["covers"].values()).split()
+    assert all(fnmatch.filter(known_defects(), pattern) for pattern in covered)
 
 
 @cache
@@ -111,7 +118,7 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
     ],
 )
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
-    kernel = vars(cache_suspects)[mistake]
+    kernel = vars(suspects)[mistake]
     case = "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
     said = told(*(found := tried(kernel, case)))
     assert where in with_reach(*found).message

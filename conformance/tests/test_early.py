@@ -26,7 +26,7 @@ from mla_conformance.engine.messages import tell
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import passing_run
 from mla_conformance.engine.tasks import call_of
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import backend_lines
 from mla_conformance.trials.subject import Subject

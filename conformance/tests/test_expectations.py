@@ -11,10 +11,17 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.engine.journal import Judgement, RunFolder
 from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
-from mla_conformance.expectations.grammar import CaseQuery, Condition
-from mla_conformance.judging.record import UNASKED, BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.expectations import (
+    KNOWN_FAILURES,
+    CaseQuery,
+    Expectation,
+    Expectations,
+    holds,
+    parse_condition,
+    read_expectations,
+    to_toml,
+)
+from mla_conformance.judging.record import UNASKED, BackendFacts, Record, Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = CAPABILITIES["lse"].cases
@@ -43,13 +50,13 @@ def test_conditions_compare_versions_and_others_are_refused_as_other_queries_are
     hold = ["", "torch >= 2.9", "torch < 2.9 or compute_capability == 9.0", "flash-attn < 2.8"]
     hold += ["not torch < 2.9 and device == 'NVIDIA H200'"]
     others = ["torch < 2.9 or compute_capability == 9.0 and device == cpu", "absent < 9", "device >= 1.0"]
-    assert [text for text in (*hold, *others) if Condition.parse(text).holds(FACTS)] == hold
+    assert [text for text in (*hold, *others) if holds(parse_condition(text), FACTS)] == hold
     for text in QUERIES:
         with pytest.raises(CaseError):
             CaseQuery.parse(text)
     for text in ("torch", "torch ~ 2", "torch < new", "__import__('os')", "a == 1 and", "(a == 1)"):
         with pytest.raises(ValueError, match=r"^expected NAME OPERATOR VALUE|^[<>]=? expects a version"):
-            Condition.parse(text)
+            parse_condition(text)
     # A fitted case is named by its whole id.
     query = CaseQuery.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024")
     other = Case.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024;cache=fp8")

@@ -26,14 +26,13 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.explored import Explorations, Explored
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import BackendFacts, Check, Record, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.summary import judged_pairs
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.tests import drawn
-from mla_conformance.trials.explore import explore, reachable, region_of
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.explore import explore
+from mla_conformance.trials.subject import Subject, reachable, region_of
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.arrays import SPACES, could_be_fitted
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed

@@ -20,9 +20,8 @@ from mla_conformance.commands.parser import command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.diagnosis.explain import candidates, explain
 from mla_conformance.export.failing import dump, reproduced
-from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.program import NotWritable, Program
-from mla_conformance.export.recording import Recorder
+from mla_conformance.export.inputs import MOST_BYTES, NotWritable
+from mla_conformance.export.program import Program, Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.trials.subject import Subject

@@ -27,8 +27,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.golden import memory_need
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Record, Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.tests.faults import HANGS
 from mla_conformance.tests.reports import unexplained

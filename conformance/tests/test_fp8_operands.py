@@ -15,10 +15,9 @@ from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging import golden
 from mla_conformance.judging.golden import choose_rows
-from mla_conformance.judging.record import detection
+from mla_conformance.judging.record import Check, Status, detection
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
-from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.tests.drawn import CPU, changed, judged
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -11,12 +11,11 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.expectations.apply import Expectation, to_toml
+from mla_conformance.expectations import Expectation, to_toml
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating import mustpass
 from mla_conformance.gating.mustpass import CORE, MustPass
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import trial as judging
 from mla_conformance.trials.subject import Subject, describe

@@ -17,16 +17,15 @@ import pytest
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate import verify
-from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
-from mla_conformance.certificate.issue import sign
+from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate, sign
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import change_records, kept_records, write_record
 from mla_conformance.certificate.verify import record_digests, seal
 from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import NOTHING_TRACED
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import NOTHING_TRACED, Status
 from mla_conformance.report.summary import Counts
+from mla_conformance.tests.reports import script
 from mla_conformance.version import SUITE_VERSION, __version__, numbers_of
 from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import digest_of
@@ -183,11 +182,12 @@ def grow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 def test_a_case_that_is_added_is_not_yet_judged(records: Path, tmp_path: Path, told: Any, grow: Any) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
-    before, stored = records.read_text().split("\n"), verify.version_digests()
+    version_digests = script("suite_version").version_digests
+    before, stored = records.read_text().split("\n"), version_digests()
     grow()
     counts = msgspec.structs.replace(COUNTS, listed=len(CASES) + 1, passed=len(CASES) + 1)
     of_all = {"digests": record_digests(()), "counts": counts, "cases": dict.fromkeys(verify.listed_ids(), Status.PASS)}
-    assert verify.version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
+    assert version_digests() == stored and MustPass.of_suite() == MustPass.of_vocabulary()
     write_record(records, certificate(**GPU, **of_all))
     assert before[1] in records.read_text().split("\n") and before[2] not in records.read_text().split("\n")
     said = told(0, "verify", records)
@@ -207,10 +207,10 @@ def test_a_record_of_an_earlier_suite_holds_with_its_own_list(record: Path, monk
     listed = tuple(id for id in verify.listed_ids() if id not in {each.id for each in (*added, third)})
     grown = (*listed, *(each.id for each in added))  # by two cases that were added
     own = {"must_pass": "c" * 64, "fitted": digest_of((), listed)}
-    earlier = {"cases": verify._cases_digest(listed), verify.NUMBER: len(listed)}
+    earlier = {"cases": verify.cases_digest(listed), verify.NUMBER: len(listed)}
     earlier |= {"judging": ["a" * 64], "reference": [here["reference"]]}
     monkeypatch.setattr(verify, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
-    began, known = (here | own | {"judging": "a" * 64, "cases": verify._cases_digest(ids)} for ids in (listed, grown))
+    began, known = (here | own | {"judging": "a" * 64, "cases": verify.cases_digest(ids)} for ids in (listed, grown))
 
     def made(stated: dict[str, str], cases: Sequence[str]) -> Certificate:
         return certificate(

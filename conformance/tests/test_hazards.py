@@ -12,15 +12,15 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.files.whole import Section
 from mla_conformance.judging.golden import golden_attention
-from mla_conformance.judging.verdict import CLAUSES
+from mla_conformance.judging.record import CLAUSES
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import REGIMES, segments
 from mla_conformance.roles.compress import problem as compress
 from mla_conformance.roles.compress.case import VALUES as STATES
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.roles.prepare import problem as prepare
 from mla_conformance.roles.prepare.case import VALUES
-from mla_conformance.roles.table import build_problem
 from mla_conformance.roles.topk import problem as topk
 from mla_conformance.roles.topk.case import LOGITS
 from mla_conformance.tests.reports import script

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.driving import settings
 from mla_conformance.driving.driver import run_step
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Record, Status
 from mla_conformance.tests.drawn import changed, judged
 
 setattr_, matmul, quantized = setattr, torch.backends.cuda.matmul, torch.quantize_per_tensor

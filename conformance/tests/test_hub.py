@@ -19,11 +19,11 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.export.program import NotWritable
+from mla_conformance.export.inputs import NotWritable
 from mla_conformance.export.script import MOST_LINES, Ran, own_class, run_alone
 from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.tests.test_export import exported
 from mla_conformance.trials.subject import Subject, describe

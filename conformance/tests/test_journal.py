@@ -9,8 +9,7 @@ import pytest
 
 from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed, RunFolder
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 
 Refused = Callable[..., str]
 AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \udc80\n"

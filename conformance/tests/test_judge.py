@@ -11,8 +11,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Data
 from mla_conformance.judging.diagnosis import common_factor
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Record, Status
 from mla_conformance.problems.operands import REGIMES, Regime
 from mla_conformance.report.outcome import capability_lines
 from mla_conformance.tests import drawn

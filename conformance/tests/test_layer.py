@@ -13,11 +13,11 @@ from mla_conformance.backends import eager, eager_decode
 from mla_conformance.backends.layer import mla_impl, mla_layer
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import encode
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.roles.layer.call import Layer
-from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, changed, judged
 
 EAGER = "mla_conformance.defects.bases:EagerLayer"

@@ -10,7 +10,7 @@ import pytest
 
 from mla_conformance.certificate.certificate import RECORDS
 from mla_conformance.certificate.records import change_records, kept_records, read_records
-from mla_conformance.certificate.verify import LOCKED, SOURCES, locked_digests, seal, version_digests
+from mla_conformance.certificate.verify import LOCKED, SOURCES, locked_digests, seal
 from mla_conformance.cli import main
 from mla_conformance.files.installed import meaning
 from mla_conformance.tests.reports import script
@@ -73,7 +73,7 @@ DO = (
 
 
 def test_this_version_is_what_was_stored_of_its_code_without_comments() -> None:
-    here, stored = version_digests(), STORED[SUITE_VERSION]
+    here, stored = script("suite_version").version_digests(), STORED[SUITE_VERSION]
     latest = {name: digests for name, digests in stored.items() if name != SOURCES}
     assert {**latest, **{name: stored[name][-1:] for name in LOCKED}} == here, DO
     same = '"""A module."""\ndef f(x):\n\n    return (x+1)\n\n"""Of no use."""\n'

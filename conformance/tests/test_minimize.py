@@ -20,8 +20,7 @@ from mla_conformance.engine.confirm import minimize
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import BackendFacts, Check, Record, Status
 from mla_conformance.tests.reports import unexplained, write_run
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one

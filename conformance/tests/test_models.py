@@ -13,8 +13,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands import certify
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.models.config import find_model, model_names, read_config, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile, cases_of, dims_of
 from mla_conformance.report.ci_views import markdown

@@ -22,10 +22,9 @@ from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.engine.messages import Found
 from mla_conformance.engine.request import Plan, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import Expectation, to_toml
+from mla_conformance.expectations import Expectation, to_toml
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import BackendFacts, Record, Traced
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status, Traced
 from mla_conformance.models.config import stored_model
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import load_report, report_form, to_text

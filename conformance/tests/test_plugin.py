@@ -16,8 +16,7 @@ import pytest
 
 from mla_conformance.backends.references import known_backends
 from mla_conformance.engine import beside
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 pytest_plugins = ["pytester"]

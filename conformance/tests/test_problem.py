@@ -8,13 +8,13 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import driver
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import Guarded, Original, Snapshot, out_of_memory, same_bytes, storage_bytes
 from mla_conformance.problems.operands import fill_normal, stored
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.roles.prefill import problem as prefill
-from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
 
 

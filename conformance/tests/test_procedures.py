@@ -15,7 +15,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.record import Check, Status
 from mla_conformance.tests.drawn import CONTEXT, changed, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
 from mla_conformance.trials.trial import PROCEDURES, judged_trial

@@ -15,8 +15,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cli import main
 from mla_conformance.engine.messages import Step, Told, encode
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.report.causes import function_lines
 from mla_conformance.report.json_report import SCHEMA, load_report, report_form, schema, to_text
 from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines

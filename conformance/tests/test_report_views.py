@@ -11,8 +11,7 @@ import pytest
 
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.record import BackendFacts, Confirmed, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Confirmed, Record, Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report

@@ -21,7 +21,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalEvent, Judgement
 from mla_conformance.engine.machine import FORBIDS_PIPES, LANDLOCK
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.report.json_report import load_report
 from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.tests.reports import write_sealed

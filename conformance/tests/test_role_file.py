@@ -14,8 +14,8 @@ import pytest
 
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import CLASSES, FIELDS, Case
-from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.judging.record import Check, Status
+from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of

@@ -15,10 +15,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects import honest_attention
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.judging.record import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
+from mla_conformance.roles.definition import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.roles.indexer.problem import golden_scores
-from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.roles.topk.problem import PoolTokens
 from mla_conformance.tests.drawn import judged, little_work
 

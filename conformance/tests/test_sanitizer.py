@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.commands.sanitize import lines
+from mla_conformance.commands.certify import lines
 from mla_conformance.traits import sanitizer
 from mla_conformance.traits.sanitizer import Sanitized, SanitizerError, Tool, ToolUnavailable, Watch, errors_of
 

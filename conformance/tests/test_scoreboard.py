@@ -14,12 +14,11 @@ from mla_conformance.certificate.certificate import Certificate, Finding, Saniti
 from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
 from mla_conformance.certificate.verify import seal
 from mla_conformance.cli import main
-from mla_conformance.commands import sanitize
-from mla_conformance.commands.sanitize import choose
+from mla_conformance.commands import certify
+from mla_conformance.commands.certify import choose
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import Record, Traced
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status, Traced
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import Counts
 from mla_conformance.scoreboard.board import Board, read_entries
@@ -218,7 +217,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
         return Watched(CallsBegin({"device": "NVIDIA H200", "cuda": "13.0"}, {"torch": "2.11"}), told)
 
     monkeypatch.setattr(Tool, "found", lambda: Tool("/cuda/compute-sanitizer", "2025.3.1.0", "13.0.1"))
-    monkeypatch.setattr(sanitize.Watch, "calls", calls)
+    monkeypatch.setattr(certify.Watch, "calls", calls)
 
 
 SANITIZE = ("certify", "--sanitize", "memcheck", "--backend")

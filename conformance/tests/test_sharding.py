@@ -15,8 +15,7 @@ from mla_conformance.cases.sharding import Shard, split
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.report.differences import compare
 from mla_conformance.report.json_report import load_report, merge_shards
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

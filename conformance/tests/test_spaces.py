@@ -14,10 +14,10 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
-from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.commands import listing
 from mla_conformance.judging.golden import memory_need
+from mla_conformance.trials.explore import cases, profile
 from mla_conformance.vocabulary import capabilities
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier, counted, listed, long_contexts

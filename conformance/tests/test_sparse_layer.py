@@ -9,12 +9,11 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.problems.operands import segments, start_loc
-from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.layer import PagedContext, Path, WholeLayer, latents, mla_layer
-from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
+from mla_conformance.reference.layer import ModelDimensions, PagedContext, Path, WholeLayer, mla_layer
+from mla_conformance.reference.projections import MLAWeights, latents, split_kv_b_proj
+from mla_conformance.roles.definition import build_problem, golden_of
 from mla_conformance.roles.layer.problem import LayerBatch
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch
-from mla_conformance.roles.table import build_problem, golden_of
 from mla_conformance.tests.drawn import CPU
 
 MIXED = "sparse_layer:q=[1,1,9];kv=[40,70,30];decodes=2"
@@ -38,17 +37,17 @@ PROVEN |= {HALVES: "data_movement_friendly"}
 def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: Any) -> None:
     made, expected = batch(text), golden_of(build_problem(Case.parse(text), CPU))
     assert isinstance(expected, GoldenAttention)
-    layer, case, old = made.layer, made.case, ~made.new
-    cached = torch.cat(latents(made.hidden[old], made.positions[old], layer.weights, layer.spec), dim=1)
+    case, old = made.case, ~made.new
+    cached = torch.cat(latents(made.hidden[old], made.positions[old], made.weights, made.spec), dim=1)
     pages = torch.nn.utils.rnn.pad_sequence([cached[rows] for rows in segments(start_loc(case.kv))], batch_first=True)
     context = PagedContext(pages, torch.arange(len(case.kv)).unsqueeze(1), case.kv, 4 * pages.shape[1])
     options: Any = {"query_start_loc": made.counted, "context": context, "path": path, "selected": made.lists}
     new = made.hidden[made.new], made.positions[made.new]
     sizes: Any = {"q_lora_rank": case.q_lora_rank, "kv_lora_rank": case.kv_lora_rank, "head": case.dimensions}
     dims = ModelDimensions(hidden_size=case.hidden_size, num_heads=case.heads, **sizes)
-    spec = WholeLayer(**vars(layer.spec), model=text, dims=dims, scale=case.softmax_scale, selects=True)
-    output = mla_layer(*new, layer.weights, spec, **options)
-    own = expected.calls[0].output.flatten(1) @ layer.weights.W_O
+    spec = WholeLayer(**vars(made.spec), model=text, dims=dims, scale=case.softmax_scale, selects=True)
+    output = mla_layer(*new, made.weights, spec, **options)
+    own = expected.calls[0].output.flatten(1) @ made.weights.W_O
     torch.testing.assert_close(output, own, rtol=0, atol=2e-3 * float(own.abs().max()))
 
 

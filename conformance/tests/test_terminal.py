@@ -15,8 +15,7 @@ import pytest
 
 from mla_conformance.commands import console
 from mla_conformance.commands.console import Progress, live
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.report.outcome import Detail, backend_lines, cause_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import painted, say

@@ -12,7 +12,7 @@ from mla_conformance.backends import eager
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.expectations.apply import Expectations
+from mla_conformance.expectations import Expectations
 from mla_conformance.gating.gate import Gate, GateFinding
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question, Repeated, Traits

@@ -8,9 +8,9 @@ import pytest
 from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.tree import MLATreeMetadata
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Status
 from mla_conformance.problems.calls import attention_call
-from mla_conformance.roles.table import build_problem, golden_of
+from mla_conformance.roles.definition import build_problem, golden_of
 from mla_conformance.roles.tree.case import TREES
 from mla_conformance.roles.tree.problem import TreeBatch
 from mla_conformance.tests.drawn import CPU, judged

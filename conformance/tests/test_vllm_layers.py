@@ -8,8 +8,7 @@ import pytest
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.distributed import main
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.tests import fake_vllm as fake
 from mla_conformance.tests.drawn import judged as judged_on
 from mla_conformance.tests.drawn import subject_of

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import eager_sparse_layer, prepare, roles, sparse, sparse_layer
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.tests import fake_vllm as fake
 from mla_conformance.tests.drawn import judged as judged_on
 from mla_conformance.tests.drawn import subject_of

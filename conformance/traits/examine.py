@@ -12,11 +12,11 @@ import torch
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.work import simpler
+from mla_conformance.judging.record import Nonconformance
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question
-from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.problems import calls, operands
+from mla_conformance.roles.definition import measure
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.table import measure
 from mla_conformance.trials import graph
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial, results

@@ -13,10 +13,10 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of
+from mla_conformance.judging.record import Nonconformance, Status
 from mla_conformance.judging.traits import Repeated
-from mla_conformance.judging.verdict import Nonconformance, Status
 from mla_conformance.problems.calls import Problem
-from mla_conformance.roles.table import judge
+from mla_conformance.roles.definition import judge
 from mla_conformance.traits.examine import begun
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context

@@ -67,10 +67,10 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
 
 def _error(record: ElementTree.Element) -> SanitizerError:
     kernel = _place(record, "func") or _first(record, "what/api") or "host"
-    said = [_first(record, name) for name in ("what/text", "what/error", "what/result")]
     race = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
     in_words = f"({race[0]} in line {_first(record, 'what/source/where/line')}, {race[1]})" if all(race) else ""
-    told = " ".join([next(filter(None, said), ""), _first(record, "what/type"), in_words])
+    said = _first(record, "what/text", "what/error", "what/result")
+    told = " ".join([said, _first(record, "what/type"), in_words])
     path, line = _place(record, "path"), _place(record, "line")
     place = f"{path}:{line}" if path and line else path or _place(record, "module")
     cause = " ".join(_VARYING.sub("…", told).split())[:LONGEST]
@@ -80,11 +80,11 @@ def _error(record: ElementTree.Element) -> SanitizerError:
 
 
 def _place(record: ElementTree.Element, name: str) -> str:  # of a race the second one
-    return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
+    return _first(record, f"where/{name}", f"what/destination/where/{name}")
 
 
-def _first(record: ElementTree.Element, path: str) -> str:
-    return (record.findtext(path) or "").strip()
+def _first(record: ElementTree.Element, *paths: str) -> str:
+    return next(filter(None, ((record.findtext(path) or "").strip() for path in paths)), "")
 
 
 def joined(found: Iterable[tuple[str, tuple[SanitizerError, ...]]]) -> Iterator[tuple[SanitizerError, str]]:
@@ -233,7 +233,7 @@ def main(told: Sequence[str]) -> None:
     from mla_conformance.backends.kernel import describe_device, get_device_capability
     from mla_conformance.cases.case import Case
     from mla_conformance.driving.driver import run_calls
-    from mla_conformance.roles.table import build_problem
+    from mla_conformance.roles.definition import build_problem
     from mla_conformance.trials.subject import Subject, describe
 
     reference, device, path, most, *ids = told

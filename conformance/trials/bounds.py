@@ -20,15 +20,14 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Step, call_once
 from mla_conformance.judging.golden import Reach, rows_before
-from mla_conformance.judging.verdict import Check
+from mla_conformance.judging.record import Check
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.fences import OUT, Buffers, Fence, MovedCall, Side, noted_faults, operands
 from mla_conformance.problems.memory import Guarded, device_lost, poison, reserved
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.written import CacheImage, WrittenEntries
-from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference import chunking, selected
 from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.trials.graph import cut, observed, prepared_call
 from mla_conformance.trials.subject import Subject
@@ -157,7 +156,7 @@ def _behind_others(near: Problem, rows: int) -> Problem:
     k, v = (torch.cat([x[:1], x]) for x in (call.k, call.v))
     lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
     queries, keys = map(start_loc, lengths)
-    chunk = ContextChunk((0, 0), lengths[1])
+    chunk = chunking.ContextChunk((0, 0), lengths[1])
     width = call.metadata.chunked_context.workspace.shape[1]
     metadata = prefill_metadata(
         lengths[0],
@@ -174,9 +173,9 @@ def _lists_behind_others(near: Problem, rows: int) -> Problem:
     call: Any = near.calls[0]
     assert call.case.space == IndexSpace.SLOT and call.topk_length is None
     query, keys = (_behind_ones(call.given[name], rows) for name in ("q", "kv"))
-    others = torch.full((rows, call.topk_indices.shape[1]), NO_KEY, dtype=torch.int32, device=near.device)
+    others = torch.full((rows, call.topk_indices.shape[1]), selected.NO_KEY, dtype=torch.int32, device=near.device)
     others[:, 0] = torch.arange(rows)
-    own = torch.where(call.topk_indices == NO_KEY, NO_KEY, call.topk_indices + rows)
+    own = torch.where(call.topk_indices == selected.NO_KEY, selected.NO_KEY, call.topk_indices + rows)
     lengths = [rows, len(call.q)], [rows, int(call.metadata.seq_lens_cpu)]
     metadata = replace(
         call.metadata,

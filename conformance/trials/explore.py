@@ -1,49 +1,74 @@
-"""What a backend declares of its roles' spaces, and cases drawn from there; what fails is made small, once a cause."""
+"""Cases as hypothesis draws them from a space, and what comes of them; what fails is made small, once a cause.
+
+Drawn are classes and members, never tensors, the plainest first.
+"""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from mla_conformance.cases import covering, fitting, work
-from mla_conformance.cases.case import Case
+from hypothesis import HealthCheck, Phase, Verbosity, given, reject, seed, settings
+from hypothesis import strategies as st
+
+from mla_conformance.cases import fitting
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.sharding import ROUND, Extent
-from mla_conformance.cases.space import Space
+from mla_conformance.cases.space import DATA, Row, Space
 from mla_conformance.judging.explored import Explored, Pace, cause_of
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, OnStarted, judge_one
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
+
+_MOST_SEEDS, _MOST_KEYS = 100, 2**16
+_MOST_REGIMES = 7  # that requests have beside the first one
+_DRAWS = 8  # of members of a row's classes; the key 0 stands for the plainest, to which failures shrink
 
 
-def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
-    """What a backend declares of a space, with cases fitted to it; nothing of a role that cannot run here."""
-    cases, most = listed(space), work.CPU_WORK if subject.device.type == "cpu" else work.LARGE_CPU_WORK
-    supported = list(compress(cases, _supported(subject, cases)))
-    if not supported:
-        return fitting.Region(space, [])
-    sessions = [case for case in CAPABILITIES[fitting.SESSIONS].cases if case.role is space.role]
-    supports, pairs = partial(_supported, subject), reachable(space, most)
-    return fitting.fit(space, supported, supports, pairs, most, triples, salt, sessions)
+def profile(draws: int) -> settings:
+    """The same ``draws`` cases in every run of a seed, and nothing but them: no setting leaks in."""
+    return settings(
+        max_examples=draws,
+        derandomize=False,
+        database=None,
+        verbosity=Verbosity.quiet,
+        phases=(Phase.generate, Phase.shrink),
+        stateful_step_count=1,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+        print_blob=False,
+        backend="hypothesis",
+    )
 
 
-def reachable(space: Space, most: float) -> covering.Pairs:
-    """The pairs that listed cases of no more than so much work hold.
+@st.composite
+def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]]) -> Case:
+    """A case of a space; ``classes`` are those of each dimension that are drawn, one at least."""
+    drawn = {name: draw(st.sampled_from(labels)) for name, labels in classes.items() if labels}
 
-    On a GPU heavier ones take half of a run once they are fitted to a kernel, and finding them half a minute.
-    """
-    return covering.Pairs(space, space.rows(case for case in listed(space) if work.work_of(case) <= most))
+    def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
+        return sorted([label for label in labels if label in classes[name]], key=lambda label: label != drawn.get(name))
+
+    row = space.completed((), prefer)
+    if row is None:
+        reject()
+    fields = {"seed": draw(st.integers(0, _MOST_SEEDS)), "capability": space.capability}
+    key = draw(st.integers(0, _MOST_KEYS))
+    draws = [Draw(f"{key}|{number}" if key else "") for number in range(_DRAWS)]
+    regimes = draw(st.lists(st.sampled_from(classes[DATA]), max_size=_MOST_REGIMES)) if space.regimes else []
+    for each in draws:
+        with suppress(CaseError):  # a rule that only single members of classes break
+            case = space.case_of(row, each, fields)
+            break
+    else:
+        reject()
+    return replace(case, data="+".join((case.data, *regimes))) if len(case.q) > 1 else case
 
 
-def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
-    return [False] * len(cases) if answered.error else answered.value
-
-
-def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    return [not subject.unsupported(case) for case in cases]
+class _CaseFails(Exception):
+    """How hypothesis learns that a drawn case, its argument, fails."""
 
 
 def explore(
@@ -58,74 +83,47 @@ def explore(
     """What came of the cases that are drawn in a turn, (2, 5) for every fifth round from the third on.
 
     ``started`` is told of every case before anything of it is launched, ``so_far`` now and then, ever more rarely, what
-    the answer would be if the last case had been the last.
+    the answer would be if the last case had been the last. The cases of one seed are drawn after another, again behind
+    each cause; what was judged is not judged again.
     """
-    exploration = _Exploration(subject, region, context, started, so_far)
-    if region.rows:
-        exploration.search(extent, turn)
-    return exploration.found
+    if not region.rows:
+        return Explored()
+    records, causes, pace = dict[str, Record](), dict[tuple[str, str], Record](), Pace()
+    device_lost = False
+    sought: tuple[str, str] | None = None
 
-
-class _CaseFails(Exception):
-    """How hypothesis learns that a drawn case, its argument, fails."""
-
-
-@dataclass
-class _Exploration:
-    subject: Subject
-    region: fitting.Region
-    context: Context
-    started: OnStarted
-    so_far: Callable[[Explored], None]
-    pace: Pace = field(default_factory=Pace)
-    records: dict[str, Record] = field(default_factory=dict)
-    causes: dict[tuple[str, str], Record] = field(default_factory=dict)
-    _device_lost: bool = False
-
-    @property
-    def found(self) -> Explored:
-        return Explored.of([*self.records.values()], [*self.causes.values()])
-
-    def search(self, extent: Extent, turn: tuple[int, int]) -> None:
-        """Draw the cases of one seed after another, again behind each cause; what was judged is not judged again."""
-        from hypothesis import given, reject, seed
-
-        from mla_conformance.cases.strategies import cases, profile
-
-        def holds(case: Case) -> None:
-            if self._fails(case):
+    def holds(case: Case) -> None:
+        """Raise if a case fails by a cause that is not known yet; once one is found, by that one."""
+        nonlocal device_lost, sought
+        if case.id not in records and not device_lost:
+            records[case.id] = judge_one(subject, case, context, started)
+            device_lost = records[case.id].failed and subject.executor.lost(subject.device)
+            if pace.is_due():
+                so_far(Explored.of([*records.values()], [*causes.values()]))
+        record = records.get(case.id)
+        if record and record.failed and cause_of(record) not in causes:
+            sought = sought or cause_of(record)
+            if sought == cause_of(record):
                 raise _CaseFails(case)
-            if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
-                reject()
+        if record and record.status is Status.UNSUPPORTED:
+            reject()
 
-        draws, (number, turns), until = extent.draws, turn, time.monotonic() + extent.seconds
-        while (time.monotonic() < until if extent.seconds else number * ROUND < draws) and not self._device_lost:
-            drawn = given(case=cases(self.region.space, self.region.classes))(holds)
-            drawn = seed(number)(profile(min(ROUND, draws - number * ROUND) if draws else ROUND)(drawn))
-            while len(self.causes) < 8 and not self._device_lost:
-                self._sought: tuple[str, str] | None = None
-                try:
-                    drawn()
-                except _CaseFails as found:
-                    (case,) = found.args
-                    first = self.records[case.id]
-                    # Its smallest case is run once more, where that is possible.
-                    again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
-                    passed = first.with_fields(message=f"{first.message}; when run again the case passed")
-                    self.causes[cause_of(first)] = again if again.failed else passed
-                else:
-                    break
-            number += turns
-
-    def _fails(self, case: Case) -> bool:
-        """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
-        if case.id not in self.records and not self._device_lost:
-            self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
-            self._device_lost = self.records[case.id].failed and self.subject.executor.lost(self.subject.device)
-            if self.pace.is_due():
-                self.so_far(self.found)
-        record = self.records.get(case.id)
-        if record is None or not record.failed or cause_of(record) in self.causes:
-            return False
-        self._sought = self._sought or cause_of(record)
-        return self._sought == cause_of(record)
+    draws, (number, turns), until = extent.draws, turn, time.monotonic() + extent.seconds
+    while (time.monotonic() < until if extent.seconds else number * ROUND < draws) and not device_lost:
+        drawn = given(case=cases(region.space, region.classes))(holds)
+        drawn = seed(number)(profile(min(ROUND, draws - number * ROUND) if draws else ROUND)(drawn))
+        while len(causes) < 8 and not device_lost:
+            sought = None
+            try:
+                drawn()
+            except _CaseFails as found:
+                (case,) = found.args
+                first = records[case.id]
+                # Its smallest case is run once more, where that is possible.
+                again = first if device_lost else judge_one(subject, case, context, started)
+                passed = first.with_fields(message=f"{first.message}; when run again the case passed")
+                causes[cause_of(first)] = again if again.failed else passed
+            else:
+                break
+        number += turns
+    return Explored.of([*records.values()], [*causes.values()])

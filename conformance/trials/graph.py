@@ -18,7 +18,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST, Data
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.verdict import Check
+from mla_conformance.judging.record import Check
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.trials.trial import Trial

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import poison, storage_bytes
+from mla_conformance.judging.record import Check, Status, Verdict
+from mla_conformance.problems import calls, memory
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.roles.layer.call import Layer
 from mla_conformance.roles.layer.case import LayerCase
@@ -44,7 +43,7 @@ def cache_write(trial: Trial) -> None:
 
     def compare(name: str) -> None:
         for number, (right, got) in enumerate(zip(ours, theirs, strict=True)):
-            wrong = int((storage_bytes(right) != storage_bytes(got)).sum())
+            wrong = int((memory.storage_bytes(right) != memory.storage_bytes(got)).sum())
             what = f"{name}: {wrong} bytes of cache {number} of {len(ours)} are not what they must be"
             trial.require(wrong == 0, Check.CACHE, what)
 
@@ -60,7 +59,7 @@ def cache_write(trial: Trial) -> None:
 
 def _caches(cache: torch.Tensor) -> list[torch.Tensor]:
     """A cache with the same bytes and strides in a storage of its own, and one of other strides beside it."""
-    storage = storage_bytes(cache).clone().untyped_storage()
+    storage = memory.storage_bytes(cache).clone().untyped_storage()
     same = torch.empty(0, dtype=cache.dtype, device=cache.device)
     same.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
     blocks, page, width = cache.shape
@@ -124,7 +123,7 @@ class CapturedLayer:
     def fill_buffers(self) -> None:
         self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
 
-    def replayed(self, batch: KernelCall, call: KernelCall) -> Any:
+    def replayed(self, batch: calls.KernelCall, call: calls.KernelCall) -> Any:
         """What a replay leaves in the captured output; ``call`` brings what its tensors, the buffers, hold now."""
         batch.prepare(self._layer)
         self.fill_buffers()
@@ -137,19 +136,19 @@ class CapturedLayer:
 
 
 class LayerGraph:
-    def __init__(self, trial: Trial, static: Problem) -> None:
+    def __init__(self, trial: Trial, static: calls.Problem) -> None:
         call: Any = static.calls[0]
         self._trial, self._call = trial, replace(call, **{name: getattr(call, name).clone() for name in _OPERANDS})
         capture = partial(CapturedLayer, trial.backend, self._call, static.device)
         self._captured = trial.query("captured: the call", capture)
 
-    def judge(self, problem: Problem, step: str) -> None:
+    def judge(self, problem: calls.Problem, step: str) -> None:
         trial, call = self._trial, problem.calls[0]
         expectation = trial.context.expect(problem)
         rows, cache = call.query.shape[0], self._call.image.cache
         for name in _OPERANDS:
             buffer = getattr(self._call, name)
-            buffer.copy_(-poison(buffer.shape, buffer.dtype, buffer.device))
+            buffer.copy_(-memory.poison(buffer.shape, buffer.dtype, buffer.device))
             buffer[:rows].copy_(getattr(call, name))
         call.image.reset()
         own, behind = cache[: len(call.image.cache)], cache[len(call.image.cache) :]
@@ -167,7 +166,7 @@ class LayerGraph:
         what = f"{step}: the output is not 0 in {int(written.sum())} rows of padding behind the {rows} of the batch"
         trial.require(not bool(written.any()), Check.MASK, what)
 
-    def refuses(self, problem: Problem, step: str) -> None:
+    def refuses(self, problem: calls.Problem, step: str) -> None:
         trial, executor = self._trial, self._trial.subject.executor
         trial.query(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
         done = executor.query(partial(CapturedLayer.fill_buffers, self._captured))
@@ -183,7 +182,7 @@ def layer_graph(trial: Trial) -> None:
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
 
-    def batch(case: LayerCase, requests: int, seed: int) -> Problem:  # in another order: no row keeps its length
+    def batch(case: LayerCase, requests: int, seed: int) -> calls.Problem:  # in another order: no row keeps its length
         drawn = Random(case.seed + seed)
         kv = tuple(drawn.choice((length, length // 2, length // 3)) for length in drawn.sample(case.kv, requests))
         return trial.build(replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed))

@@ -9,20 +9,19 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import pad
 
-from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends import declaration, roles
 from mla_conformance.driving.driver import itself, merged_by_its_own, parts_of, states_of, why_not_plain
-from mla_conformance.judging.verdict import REFUSED, Check, Status, Verdict
+from mla_conformance.judging.record import REFUSED, Check, Status, Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.reference.cache_layout import write_entries
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
+from mla_conformance.roles.definition import judge
 from mla_conformance.roles.indexer.problem import IndexerCall
 from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.roles.sparse.problem import SparseCall
-from mla_conformance.roles.table import judge
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
@@ -160,9 +159,9 @@ def refuses_or_conforms(trial: Trial) -> None:
     reasons = trial.unsupported()
     if not reasons:
         trial.conforms()
-    elif trial.case.role in (Role.DECODE, Role.SPARSE) and set(reasons) == {NO_LSE}:
+    elif trial.case.role in (roles.Role.DECODE, roles.Role.SPARSE) and set(reasons) == {declaration.NO_LSE}:
         # Their interface does not ask for an LSE, so that there is nothing to refuse.
-        trial.settle(Verdict(Status.UNSUPPORTED, NO_LSE))
+        trial.settle(Verdict(Status.UNSUPPORTED, declaration.NO_LSE))
     else:
         must_refuse(trial, "; ".join(reasons))
 

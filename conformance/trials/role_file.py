@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends import loading, roles
 from mla_conformance.backends.foreign import ForeignError, call_foreign
-from mla_conformance.backends.loading import import_file
-from mla_conformance.backends.roles import ROLES, RoleError, outside
 from mla_conformance.cases.case import CLASSES, FIELDS, CaseError
 from mla_conformance.files.whole import InputError, read_bytes
-from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.definition import DEFINITIONS, RoleDefinition
 from mla_conformance.vocabulary.arrays import KEPT, SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, add_role
 
@@ -34,14 +32,14 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
     if digest not in ("", found):
         raise InputError(f"{path}: the role was changed since the run began; start the run anew")
     file = f"{path}{_DIGEST}{found}"
-    if file == outside():  # as in a process that was forked
+    if file == roles.outside():  # as in a process that was forked
         return
-    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, SPACES, CAPABILITIES, DEFINITIONS)
+    tables: tuple[dict[Any, Any], ...] = (roles.ROLES, CLASSES, FIELDS, SPACES, CAPABILITIES, DEFINITIONS)
     before, threads = [dict(table) for table in tables], torch.get_num_threads()
     torch.set_num_threads(1)  # a process that is forked waits for ever for threads that computed before
     try:
-        call_foreign(lambda: _add(path, file, array), passing=(InputError, RoleError, CaseError, CapabilityError))
-    except (ForeignError, InputError, RoleError, CaseError, CapabilityError) as error:
+        call_foreign(lambda: _add(path, file, array), passing=(InputError, roles.RoleError, CaseError, CapabilityError))
+    except (ForeignError, InputError, roles.RoleError, CaseError, CapabilityError) as error:
         for table, old in zip(tables, before, strict=True):
             table.clear()
             table.update(old)
@@ -52,8 +50,8 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
 
 
 def _add(path: Path, file: str, array: Sequence[str]) -> None:
-    known, name = set(ROLES), path.stem
-    module = import_file(path)
+    known, name = set(roles.ROLES), path.stem
+    module = loading.import_file(path)
     importable = name.isidentifier() and name not in sys.modules
     if importable and getattr(find_spec(name), "origin", None) in (None, str(path)):
         sys.modules[name] = module  # where a kernel's file imports the classes of its role from

@@ -4,7 +4,7 @@ One that is wrong is made again on a new instance, so that its failure says whet
 Other batches are drawn by the id of the case, so that a line that runs it again has the same.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import cycle, islice
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import cached, grammar
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.cases.grammar import Data
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.verdict import Check, Nonconformance, Status
+from mla_conformance.judging.record import Check, Nonconformance, Status
 from mla_conformance.problems.calls import CallOnRanks, Problem
 from mla_conformance.problems.fences import Buffers
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.compress.case import CompressCase
+from mla_conformance.roles.definition import judge
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.table import judge
 from mla_conformance.trials.bounds import call_moved
 from mla_conformance.trials.graph import MANY_BATCHES, WHOLE_LAYERS, prepare_each, small_batches
 from mla_conformance.trials.trial import Trial, returned_bytes
@@ -151,7 +150,7 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
     for number in (*range(_STEPS), to_page, to_page + 1):
         yield _later(case, number), f"step {number}: the same requests, {number} tokens on"
     if len(case.q) > 1:  # as many requests and tokens as in the step before, divided otherwise
-        before, decoding = _later(case, to_page + 1), _decoding(case)
+        before, decoding = _later(case, to_page + 1), case.decoding
         kinds = [[n for n in range(len(case.q)) if (n in decoding) == kind] for kind in (True, False)]
         order = dict(pair for kind in kinds for pair in zip(kind, reversed(kind), strict=True))
         q, kv = (tuple(lengths[order[n]] for n in range(len(lengths))) for lengths in (before.q, before.kv))
@@ -169,20 +168,16 @@ def _later(case: Case, tokens: int) -> Case:
     if not case.kv:
         return replace(case, q=tuple(length + tokens for length in case.q))
     later = replace(case, kv=tuple(length + tokens for length in case.kv))
-    if not isinstance(later, CachedCase):
+    if not isinstance(later, cached.CachedCase):
         return later
-    assert isinstance(case, CachedCase)
+    assert isinstance(case, cached.CachedCase)
     pages = [sum(-(-total // case.page) for total in each.totals) for each in (case, later)]
     least = int(isinstance(later, CompressCase) and max(later.totals) < later.ratio)  # of which no request has an entry
     return replace(later, spare=max(least, case.spare - pages[1] + pages[0]))
 
 
-def _decoding(case: Case) -> Collection[int]:  # which a layer may know by their places or lengths
-    return case.decoding if isinstance(case, LayerCase) else range(getattr(case, "decodes", 0))
-
-
 def _requeried(case: Case, number: int) -> Case:
-    fixed = _decoding(case)
+    fixed = case.decoding
     lone = int(getattr(case, "order", "") == "decodes_first")  # a prefill has more, also where nothing decodes
     draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=lone)
     most = max(least, max(case.q)) + 2
@@ -193,8 +188,8 @@ def _requeried(case: Case, number: int) -> Case:
 def _layers_of_a_step(made: Session) -> None:
     """A batch prepared once, computed for several layers: each has contents of its own, and weights if it is whole."""
     trial, is_layer = made.trial, isinstance(made.trial.case, LayerCase)
-    others = Data.NORMAL if trial.case.role is Role.SPARSE_LAYER else Data.OUTLIERS
-    data = others if trial.case.data == Data.INTEGERS else Data.INTEGERS
+    others = grammar.Data.NORMAL if trial.case.role is Role.SPARSE_LAYER else grammar.Data.OUTLIERS
+    data = others if trial.case.data == grammar.Data.INTEGERS else grammar.Data.INTEGERS
     fields: dict[str, Any] = dict.fromkeys(("data", "latents") if is_layer else ("data",), data)
     contents: Any = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)

@@ -1,37 +1,34 @@
-"""The backend under test: its class in each role, what it and its device support, and what is told of it."""
+"""The backend under test: its class in each role, what it and its device support of a space, and what is told of it."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-from mla_conformance.backends import hub
-from mla_conformance.backends.declaration import Declaration, declaration_of
-from mla_conformance.backends.foreign import one_line
-from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends import declaration, foreign, graph_support, hub
 from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import covering, fitting, work
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
+from mla_conformance.cases.space import Space
 from mla_conformance.driving.driver import IN_PROCESS, Executor, run_calls
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.files.places import file_digest, place_of
-from mla_conformance.judging.golden import needed_bytes
-from mla_conformance.judging.record import BackendFacts, Traced
+from mla_conformance.judging import golden, record
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.table import DEFINITIONS, build_problem
-from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
+from mla_conformance.roles.definition import DEFINITIONS, build_problem
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, DUE_ON_GPU, find_capability, is_due_on_gpu, listed
 
 _GIB = 2**30
 _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
@@ -43,7 +40,7 @@ class Subject:
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
     _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _declared: dict[Role, Declaration] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _declared: dict[Role, declaration.Declaration] = field(default_factory=dict, init=False, repr=False, compare=False)
     _missing: dict[Role, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -72,13 +69,13 @@ class Subject:
             self._classes[role] = named
         return self._classes[role]
 
-    def declared(self, role: Role) -> Declaration:
+    def declared(self, role: Role) -> declaration.Declaration:
         if role not in self._declared:
-            self._declared[role] = declaration_of(self.class_of(role))
+            self._declared[role] = declaration.declaration_of(self.class_of(role))
         return self._declared[role]
 
     @property
-    def declarations(self) -> dict[str, Declaration]:
+    def declarations(self) -> dict[str, declaration.Declaration]:
         return {str(role): self.declared(role) for role in self.roles if not self.missing_role(role)}
 
     @cached_property
@@ -122,15 +119,15 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
     if device.type == "cpu" and is_due_on_gpu(case):
-        most = LARGE_CPU_WORK if capability.large else CPU_WORK
-        what = f"{work_of(case):.2g} operations, a CPU is asked for {most:.2g}"
+        most = work.LARGE_CPU_WORK if capability.large else work.CPU_WORK
+        what = f"{work.work_of(case):.2g} operations, a CPU is asked for {most:.2g}"
         return [f"{DUE_ON_GPU}: {'so many rows are computed there' if case.far.startswith('rows') else what}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     # What others hold of a device at the moment is no reason: a trial waits for it.
     if case.far == "none" or device.type != "cuda":
         return []
-    needed, whole = needed_bytes(case), whole_memory(device)
+    needed, whole = golden.needed_bytes(case), whole_memory(device)
     lacking = f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"
     return [lacking] if needed > whole else []
 
@@ -140,12 +137,12 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
         return ["graphs are captured on one rank only"]
     if case.role in (Role.LAYER, Role.SPARSE_LAYER) and device.type != "cuda":
         return []  # replayed as a call over the same buffers
-    needed = AttentionCGSupport.UNIFORM_BATCH
+    needed = graph_support.AttentionCGSupport.UNIFORM_BATCH
     if case.role is Role.PREFILL:
-        needed = AttentionCGSupport.ALWAYS
+        needed = graph_support.AttentionCGSupport.ALWAYS
     elif case.role is Role.LAYER or max(case.q) == 1:
-        needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
+        needed = graph_support.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    declared = getattr(backend_class, "cudagraph_support", graph_support.AttentionCGSupport.NEVER)
     if case.role is Role.LAYER:
         declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
     if declared.value >= needed.value:
@@ -153,11 +150,39 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
 
 
+def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
+    """What a backend declares of a space, with cases fitted to it; nothing of a role that cannot run here."""
+    cases, most = listed(space), work.CPU_WORK if subject.device.type == "cpu" else work.LARGE_CPU_WORK
+    supported = list(compress(cases, _supported(subject, cases)))
+    if not supported:
+        return fitting.Region(space, [])
+    sessions = [case for case in CAPABILITIES[fitting.SESSIONS].cases if case.role is space.role]
+    supports, pairs = partial(_supported, subject), reachable(space, most)
+    return fitting.fit(space, supported, supports, pairs, most, triples, salt, sessions)
+
+
+def reachable(space: Space, most: float) -> covering.Pairs:
+    """The pairs that listed cases of no more than so much work hold.
+
+    On a GPU heavier ones take half of a run once they are fitted to a kernel, and finding them half a minute.
+    """
+    return covering.Pairs(space, space.rows(case for case in listed(space) if work.work_of(case) <= most))
+
+
+def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
+    return [False] * len(cases) if answered.error else answered.value
+
+
+def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    return [not subject.unsupported(case) for case in cases]
+
+
 _LONGEST = 240  # characters of a kernel's name that are kept: templates of CUTLASS run to thousands
 _CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
 
 
-def describe(subject: Subject) -> BackendFacts:
+def describe(subject: Subject) -> record.BackendFacts:
     """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
     try:
         reference, reasons = subject.backend.reference, tuple(subject.unavailable)
@@ -183,7 +208,7 @@ def describe(subject: Subject) -> BackendFacts:
                 named = {} if classes is None else vars(classes)
                 rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
         deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared.values()))
-        return BackendFacts(
+        return record.BackendFacts(
             subject.backend.name,
             reference,
             reasons,
@@ -194,13 +219,13 @@ def describe(subject: Subject) -> BackendFacts:
             fingerprint=fingerprint,
         )
     except BackendReferenceError as error:
-        return unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
+        return unavailable(subject, foreign.one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
     except BaseException as error:
-        return unavailable(subject, f"could not be described: {one_line(error)}")
+        return unavailable(subject, f"could not be described: {foreign.one_line(error)}")
 
 
-def unavailable(subject: Subject, reason: str) -> BackendFacts:
-    return BackendFacts(subject.backend.name, subject.backend.reference, (reason,), fingerprint="unavailable")
+def unavailable(subject: Subject, reason: str) -> record.BackendFacts:
+    return record.BackendFacts(subject.backend.name, subject.backend.reference, (reason,), fingerprint="unavailable")
 
 
 def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
@@ -213,7 +238,7 @@ def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, .
     return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
 
 
-def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
+def trace_all(subject: Subject, cases: Mapping[str, str]) -> record.Traced:
     """What a backend's calls of cases that it passed run, by capability, and the libraries that it loaded."""
     before, kernels, libraries = loaded_libraries(), dict[str, tuple[str, ...]](), dict[str, str]()
     with suppress(Exception):
@@ -233,4 +258,4 @@ def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
     with suppress(Exception):
         loaded = sorted(loaded_libraries() - before)
         libraries = {place_of(Path(path), subject.backend.file): file_digest(Path(path)) for path in loaded}
-    return Traced(kernels, libraries)
+    return record.Traced(kernels, libraries)

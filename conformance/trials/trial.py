@@ -23,12 +23,11 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving.driver import Observation, Perform, Step, parts_of, run_calls, why_not_plain
 from mla_conformance.judging.golden import MOST_OPERATIONS, Golden, memory_need
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+from mla_conformance.judging.record import BudgetUse, Check, Nonconformance, Record, Status, Verdict, failed
 from mla_conformance.problems import memory
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import ProblemError
-from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
+from mla_conformance.roles.definition import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
 

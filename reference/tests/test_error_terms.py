@@ -7,9 +7,18 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
-from mla_conformance.reference.projections import Projection, expand_key, projected_terms, up_project
-from mla_conformance.reference.roundings import P_ROUNDOFFS, Visible, most_of_a_sum, running_sums, shared_roundings
+from mla_conformance.reference.error_budget import (
+    P_ROUNDOFFS,
+    Roundoffs,
+    Visible,
+    element_budget,
+    expected_row_rms,
+    lse_budget,
+    most_of_a_sum,
+    running_sums,
+    shared_roundings,
+)
+from mla_conformance.reference.projections import expand_key, projected_terms, up_project
 
 SCALE = 0.3
 ROUNDOFF = 2.0**-10
@@ -99,7 +108,7 @@ class Layer:
         return attention(q, k, v, **starts, scale=0.3, causal=True, with_terms=True, with_key_terms=True)
 
     def golden(self) -> AttentionState:
-        state, projection = self.state(self.q, self.k, self.v), Projection(self.kv_c, self.weight)
+        state, projection = self.state(self.q, self.k, self.v), (self.kv_c, self.weight)
         starts = {"query_start_loc": (0, 4), "key_start_loc": (0, 30)}
         projected = projected_terms(self.q, self.k, self.v, projection, **starts, scale=0.3)
         return AttentionState(state.output, state.lse, state.terms, projected)
@@ -141,7 +150,7 @@ def test_a_faithful_route_has_the_size_of_its_budget(route: Any, roundoffs: Any)
 
 def test_rows_without_keys_have_no_terms() -> None:
     layer = Layer()
-    projection, starts = Projection(layer.kv_c[:2], layer.weight), {"query_start_loc": (0, 4), "key_start_loc": (0, 2)}
+    projection, starts = (layer.kv_c[:2], layer.weight), {"query_start_loc": (0, 4), "key_start_loc": (0, 2)}
     few = projected_terms(layer.q, layer.k[:2], layer.v[:2], projection, **starts, scale=0.3)
     assert all(not part[:2].any() and part[2:].any() for part in vars(few).values())
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.dimensions import PRESETS
-from mla_conformance.reference.layer import PagedContext, QueryGrowth, WholeLayer, latents, mla_layer
-from mla_conformance.reference.projections import MLAWeights, Rotation, rms_norm
+from mla_conformance.reference.layer import ModelDimensions, PagedContext, QueryGrowth, WholeLayer, mla_layer
+from mla_conformance.reference.projections import MLAWeights, Rotation, latents, rms_norm
 from mla_conformance.tests.proof.yarn import Yarn
 
-SMALL = PRESETS["small"]
+SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_rank=32, head=PRESETS["small"].head)
 PATHS: Any = ("compute_friendly", "data_movement_friendly", "chunked_prefill")
 PLAIN = WholeLayer(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
 POSITIONS = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])

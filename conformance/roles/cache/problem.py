@@ -8,19 +8,18 @@ import torch
 
 from mla_conformance.backends import cache, roles
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.judging import golden, steps, verdict
+from mla_conformance.judging import golden, record, steps
 from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, Latents, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.layer.problem import LatentBatch
+from mla_conformance.roles.layer.problem import ASIDE, LatentBatch
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
 """Blocks of poison beside a cache, rows behind those of a workspace, and entries or blocks that nobody asks for."""
-_ASIDE = 1 - 2.0**-6
 _FILLING = 0x5A  # of numbers before a call, since all bits set would be -1, which is right in some places
 _HOLES = 8  # one of so many places in a list is -1, and another one outside where that is asked for
 
@@ -71,7 +70,7 @@ class CacheBatch(LatentBatch[CacheCase]):
         tiles = kv_c[:, : form.coded].unflatten(1, (form.tiles, form.tile))
         largest = tiles.abs() == tiles.abs().amax(dim=-1, keepdim=True)
         moved = largest & ~steady(kv_c, form, self.case.scales, TIE_SLACK).unsqueeze(-1)
-        coded = tiles.where(~moved, tiles * _ASIDE).flatten(1)
+        coded = tiles.where(~moved, tiles * ASIDE).flatten(1)
         return torch.cat((coded, kv_c[:, form.coded :]), dim=1), k_pe
 
     def calls(self) -> tuple[CacheCall, ...]:
@@ -191,7 +190,7 @@ def golden_bytes(problem: calls.Problem) -> golden.Golden:
 
 
 class CacheJudge(steps.Steps):
-    writes: ClassVar = verdict.Check.WRITTEN
+    writes: ClassVar = record.Check.WRITTEN
 
 
 CACHE = RoleDefinition(

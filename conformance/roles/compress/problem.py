@@ -8,8 +8,7 @@ import torch
 
 from mla_conformance.backends import compress, roles
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
-from mla_conformance.problems.cached_batch import int32, poisoned_pages, tails_of, write_pages
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems import cached_batch, memory
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
 from mla_conformance.reference.indexer import Prepared, pooled, rms_norm, rotated, windows
@@ -69,7 +68,7 @@ class CompressCall(CacheCall):  # ``run_compress`` for each step, in order; what
             named |= {f"{name} of call {number}": x for name, x in tensors.items()}
         return named
 
-    def invoke(self, backend: compress.MLACompressBackend, out: Guarded | None) -> None:
+    def invoke(self, backend: compress.MLACompressBackend, out: memory.Guarded | None) -> None:
         self.reset()
         caches = {name: image.cache for name, image in self.written.items()}
         for kv, score, metadata in self.steps:
@@ -93,9 +92,9 @@ class CompressBatch(Draw[CompressCase]):
         self.weights = ape, 1 + 0.5 * torch.randn(case.head_dim, generator=drawing)  # [m, C · D], and the norm's [D]
         self.table = Rotation.plain(case.rope_dim, interleaved=True).table(torch.arange(max(case.totals))).float()
         entries = tuple(total // case.ratio for total in case.totals)
-        empty = poison((sum(entries), case.head_dim), self.dtype, torch.device("cpu"), case.poison)
+        empty = memory.poison((sum(entries), case.head_dim), self.dtype, torch.device("cpu"), case.poison)
         self.entry_starts, padding = start_loc(entries), (0,) * case.pad
-        self.pages = write_pages(self, empty, (*entries, *padding), "auto", case.page, _GUARDS)
+        self.pages = cached_batch.write_pages(self, empty, (*entries, *padding), "auto", case.page, _GUARDS)
         # Of each call the pages of states, by request and column; and the blocks [n] that they are, spare ones behind.
         self.tables, count = deal_pages(case)
         self.blocks = torch.randperm(count + case.spare, generator=self.drawing(case.seed)) + 1
@@ -106,7 +105,7 @@ class CompressBatch(Draw[CompressCase]):
         ape, norm_weight = self.weights
         slots = torch.cat([metadata.state_slot_mapping for *_, metadata in steps])
         like = torch.empty(0, 2 * case.columns, device=self.device)
-        states = poisoned_pages(case, 1 + len(self.blocks), like, "auto", case.state_page, _GUARDS)
+        states = cached_batch.poisoned_pages(case, 1 + len(self.blocks), like, "auto", case.state_page, _GUARDS)
         golden = [self._golden(rows) for rows in segments(self.starts)]
         low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
         named = {"ape": ape, "norm_weight": norm_weight, "cos_sin_cache": self.table}
@@ -137,12 +136,12 @@ class CompressBatch(Draw[CompressCase]):
         positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])
         own = torch.cat([torch.full((len(tokens),), row) for row, tokens in enumerate(step.values())])
         rows = torch.tensor(self.starts)[requests][own] + positions
-        behind = poison((case.pad, 2 * case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
+        behind = memory.poison((case.pad, 2 * case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
         x = torch.cat((self.projected[rows], behind)).unsqueeze(1).to(self.device)
         kv, score = lay_out("q", x, x, case)[:, 0].chunk(2, dim=1)
         # Where a group does not need a page, what the case puts past the last.
         blocks, width = self.blocks, 1 + max(map(max, columns.values())) + _UNUSED_COLUMNS
-        states = tails_of(case, blocks, len(columns), width)
+        states = cached_batch.tails_of(case, blocks, len(columns), width)
         for row, held in enumerate(columns.values()):
             states[row, list(held)] = blocks[list(held.values())].int()
         state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
@@ -152,8 +151,8 @@ class CompressBatch(Draw[CompressCase]):
         metadata = compress.CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
-            query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
-            seq_lens=int32([tokens.stop for tokens in step.values()], self.device),
+            query_start_loc=cached_batch.int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
+            seq_lens=cached_batch.int32([tokens.stop for tokens in step.values()], self.device),
             slot_mapping=self._padded(slots[entry].where(ends, -1), -1),
             block_table=self.pages.block_table[requests],
             state_slot_mapping=self._padded(state, -1),

@@ -25,10 +25,6 @@ class DecodeCall(calls.AttentionCall):
     means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
-    def name(self) -> str:
-        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
-
-    @property
     def returns_lse(self) -> bool:
         return self.case.lse or self.case.ranks > 1  # a case that is about outputs leaves it to others
 

@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends import indexer, roles, sparse
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import golden, steps, tolerance, verdict
+from mla_conformance.judging import golden, record, steps, tolerance
 from mla_conformance.problems import cached_batch, calls, operands
 from mla_conformance.reference.indexer import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
@@ -130,7 +130,7 @@ class IndexJudge(steps.SelectionSteps):
         name, dtype = ("topk_indices", torch.int32) if returned.call.selects else ("logits", torch.float32)
         return [(name, torch.Size(returned.call.result_shape), dtype)]
 
-    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[record.Verdict | None]:
         (returned,), (golden, budget) = observation.returned, self._golden()
         call, got = returned.call, self.rows.pick(returned.value)
         if call.selects:

@@ -14,7 +14,7 @@ from mla_conformance.backends.layer import attention_impl, context_parallel, mla
 from mla_conformance.problems import calls, memory
 from mla_conformance.problems.operands import ProblemError, rows_of
 from mla_conformance.problems.written import CacheImage
-from mla_conformance.reference import chunking, projections
+from mla_conformance.reference import chunking
 from mla_conformance.roles.layer.case import LayerCase, Order
 
 
@@ -110,7 +110,7 @@ class LayerCall(calls.CallOfARank):
             plans=tuple(map(self._ends, chunking.PLANNERS.values())) if self.merges and self.case.ranks == 1 else (),
         )
         if self.case.weights == "dense":
-            return replace(whole, projection=projections.Projection(self.latents, self.weight.to(self.latents)))
+            return replace(whole, projection=(self.latents, self.weight.to(self.latents)))
         return whole
 
     def _ends(self, planner: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:

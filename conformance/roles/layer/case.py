@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice, product
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, dimensions, space
@@ -78,9 +78,6 @@ class LayerCase(cached.CachedCase):
         self, contexts: Sequence[int], planner: Callable[..., tuple[ContextChunk, ...]] = plan_context_chunks
     ) -> tuple[ContextChunk, ...]:
         return planner(contexts, workspace_tokens=self.workspace_tokens, page_size=self.page)
-
-    def without(self, requests: range) -> dict[str, Any]:
-        return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

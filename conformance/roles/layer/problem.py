@@ -23,7 +23,7 @@ from mla_conformance.roles.prefill.problem import PREFILL
 _TILE, _TILES = 128, slice(512, 528)
 _TOKENS = 128  # tokens that are moved away from ties at a time: a core's cache holds the steps between
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
-_ASIDE = 1 - 2.0**-6
+ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
 _GRID = 32  # steps of the grid in a standard deviation of dense weights; four deviations are within an int8
 
@@ -34,7 +34,7 @@ def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     _, exponent = torch.frexp(quotient)
     step = torch.exp2((exponent - 1).clamp(min=_LEAST_EXPONENT).double() - _MANTISSA_BITS)
     off = ((quotient / step).frac() - 0.5).abs() * step
-    return torch.where(off <= 4 * TIE_SLACK * quotient, x * _ASIDE, x).to(x.dtype)
+    return torch.where(off <= 4 * TIE_SLACK * quotient, x * ASIDE, x).to(x.dtype)
 
 
 def _one_tile_times(factor: float, kv_c: torch.Tensor) -> torch.Tensor:

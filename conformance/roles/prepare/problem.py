@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends import declaration, prepare, roles
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging import diagnosis, golden, steps, tolerance, verdict
+from mla_conformance.judging import diagnosis, golden, record, steps, tolerance
 from mla_conformance.problems import calls, operands
 from mla_conformance.reference import indexer as reference
 from mla_conformance.reference.indexer import Prepared
@@ -142,7 +142,7 @@ class PrepareJudge(steps.Steps):
             else ("scales of q", torch.Size((tokens, heads, blocks)), torch.float32),
         ]
 
-    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[record.Verdict | None]:
         for part in self._parts(observation):
             yield self._scales(part)
             yield self._codes(part)
@@ -171,7 +171,7 @@ class PrepareJudge(steps.Steps):
         largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
         return reference.scale_bounds(largest, error, self.case.scales == "pow2")
 
-    def _scales(self, part: _Part) -> verdict.Verdict | None:
+    def _scales(self, part: _Part) -> record.Verdict | None:
         low, high = self._bounds(part)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
         if self.case.scales == "pow2":
@@ -184,7 +184,7 @@ class PrepareJudge(steps.Steps):
         what = f"scale of {part.name}{folded} is {part.scales[index]:.6g}"
         return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
 
-    def _codes(self, part: _Part) -> verdict.Verdict | None:
+    def _codes(self, part: _Part) -> record.Verdict | None:
         not_a_number = part.codes.double().isnan()
         if bool(not_a_number.any()):
             index = tuple(not_a_number.nonzero()[0].tolist())
@@ -201,10 +201,10 @@ class PrepareJudge(steps.Steps):
         detail += f"{int(outside[index])} codes outside the allowed interval"
         return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
 
-    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> verdict.Verdict:
+    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> record.Verdict:
         place = diagnosis.Position.of(self.rows, list(index))
         text = f"index preparation: {message}, at {place}, {diagnosis.extent(self.rows, wrong)}"
-        return verdict.failed(verdict.Check.PREPARED, text, place.to_json())
+        return record.failed(record.Check.PREPARED, text, place.to_json())
 
 
 def preparation(case: Any, scales: str, eps: float, **facts: Any) -> Any:

@@ -34,10 +34,6 @@ class SparseCall(calls.AttentionCall):
         found: torch.Tensor = self.given["kv_cache" if self.case.is_paged else "kv"]
         return found
 
-    @property
-    def name(self) -> str:
-        return super().name if self.case.ranks == 1 else f"rank {self.metadata.dcp_rank}"
-
     def invoke(self, backend: sparse.MLASparseBackend, out: memory.Guarded | None) -> Any:
         """Gathered keys are plain: a prefill takes no scale of codes."""
         given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}

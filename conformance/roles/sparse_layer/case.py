@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, cached, classes, dimensions, grammar
@@ -77,9 +77,6 @@ class SparseLayerCase(cached.CachedCase):  # A question to a sparse layer; ``lay
     @property
     def sizes(self) -> Sizes:
         return super().sizes._replace(key=self.hidden_size)
-
-    def without(self, requests: range) -> dict[str, Any]:
-        return {**super().without(requests), "decodes": sum(index not in requests for index in range(self.decodes))}
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -1,11 +1,13 @@
-"""The hidden states of a sparse layer's batch, made so that no rounding changes what is stored or selected.
+"""The weights and hidden states of a sparse layer's batch, made so that no rounding changes what is stored or selected.
 
 Everything that stands between two steps is a value of the model's dtype, whatever rounds there: weights pick columns,
 latents have a root mean square of a power of two, index keys such a variance, pairs turn by quarters. So the golden
 layer in float64, rounded where a layer stores, is the only right one.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,13 +15,14 @@ from torch import Tensor
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
-from mla_conformance.reference import cache_layout
-from mla_conformance.reference.indexer import IndexScores, Prepared, index_scores, rotated
-from mla_conformance.reference.layer import index_keys, index_queries, index_weights, query_latent
+from mla_conformance.reference import cache_layout, dimensions, indexer, projections
+from mla_conformance.reference.projections import MLAWeights, Rotation
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
-from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put
 
+EPSILON = 1e-6
+_QUARTERS = (1, 2, 3)  # quarters of a turn in which pairs turn from token to token, so that a rotation rounds nothing
 _PAIR, _ABREAST = 2, 4
 _MOST_KEYS = 80
 """Different keys of the tokens of a request that are of a topic, so that they are independent of one another."""
@@ -33,7 +36,6 @@ _BLOCK = (7, *[2] * 16, *[1] * 15)
 
 MARGIN = 0.5  # of the best score of a row, how far the last selected token stands above the best that is left out
 _MOST_DRAWS = 4
-_WEIGHTS_SEED = 39
 _LEAST = 2.0**-6  # of a latent, so that none is a subnormal number
 _LARGER = 4.0  # latents and keys before their norms, so that its epsilon is nothing beside them
 
@@ -115,10 +117,64 @@ class Topics:
         return query[place], weights[place]
 
 
+@lru_cache(maxsize=1)  # for the batches of one layer: hundreds of MB, which nobody writes
+def _weights(
+    head: dimensions.MLADimensions, sizes: tuple[int, ...], seed: int
+) -> tuple[MLAWeights, projections.IndexerWeights, tuple[float, ...]]:
+    """Weights of the attention and of the indexer, float64 on the CPU, and by how much each pair turns."""
+    hidden, heads, latent, index_heads, queries = sizes
+    rope, query, generator = head.qk_rope_head_dim, queries * INDEX_DIM, torch.Generator().manual_seed(seed)
+    parts = (query, latent, rope, INDEX_DIM, index_heads)
+    w_dq, w_dkv, w_kr, wk, weights_proj = _picks(hidden, sum(parts), generator).split(parts, dim=1)
+    weights = MLAWeights(
+        W_DQ=w_dq,
+        W_UQ=selection(query, heads, head.qk_nope_head_dim, generator),
+        W_QR=selection(query, heads, rope, generator),
+        W_DKV=w_dkv,
+        W_UK=selection(latent, heads, head.qk_nope_head_dim, generator),
+        W_KR=w_kr,
+        W_UV=selection(latent, heads, head.v_head_dim, generator),
+        W_O=_picks(hidden, heads * head.v_head_dim, generator).mT,
+        q_norm=_powers(query, (0.25, 1.0, 4.0), generator),
+        kv_norm=_powers(latent, (1.0, 2.0), generator),
+    )
+    every = _picks(query, query, generator).unflatten(1, (queries, INDEX_DIM))
+    index = projections.IndexerWeights(
+        wq_b=every[:, torch.arange(index_heads) % queries],
+        wk=wk,
+        k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
+        k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
+        weights_proj=weights_proj,
+    )
+    drawn = torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()
+    return weights, index, tuple(_QUARTERS[number] * math.pi / 2 for number in drawn)
+
+
+def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
+    """Rows [T, in] of which weights [in, out] pick these values [T, out]; other columns stay as they are."""
+    rows, columns = picks.nonzero(as_tuple=True)  # one of each column
+    rows = rows[columns.argsort()]
+    return x.index_copy(1, rows, values / picks[rows, torch.arange(picks.shape[1])])
+
+
+def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return selection(rows, 1, columns, generator)[:, 0]
+
+
+def _powers(columns: int, values: tuple[float, ...], generator: torch.Generator) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (columns,), generator=generator)]
+
+
 class HiddenStates(CachedBatch[SparseLayerCase]):
     def __init__(self, case: SparseLayerCase, device: torch.device, salt: str = "") -> None:
         super().__init__(case, device, salt)
-        self.layer = layer = DrawnLayer.draw(case, self.drawing(_WEIGHTS_SEED).initial_seed())
+        # The layer as the reference has it.
+        sizes = (case.hidden_size, case.heads, case.kv_lora_rank, case.index_heads, case.queries)
+        self.weights, self.index, turns = _weights(case.dimensions, sizes, self.drawing(39).initial_seed())
+        rotation = Rotation(frequencies=turns, interleaved=case.layer_pairs == "neighbours")
+        self.spec = projections.LayerSpec(rotation=rotation, q_norm=EPSILON, kv_norm=EPSILON)
+        rotation = replace(rotation, interleaved=case.pairs == "neighbours")
+        self.index_spec = projections.IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
         self.counted = start_loc(case.q)  # first new token of each request that is none of padding, and the end
         self.positions = torch.cat([torch.arange(total) for total in case.totals])
         self.new = new = self.new_of(map(torch.arange, case.totals))
@@ -126,9 +182,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         # what they are indexed by, float64: queries [T, H, D] and weights [T, H] of the new tokens, keys [S, D] of all.
         for _ in range(_MOST_DRAWS):
             self.hidden = hidden = self._drawn()
-            q = index_queries(self.query_latent(hidden), self.positions[new], layer.index, layer.index_spec).values
-            self.keys = index_keys(hidden, self.positions, layer.index, layer.index_spec).values
-            weights = index_weights(hidden[new], layer.index)
+            q = projections.index_queries(
+                self.query_latent(hidden), self.positions[new], self.index, self.index_spec
+            ).values
+            self.keys = projections.index_keys(hidden, self.positions, self.index, self.index_spec).values
+            weights = projections.index_weights(hidden[new], self.index)
             if case.shared or (gap := self._gap(q, weights, self.keys)) >= MARGIN:
                 break
         else:
@@ -145,7 +203,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         self.lists = torch.nn.functional.pad(named, (0, case.topk - named.shape[1]), value=NO_KEY)
 
     def _drawn(self) -> Tensor:
-        case, layer, tokens = self.case, self.layer, len(self.positions)
+        case, tokens = self.case, len(self.positions)
         # Latents have a root mean square that is a power of two; of a cache of codes they are codes.
         if case.holds_codes or case.data == Data.INTEGERS:
             known = _LARGER * drawn_blocks(tokens, case.kv_lora_rank, self.generator)
@@ -156,11 +214,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         size = case.topk // case.topics
         of_requests = [Topics.drawn(total, case.topk, size, self.generator) for total in case.totals]
         keys = [topics.keys(INDEX_DIM, self.generator) for topics in of_requests]
-        drawn = put(drawn, layer.weights.W_DKV, known)
-        drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
+        drawn = put(drawn, self.weights.W_DKV, known)
+        drawn = put(drawn, self.index.wk, _LARGER * torch.cat(keys))
         # What latent queries [T, Lq] before their norm and weights [T, H] are to be.
-        form, found = layer.index_spec, []
-        stored = index_keys(drawn, self.positions, layer.index, form).values.to(self.dtype).double()
+        form, found = self.index_spec, []
+        stored = projections.index_keys(drawn, self.positions, self.index, form).values.to(self.dtype).double()
         for topics, rows, kv in zip(of_requests, segments(start_loc(case.totals)), case.kv, strict=True):
             directions = topics.directions(stored[rows])
             sizes = case.topk, case.queries
@@ -176,11 +234,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         weights.scatter_(1, deciding, asked * (1 - _OF_ANOTHER * (replicas - 1)))
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
         back = form.rotation.table(-self.positions[self.new])
-        before = rotated(Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
-        normed = put(torch.zeros_like(before), layer.index.wq_b[:, : case.queries].flatten(1), before)
-        assert layer.weights.W_DQ is not None and layer.weights.q_norm is not None
-        latent = put(drawn[self.new], layer.weights.W_DQ, _of_one_size(normed / layer.weights.q_norm))
-        drawn[self.new] = put(latent, layer.index.weights_proj, weights)
+        before = indexer.rotated(indexer.Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
+        normed = put(torch.zeros_like(before), self.index.wq_b[:, : case.queries].flatten(1), before)
+        assert self.weights.W_DQ is not None and self.weights.q_norm is not None
+        latent = put(drawn[self.new], self.weights.W_DQ, _of_one_size(normed / self.weights.q_norm))
+        drawn[self.new] = put(latent, self.index.weights_proj, weights)
         return drawn.to(self.dtype)
 
     def _gap(self, q: Tensor, weights: Tensor, k: Tensor) -> float:
@@ -205,11 +263,11 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     def query_latent(self, hidden: Tensor) -> Tensor:
         """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
-        return query_latent(hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
+        return projections.query_latent(hidden[self.new], self.weights, self.spec).to(self.dtype).double()
 
-    def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> IndexScores:
+    def _scored(self, q: Tensor, weights: Tensor, k: Tensor) -> indexer.IndexScores:
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
-        return index_scores(q, weights, k, **starts)
+        return indexer.index_scores(q, weights, k, **starts)
 
 
 def _of_one_size(x: Tensor) -> Tensor:

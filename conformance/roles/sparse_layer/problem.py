@@ -9,17 +9,17 @@ from torch import Tensor
 
 from mla_conformance.backends import roles, sparse, sparse_layer
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.judging import judge, verdict
+from mla_conformance.judging import judge, record
 from mla_conformance.problems import cached_batch, calls, memory, operands
 from mla_conformance.problems.written import CacheImage, Latents, SelectedLists
-from mla_conformance.reference import cache_layout, layer
+from mla_conformance.reference import cache_layout, projections
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.call import LayersOnRanks
 from mla_conformance.roles.prepare.problem import preparation
-from mla_conformance.roles.sparse_layer import hidden_states, weights
+from mla_conformance.roles.sparse_layer import hidden_states
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 _INDEX_SEED = 10**6
@@ -89,12 +89,12 @@ class SparseLayerCall(calls.CallOfARank):
 
 class SparseLayerBatch(hidden_states.HiddenStates):
     def calls(self) -> tuple[calls.CallOfARank | calls.CallOnRanks]:
-        w, form = self.layer.weights, self.layer.spec
+        w, form = self.weights, self.spec
         # kv_c [S, L] and k_pe [S, R] of the model's dtype.
-        latent, rope = layer.latents(self.hidden, self.positions, w, form)
+        latent, rope = projections.latents(self.hidden, self.positions, w, form)
         kv_c, k_pe = latent.to(self.dtype), rope.to(self.dtype)
         # q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new.
-        asked = layer.queries(self.query_latent(self.hidden), self.positions[self.new], w, form)
+        asked = projections.queries(self.query_latent(self.hidden), self.positions[self.new], w, form)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         attended = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         on_device = [x.to(self.device) for x in attended]
@@ -119,7 +119,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in attended)
         first = torch.tensor(operands.start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         x = self.padded(self.hidden[self.new]).unsqueeze(1)
-        table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
+        table = self.index_spec.rotation.table(torch.arange(max(case.totals)))
         return SparseLayerCall(
             q=q,
             k=k,
@@ -132,7 +132,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
                 "positions": torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
                 "cos_sin_cache": table.round().float().to(self.device),  # exact: pairs turn by quarters
             },
-            weights=self.layer.handed(case, self.dtype, self.device, rank),
+            weights=self._handed(rank),
             metadata=sparse_layer.MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
             written={
                 "kv_cache": latent,
@@ -141,6 +141,34 @@ class SparseLayerBatch(hidden_states.HiddenStates):
             },
             case=case,
             rank=rank,
+        )
+
+    def _handed(self, rank: int) -> sparse_layer.SparseLayerWeights:
+        """The weights as a layer under test gets them on a rank: those of its heads, and all that have none."""
+
+        def linear(*parts: Tensor) -> Tensor:
+            return torch.cat([part.to(self.dtype) for part in parts], dim=-1).flatten(1).mT.contiguous().to(self.device)
+
+        index, own = self.index, ("W_UQ", "W_QR", "W_UK", "W_UV")
+        heads = {name: getattr(self.weights, name).chunk(self.case.tp, dim=1)[rank] for name in own}
+        w = replace(self.weights, **heads, W_O=self.weights.W_O.chunk(self.case.tp)[rank])
+        assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
+        indexer = sparse_layer.SparseIndexerWeights(
+            wq_b=linear(index.wq_b),
+            wk=linear(index.wk),
+            k_norm_weight=index.k_norm.to(self.device, torch.float32),
+            k_norm_bias=index.k_norm_bias.to(self.device, torch.float32),
+            weights_proj=linear(index.weights_proj),
+        )
+        return sparse_layer.SparseLayerWeights(
+            q_a_proj=linear(w.W_DQ),
+            q_a_layernorm=w.q_norm.to(self.device, self.dtype),
+            q_b_proj=linear(w.W_UQ, w.W_QR),
+            kv_a_proj_with_mqa=linear(w.W_DKV, w.W_KR),
+            kv_a_layernorm=w.kv_norm.to(self.device, self.dtype),
+            kv_b_proj=linear(w.W_UK, w.W_UV),
+            o_proj=linear(w.W_O),
+            indexer=None if self.case.shared else indexer,
         )
 
     def _cache(
@@ -172,7 +200,7 @@ class SparseLayerBatch(hidden_states.HiddenStates):
 class SparseLayerJudge(judge.AttentionJudge):
     """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
 
-    writes: ClassVar = verdict.Check.WRITTEN
+    writes: ClassVar = record.Check.WRITTEN
     writes_first: ClassVar = True
 
 
@@ -190,8 +218,8 @@ SPARSE_LAYER = _SparseLayer(
     facts=lambda case, dtype: {
         "num_heads": case.heads // case.tp,
         "is_neox_style": case.layer_pairs == "halves",
-        "rms_norm_eps": weights.EPSILON,
-        "preparation": preparation(case, case.index_scales, weights.EPSILON, **_INDEXER),
+        "rms_norm_eps": hidden_states.EPSILON,
+        "preparation": preparation(case, case.index_scales, hidden_states.EPSILON, **_INDEXER),
         "tp_rank": 0,
     },
     judge=SparseLayerJudge,

@@ -9,10 +9,9 @@ import torch
 from mla_conformance.backends import declaration, roles, topk
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging import golden, steps, verdict
+from mla_conformance.judging import golden, record, steps
 from mla_conformance.problems import calls, memory, operands
-from mla_conformance.reference.indexer import WindowScores, window_scores
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference import indexer, selected
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.topk.case import TIED, TopKCase
 
@@ -98,7 +97,7 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class GoldenWindows(golden.Golden):
-    scores: WindowScores  # their logits
+    scores: indexer.WindowScores  # their logits
     starts: torch.Tensor  # [n] int64, the first column of each
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
@@ -109,7 +108,7 @@ def golden_windows(problem: calls.Problem) -> GoldenWindows:
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
     tokens = lengths if call.metadata.token_lengths is None else rows.pick(call.metadata.token_lengths)
-    return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long(), tokens.long())
+    return GoldenWindows(rows, indexer.window_scores(rows.pick(call.q), lengths, starts), starts.long(), tokens.long())
 
 
 @dataclass(frozen=True)
@@ -122,17 +121,17 @@ class PoolTokens:
     def positions(self, places: int) -> torch.Tensor:
         """[n, places] numbers of the whole pools that are named, the last first, -1 behind them."""
         named = self._told()[2] == self.pool
-        numbered = torch.arange(named.shape[1], device=named.device).where(named, NO_KEY)
-        found = torch.nn.functional.pad(numbered, (0, places), value=NO_KEY).sort(dim=1, descending=True)
+        numbered = torch.arange(named.shape[1], device=named.device).where(named, selected.NO_KEY)
+        found = torch.nn.functional.pad(numbered, (0, places), value=selected.NO_KEY).sort(dim=1, descending=True)
         return found.values[:, :places]
 
     def wrong(self) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
         """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
         seen, last, counts = self._told()
-        strange = (self.numbers != NO_KEY) & ~seen
+        strange = (self.numbers != selected.NO_KEY) & ~seen
         yield lambda row: f"{int(self.numbers[row][strange[row]][0])} is no token that it sees", strange.any(dim=1)
         ordered = self.numbers.sort(dim=1).values
-        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != selected.NO_KEY)
         yield lambda row: f"token {int(ordered[row, 1:][twice[row]][0])} is named twice", twice.any(dim=1)
         wanted, of_last = (self.tokens % self.pool) * self.tail, "tokens of the last pool are named"
         yield lambda row: f"{int(last[row])} {of_last}, expected {int(wanted[row])}", last != wanted
@@ -161,7 +160,7 @@ class TopKJudge(steps.SelectionSteps):
     def _expected_form(self, returned: Returned) -> steps.Form:
         return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
 
-    def _numbers(self, observation: Observation) -> Iterator[verdict.Verdict | None]:
+    def _numbers(self, observation: Observation) -> Iterator[record.Verdict | None]:
         golden = self.expectation.scores
         for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
             name, positions = returned.call.name, self._positions(numbers)
@@ -181,12 +180,12 @@ class TopKJudge(steps.SelectionSteps):
         if self.case.pool > 1:
             return self._tokens(numbers).positions(self.case.topk // self.case.pool)
         relative = numbers if self.declaration.selection.relative else numbers - self.expectation.starts.unsqueeze(1)
-        return relative.where(relative >= 0, steps.NOTHING).where(numbers != NO_KEY, NO_KEY)
+        return relative.where(relative >= 0, steps.NOTHING).where(numbers != selected.NO_KEY, selected.NO_KEY)
 
     def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
         return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
 
-    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[verdict.Verdict | None]:
+    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[record.Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
         golden, named, declared = self.expectation.scores, positions >= 0, self.declaration.selection
         scores, empty = golden.scores, not golden.scores.numel()

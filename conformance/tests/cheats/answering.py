@@ -19,9 +19,8 @@ from mla_conformance.engine.journal import JOURNAL_NAME, RUNS
 from mla_conformance.engine.messages import TaskReply, encode
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judge import AttentionJudge
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.roles.table import build_problem
+from mla_conformance.judging.record import Record, Status, Verdict
+from mla_conformance.roles.definition import build_problem
 from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import relatives, stack_of
 

@@ -13,10 +13,9 @@ import torch
 from mla_conformance.engine import messages
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import GoldenAttention
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Record, Status, Verdict
 from mla_conformance.judging.tolerance import tolerance
-from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.roles import table
+from mla_conformance.roles import definition
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import stack_of
 from mla_conformance.trials import trial
@@ -26,7 +25,7 @@ from mla_conformance.trials.trial import Trial
 @cheat(caught=WRONG)
 def ReplacesTheJudge(kernel, output, lse, q, k, v):
     """Puts a judge that passes everything in the judge's place, wherever that was imported."""
-    table.judge = trial.judge = lambda *_: Verdict(Status.PASS)
+    definition.judge = trial.judge = lambda *_: Verdict(Status.PASS)
 
 
 @cheat(caught=WRONG)

@@ -17,12 +17,11 @@ from mla_conformance.engine.journal import RunFolder
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
-from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
+from mla_conformance.expectations import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import meaning_digest
 from mla_conformance.files.whole import Section, decode, write_output
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
 from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats

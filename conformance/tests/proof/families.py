@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
-from mla_conformance.reference.layer import QueryGrowth, WholeLayer
+from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.reference.layer import ModelDimensions, QueryGrowth, WholeLayer
 from mla_conformance.reference.projections import Rotation, plain_frequencies
 from mla_conformance.tests.proof.yarn import Yarn
 

@@ -17,20 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from mla_conformance.reference.cache_layout import write_rows
 from mla_conformance.reference.indexer import index_scores
-from mla_conformance.reference.layer import (
+from mla_conformance.reference.layer import PagedContext, Path, WholeLayer, mla_layer
+from mla_conformance.reference.projections import (
     IndexerSpec,
     IndexerWeights,
-    PagedContext,
-    Path,
-    WholeLayer,
+    MLAWeights,
     index_keys,
     index_queries,
     index_weights,
     latents,
-    mla_layer,
     query_latent,
+    split_kv_b_proj,
 )
-from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.tests.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
 
