@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.grammar import LARGEST, Data
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.record import Check
@@ -110,6 +110,8 @@ def prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
 def sparse_layer_graph(trial: Trial) -> None:
     """Batches of every size up to the captured one, with padding behind them, and one beyond it without the graph."""
     case, size = trial.case, len(trial.case.q)
+    if size < 2 or {*case.q} != {1}:
+        raise CaseError(f"sparse_layer_graph expects two requests or more of one new token each, got q={[*case.q]}")
 
     def batch(requests: int, seed: int) -> Problem:  # some of them, in another order, some shorter; padding behind
         draw = Random(f"{case.id}|{requests}|{seed}")

@@ -38,6 +38,7 @@ class CompressCase(cached.CacheOperation):
     inputs: str = one_of(("float32", "model"), "float32", "dtype of key states and scores")
     state_page: int = at_least(1, 4, "tokens of a page of states")
     chunk: int = at_least(0, 0, "new tokens in a call; 0 for all")
+    moved: bool = given(False, "whether the requests of each call stand one row further than those of the last")
 
     @property
     def columns(self) -> int:
@@ -47,16 +48,20 @@ class CompressCase(cached.CacheOperation):
     def block_elements(self) -> int:  # with its states'
         return super().block_elements + 2 * self.state_page * self.columns
 
-    def steps(self) -> Iterator[dict[int, range]]:  # the tokens of each request that has some, call by call
+    def steps(self) -> Iterator[dict[int, range]]:
+        """The tokens of each request that has some, call by call, in the order of its rows."""
         before = {request: range(kv) for request, kv in enumerate(self.kv) if kv}
-        yield from [before] if before else []
-        size = self.chunk or max(self.q)
+        steps, size = [before] if before else [], self.chunk or max(self.q)
         for start in range(0, max(self.q), max(1, size)):
-            yield {
+            new = {
                 request: range(kv + start, kv + min(q, start + size))
                 for request, (q, kv) in enumerate(zip(self.q, self.kv, strict=True))
                 if q > start
             }
+            steps.append(new)
+        for number, step in enumerate(steps):
+            rows, further = list(step.items()), number % len(step) if self.moved else 0
+            yield dict(rows[-further:] + rows[:-further] if further else rows)
 
     @property
     def sizes(self) -> Sizes:
