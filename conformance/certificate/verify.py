@@ -75,8 +75,9 @@ def judged_list(certificate: Certificate) -> Set[str]:
         return own
     began, then = capabilities.first_cases(), numbers_of(certificate.version)
     added = capabilities.added_cases().items()
-    had = (case for case, since in added if since <= then or case.id in certificate.cases)
-    return dict.fromkeys(case.id for case in (*began, *had)).keys()
+    had = [case.id for case, since in added if since <= then or case.id in certificate.cases]
+    had += [case.id for case, (since, until) in capabilities.withdrawn_cases().items() if since <= then < until]
+    return dict.fromkeys((*(case.id for case in began), *sorted(had))).keys()
 
 
 def own_list(certificate: Certificate) -> Set[str] | None:

@@ -97,9 +97,8 @@ class Verdict:
     status: Status  # outcome
     message: str = ""  # one sentence for a person; empty for a pass
     check: Check | None = None  # what failed
-    where: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # request, token, head and column of the worst element
+    # request, token, head and column of the worst element
+    where: dict[str, int] = dataclasses.field(default_factory=dict)
     used: BudgetUse = BudgetUse()  # share of the error budget
     detail: str = ""  # the traceback of a call that raised
     # judged rows, rows of the batch, and how many were drawn, where not every row was judged

@@ -42,8 +42,9 @@ def test_every_listed_case_is_itself_once_and_the_version_that_adds_it_is_writte
     used = {name for entry in CAPABILITIES.values() for name in entry.lists}
     listed = {f"{role}.{name}".removeprefix(".") for role in ("", *ROLES) for name in lists_of(role)}
     assert used == listed - {"long_contexts"}
-    assert _parsed("q=[3] +2026.11.1") == ({"q": (3,)}, (2026, 11, 1)) and _parsed("q=[3]") == ({"q": (3,)}, ())
-    with pytest.raises(CaseError, match=r"expected \+YEAR.N.PATCH, the version that adds the case, got \+2026.11"):
+    assert _parsed("q=[3] +2026.11.1") == ({"q": (3,)}, (2026, 11, 1), ()) and _parsed("q=[3]") == ({"q": (3,)}, (), ())
+    assert _parsed("q=[3] +2026.11.1 -2026.11.3")[2] == (2026, 11, 3)
+    with pytest.raises(CaseError, match=r"expected \+YEAR.N.PATCH, the version that adds .*, got \+2026.11"):
         _parsed("q=[3] +2026.11")
 
 

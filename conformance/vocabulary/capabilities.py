@@ -91,23 +91,30 @@ class Capability:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        return array_of(self.name) if self.name in SPACES else tuple(case for case, _ in self._listed)
+        if self.name in SPACES:
+            return array_of(self.name)
+        return tuple(case for case, _, until in self._listed if not until)
 
     @cached_property
-    def _listed(self) -> list[tuple[Case, Version]]:
-        found = list[tuple[Case, Version]]()
+    def _listed(self) -> list[tuple[Case, Version, Version]]:
+        found = list[tuple[Case, Version, Version]]()
         for name in self.lists:  # of a role, or of those that several roles share
             role, _, own = name.rpartition(".")
             known = lists_of(role)
             if own not in known:
                 raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(known)}")
-            found += [(Case.of(capability=self.name, **fields), since) for fields, since in known[own]]
+            found += [(Case.of(capability=self.name, **fields), since, until) for fields, since, until in known[own]]
         return found
 
     @cached_property
     def added(self) -> dict[Case, Version]:
         """The cases with which the suite's list did not begin, each with the version that added it."""
-        return {case: since for case, since in self._listed if since[:2] == numbers_of(SUITE_VERSION)}
+        return {case: since for case, since, until in self._listed if _of_this_suite(since) and not until}
+
+    @cached_property
+    def withdrawn(self) -> dict[Case, tuple[Version, Version]]:
+        """The cases that a version added and a later one withdrew, since a right kernel failed them."""
+        return {case: (since, until) for case, since, until in self._listed if until and _of_this_suite(since)}
 
     @property
     def first_cases(self) -> tuple[Case, ...]:
@@ -125,13 +132,20 @@ class Capability:
         return (*self.cases, *further)
 
 
+def _of_this_suite(version: Version) -> bool:
+    return version[:2] == numbers_of(SUITE_VERSION)
+
+
 _OUTSIDE: dict[str, str] = {}  # the lists of roles from outside
 
 
 @cache
-def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version]]]:
-    """The lists in a role's ``cases.txt``, by name; without one those that several roles share."""
-    found: dict[str, list[tuple[grammar.Fields, Version]]] = {}
+def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version, Version]]]:
+    """The lists in a role's ``cases.txt``, by name; without one those that several roles share.
+
+    Behind fields stand the versions that added and that withdrew them, empty if none did.
+    """
+    found: dict[str, list[tuple[grammar.Fields, Version, Version]]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
     text = _OUTSIDE.get(role)
     if text is None:
@@ -147,11 +161,13 @@ def lists_of(role: str) -> dict[str, list[tuple[grammar.Fields, Version]]]:
     return found
 
 
-def _parsed(line: str) -> tuple[grammar.Fields, Version]:
-    case, added, version = line.partition(" +")
-    if added and not re.fullmatch(r"\d+\.\d+\.\d+", version):
-        raise CaseError(f"expected +YEAR.N.PATCH, the version that adds the case, got {added.strip()}{version}")
-    return parse_fields(case.strip()), numbers_of(version)
+def _parsed(line: str) -> tuple[grammar.Fields, Version, Version]:
+    case, added, versions = line.partition(" +")
+    if added and not re.fullmatch(r"\d+\.\d+\.\d+( -\d+\.\d+\.\d+)?", versions):
+        expected = "+YEAR.N.PATCH, the version that adds the case, and -YEAR.N.PATCH behind it if one withdraws it"
+        raise CaseError(f"expected {expected}, got {added.strip()}{versions}")
+    since, _, until = versions.partition(" -")
+    return parse_fields(case.strip()), numbers_of(since), numbers_of(until)
 
 
 def _entries(text: str) -> dict[str, Capability]:
@@ -209,7 +225,7 @@ def listed(space: Space) -> tuple[Case, ...]:
 def long_contexts() -> tuple[Case, ...]:
     """Of the nightly tier, of the capabilities that their calls are named after."""
     listed = lists_of("")["long_contexts"]
-    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields, _ in listed)
+    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields, *_ in listed)
 
 
 @cache
@@ -222,6 +238,12 @@ def added_cases() -> dict[Case, Version]:
     """What was added to that list since, by id, each with the version that did; `+VERSION` ends its line."""
     found = chain.from_iterable(entry.added.items() for entry in CAPABILITIES.values())
     return dict(sorted(found, key=lambda pair: pair[0].id))
+
+
+@cache
+def withdrawn_cases() -> dict[Case, tuple[Version, Version]]:
+    """Of that list what a version added and a later one withdrew: `-VERSION` stands behind `+VERSION`."""
+    return dict(chain.from_iterable(entry.withdrawn.items() for entry in CAPABILITIES.values()))
 
 
 def find_capability(name: str) -> Capability:
