@@ -171,10 +171,16 @@ class OwnTests:
                 options = [words for name, words in apart.items() if hasattr(option, name)]
                 options += ["-o", f"cache_dir={folder}/cache"]
                 rootdir = f"--rootdir={self._config.rootpath}"
-                command = [sys.executable, "-m", "pytest", *arguments, rootdir, test, *options]
-                told = {**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"}
-                quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-                done = subprocess.run(command, cwd=run.dir, env=told, check=False, timeout=seconds, **quiet)
+                done = subprocess.run(
+                    [sys.executable, "-m", "pytest", *arguments, rootdir, test, *options],
+                    cwd=run.dir,
+                    env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=seconds,
+                )
         except (subprocess.TimeoutExpired, OSError):  # a function may have left no room for files or processes
             return False
         except KeyboardInterrupt:  # a person waits for this, and not for the others either

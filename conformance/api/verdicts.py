@@ -206,6 +206,13 @@ def _verdict(trial: Trial, record: Record, function: str) -> FunctionVerdict:
     elif function:
         case, device = FunctionCase(trial.case), str(trial.subject.device)
         lines.append(f"{_INDENT}replay: mla.judge({case!r}, {function}, device={device!r})")
-    message = terminal.shown_lines("\n".join(lines)) if record.failed else record.message
-    about = record.status, record.case, trial.case.call, str(record.check), MappingProxyType(record.where)
-    return FunctionVerdict(*about, BudgetUse(**record.shares), message, record.detail)
+    return FunctionVerdict(
+        status=record.status,
+        case=record.case,
+        call=trial.case.call,
+        check=str(record.check),
+        where=MappingProxyType(record.where),
+        used=BudgetUse(**record.shares),
+        message=terminal.shown_lines("\n".join(lines)) if record.failed else record.message,
+        detail=record.detail,
+    )

@@ -136,10 +136,15 @@ def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
         raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
     why = "--resume: cannot be combined with {}; the journal says what to judge"
     _refuse(options, ("all", "cases", "shard", "model", "config"), why)
-    judged = options.backend or list(plan.backends), options.capability or list(plan.capabilities)
-    where = options.tier or plan.tier, options.device or plan.device
-    drawn = Extent.of(plan.explore) if options.explore is None else options.explore
-    request = RunRequest.of(*judged, *where, plan.cases, drawn, plan.salt if options.salt is None else options.salt)
+    request = RunRequest.of(
+        options.backend or list(plan.backends),
+        options.capability or list(plan.capabilities),
+        options.tier or plan.tier,
+        options.device or plan.device,
+        plan.cases,
+        Extent.of(plan.explore) if options.explore is None else options.explore,
+        plan.salt if options.salt is None else options.salt,
+    )
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: its journal was changed: the shard has cases that are not listed")
     return replace(request, shard=plan.shard, deployment=plan.deployment), plan

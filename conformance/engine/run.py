@@ -456,9 +456,16 @@ class Run:
             records = groups[facts.name]
             own = found.of(facts.reference)
             maps = {each.case: found.of(each.reference, each.case).heat for each in records if is_mapped(each)}
-            told = () if facts.reasons else summarise(records, cases), found.given_up.get(facts.reference, "")
-            seen = own.traced or NOTHING_TRACED, {case: heat for case, heat in maps.items() if heat}
-            pairs = judged_pairs(records, facts.fitted) if request.arrays else {}
-            backends.append(BackendSummary(facts, *told, *seen, pairs, own.traits or traits.NO_TRAITS, own.speed))
+            summary = BackendSummary(
+                facts,
+                () if facts.reasons else summarise(records, cases),
+                found.given_up.get(facts.reference, ""),
+                own.traced or NOTHING_TRACED,
+                {case: heat for case, heat in maps.items() if heat},
+                judged_pairs(records, facts.fitted) if request.arrays else {},
+                own.traits or traits.NO_TRAITS,
+                own.speed,
+            )
+            backends.append(summary)
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment
         return RunSummary(*run, date=datetime.date.today().isoformat(), code=found.code.own)

@@ -130,11 +130,19 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
         value = value or need("v_head_dim")
         dims = need("qk_nope_head_dim"), need("qk_rope_head_dim"), value, need("kv_lora_rank")
     kinds = _kinds(name, config, family)
-    sizes = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    layers = tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
-    selection = None if family.attends == "all" else _selection(config, family, kinds, need)
-    outside = (*family.outside, *(["output gate"] if config.mla_use_output_gate else []))
-    return ModelProfile(name, model_type, *sizes, dims, round(100 * scale), words, layers, selection, outside)
+    return ModelProfile(
+        name=name,
+        model_type=model_type,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        dims=dims,
+        scale=round(100 * scale),
+        rope=words,
+        layers=tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items()),
+        selection=None if family.attends == "all" else _selection(config, family, kinds, need),
+        outside=(*family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
+    )
 
 
 def _kinds(name: str, config: _Config, family: Family) -> Sequence[str]:

@@ -25,7 +25,7 @@ class Selection:
     index_topk: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """A model's attention. Symbols as in SPEC: P, R, V head dims, L the latent's."""
 
