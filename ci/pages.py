@@ -25,7 +25,7 @@ from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.records import read_records
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
-from mla_conformance.files.whole import InputError, Section
+from mla_conformance.files.whole import InputError, write_section
 from mla_conformance.report.causes import grouped
 from mla_conformance.scoreboard.board import Board, Entry
 
@@ -154,14 +154,14 @@ def table_of(role: str) -> str:
     return "\n".join(lines)
 
 
-def sections(root: Path) -> Iterator[tuple[Section, str]]:
-    yield Section.of(root / "docs" / "commands.md", "commands"), commands()
-    yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
+def sections(root: Path) -> Iterator[tuple[Path, str, str]]:
+    yield root / "docs" / "commands.md", "commands", commands()
+    yield root / "docs" / "case-ids.md", "fields", case_fields()
     api, functions = root / "docs" / "python-api.md", root / "docs" / "examples" / "functions.py"
     for name in TABLES:
-        yield Section.of(api, name), table_of(name)
+        yield api, name, table_of(name)
     code = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
-    yield Section.of(api, "functions"), f"```python\n{code}```"
+    yield api, "functions", f"```python\n{code}```"
     files = sorted((root / "fixtures" / "records").glob("*.jsonl"))
     records = []
     for line in (line for path in files for line in read_records(path)):
@@ -170,12 +170,12 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
         records.append(line.kept.certificate)
     shown = newest(records)
     for name, content in (("h200", kernels(shown)), ("failures", failures(shown))):
-        yield Section.of(root / "docs" / "findings.md", name), content
+        yield root / "docs" / "findings.md", name, content
 
 
 if __name__ == "__main__":
     try:
-        for section, content in sections(ROOT):  # each is read behind the writing of the one before
-            section.write(content)
+        for section in sections(ROOT):
+            write_section(*section)
     except InputError as error:
         sys.exit(str(error))

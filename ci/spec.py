@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from mla_conformance.cases.case import Case
-from mla_conformance.files.whole import InputError, Section
+from mla_conformance.files.whole import InputError, write_section
 from mla_conformance.problems.operands import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, first_cases
@@ -118,5 +118,5 @@ def requirement_lines(spec: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     _SPEC = HERE.parent / "conformance" / "SPEC.md"
-    Section.of(_SPEC, "hazards").write("\n".join(section_lines()))
-    Section.of(_SPEC, "requirements").write("\n".join(requirement_lines(_SPEC.read_text(encoding="utf-8"))))
+    write_section(_SPEC, "hazards", "\n".join(section_lines()))
+    write_section(_SPEC, "requirements", "\n".join(requirement_lines(_SPEC.read_text(encoding="utf-8"))))

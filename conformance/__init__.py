@@ -4,7 +4,7 @@ The way through it: case → problem → reference and backend → judge → ver
 names of ``__all__`` (docs/python-api.md); torch is imported when tensors are wanted.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from mla_conformance import roles
@@ -21,9 +21,9 @@ __all__ = [
     "judge", "roles",
 ]  # fmt: skip
 
-_LAZY = {"FunctionCase": "function_case", "case": "function_case", "golden": "golden"}
-_LAZY |= dict.fromkeys(("FunctionVerdict", "assert_close", "assert_conforms", "judge"), "verdicts")
-"""Modules of the API's room, by the name that they give."""
+_LAZY = {"FunctionCase": "function_case:FunctionCase", "case": "function_case:find_case", "golden": "golden"}
+_LAZY |= {name: f"verdicts:{name}" for name in ("FunctionVerdict", "assert_close", "assert_conforms", "judge")}
+"""Where in the API's room a name stands."""
 
 
 # Behind the import of ``roles``, which leaves the room of that name here as an attribute.
@@ -49,5 +49,4 @@ def cases(role: str, *, tier: str = "smoke", **wanted: object) -> "CaseSelection
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.api.{_LAZY[name]}")
-    return module if name == "golden" else getattr(module, "find_case" if name == "case" else name)
+    return resolve_name(f"{__name__}.api.{_LAZY[name]}")

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.request import RunRequest
 
-PROPERTY, SUITE, TIER = "mla_conformance", "mla_conformance.suite", "mla_tier"
+SUITE, TIER = "mla_conformance.suite", "mla_tier"
 _NOTHING, _SMOKE = "none", "smoke"
 _REQUEST = pytest.StashKey["RunRequest"]()
 _JUDGING: "pytest.StashKey[Judging]" = pytest.StashKey()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
+_LAST_WORD = pytest.StashKey[Callable[[int], Any]]()  # takes the exit status, where a parent waits for it
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 _OPEN_ENDED = re.compile(r"\b(or|not)\b")
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
@@ -72,8 +73,8 @@ def pytest_load_initial_conftests(
     elif _is_watched(early_config):
         found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
         paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
-        if (option.pyargs or own_tests.mentions(paths)) and (said := own_tests.give_way()):
-            early_config.pluginmanager.register(_LastWord(said))
+        if option.pyargs or own_tests.mentions(paths):
+            early_config.stash[_LAST_WORD] = own_tests.give_way()
     return (yield)
 
 
@@ -101,28 +102,23 @@ def _is_watched(config: pytest.Config) -> bool:
     return sys.platform == "linux" and here and not (begun or option.help or option.version or own_tests.is_alone())
 
 
-class _LastWord:
-    def __init__(self, said: Callable[[int], Any]) -> None:
-        self._said = said
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
-        status = yield
-        self._said(int(status or 0))
-        return status
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    status = yield
+    if said := config.stash.get(_LAST_WORD, None):
+        said(int(status or 0))
+    return status
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.addinivalue_line("markers", "role(name): the role of a conformance test's case, such as decode")
-    records = config.stash[_RECORDS] = []
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Collects(records))
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
-    config.pluginmanager.register(own_tests.OwnTests(config))
+    config.pluginmanager.register(own := own_tests.OwnTests(config))
+    config.stash[_RECORDS] = own.of_suite
     if config.option.help:
         return
     if _selects_any(config, by_keyword=False):
@@ -276,20 +272,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         if record.failed and record.status is not Status.HARNESS_ERROR:
             failed = f"FAIL {record.backend} {record.capability} · case {record.case} · {record.message}"
             report.longrepr = shown_lines("\n     ".join((failed, *record.remarks, f"replay: {record.replay}")))
-        report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
+        report.user_properties.append((own_tests.OF_SUITE, json.dumps(msgspec.to_builtins(record))))
     return report
-
-
-class _Collects:
-    """Takes the records where the run is controlled; workers of xdist send them with their reports."""
-
-    def __init__(self, records: list[Record]) -> None:
-        self._records = records
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        reported = dict(report.user_properties).get(PROPERTY)
-        if report.when == "call" and reported:
-            self._records.append(msgspec.convert(json.loads(str(reported)), Record))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ its last word: a parent waits for the process that runs the tests. Whoever asks 
 there a worker that ends is a failure.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -33,7 +34,7 @@ from mla_conformance.judging.record import CLAUSES, Check, Record, Status
 from mla_conformance.report.terminal import columns, counted, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this process
-PROPERTY = "mla_conformance_function"
+PROPERTY, OF_SUITE = "mla_conformance_function", "mla_conformance"  # under which reports have the record of a case
 _ALONE = "MLA_CONFORMANCE_ALONE"
 _CONFIG: list[pytest.Config] = []  # of the run of pytest, or of the one inside it, if there is one
 _SHOWN = 5
@@ -75,6 +76,7 @@ class OwnTests:
         self._config = config
         _CONFIG.append(config)
         config.add_cleanup(lambda: _CONFIG.remove(config))
+        self.of_suite: list[Record] = []  # of the suite's own tests
         self._records: dict[str, dict[str, Record]] = {}
         self._left_out: dict[str, Mapping[str, int]] = {}
         self._interrupted = False
@@ -119,8 +121,11 @@ class OwnTests:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the record of a case."""
-        if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
+        """Take the record of a case; workers of xdist send it with their reports."""
+        reported = dict(report.user_properties) if report.when == "call" else {}
+        if found := reported.get(OF_SUITE):
+            self.of_suite.append(msgspec.convert(json.loads(str(found)), Record))
+        if found := reported.get(PROPERTY):
             record = msgspec.convert(json.loads(str(found)), Record)
             test = self._near(report.nodeid)
             name = test.replace(record.case, "").replace("[]", "")
@@ -152,8 +157,7 @@ class OwnTests:
         until = time.monotonic() + _PATIENCE
         for name, records in failing.items():
             example = Cause("", tuple(record for record in records if record.failed)).example
-            passes_alone = self._passes_alone(example.reference, until - time.monotonic())
-            for line in function_lines(name, records, passes_alone):
+            for line in function_lines(name, records, self._passes_alone(example.reference, until - time.monotonic())):
                 terminalreporter.write_line(line)
 
     def _passes_alone(self, test: str, seconds: float) -> bool:
@@ -239,23 +243,21 @@ def _below(path: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in files if name.endswith(".py"))
 
 
-def give_way() -> Callable[[int], Any] | None:
-    """Fork, before threads or a GPU: the child goes on and has what takes its exit status; the parent ends so."""
+def give_way() -> Callable[[int], Any]:
+    """Fork, before threads or a GPU: the child goes on and has what takes its exit status; the parent ends so.
+
+    But never as a success that the child did not announce.
+    """
     told, word = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a caller ignored it, nothing would tell of the child's end
     parent, child = os.getpid(), os.fork()
-    if child:
-        os.close(word)
-        _wait(child, told)
-    end_with_parent(parent, signal.SIGKILL)  # as whoever kills pytest means it
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.close(told)
-    return lambda status: os.write(word, bytes([status & 0xFF]))
-
-
-def _wait(child: int, told: int) -> None:
-    """End as the child does, but never as a success that it did not announce."""
+    if not child:
+        end_with_parent(parent, signal.SIGKILL)  # as whoever kills pytest means it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(told)
+        return lambda status: os.write(word, bytes([status & 0xFF]))
+    os.close(word)
     while True:
         found = signal.sigwaitinfo(_HEEDED)
         if found.si_signo != signal.SIGCHLD:
@@ -267,11 +269,10 @@ def _wait(child: int, told: int) -> None:
             break
     code = os.waitstatus_to_exitcode(status)
     os.set_blocking(told, False)  # what a test started may hold the other end
-    try:
-        word = os.read(told, 1)
-    except BlockingIOError:
-        word = b""
-    if code == 0 and not word:
+    announced = b""
+    with contextlib.suppress(BlockingIOError):
+        announced = os.read(told, 1)
+    if code == 0 and not announced:
         print(_ENDED, file=sys.stderr, flush=True)  # noqa: T201 - nobody else is left who could
         os._exit(1)
-    os._exit((word[0] if word else 0) or (code if code >= 0 else 128 - code))
+    os._exit((announced[0] if announced else 0) or (code if code >= 0 else 128 - code))

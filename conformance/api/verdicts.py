@@ -114,8 +114,7 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
         raise InputError(f"assert_conforms: expected results of the inputs of {case}, but {got}; call x = "
                          "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
     # The results are there already; expected is what untouched inputs give.
-    problem = handed.context.problem(case.suite_case, handed.problem.device)
-    _require_right(problem, results, declaration, handed)
+    _require_right(handed.context.problem(case.suite_case, handed.problem.device), results, declaration, handed)
 
 
 def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs: Any) -> None:

@@ -65,34 +65,34 @@ class _Capture:
         try:
             if method == _PREPARE:
                 (self._metadata[backend],) = arguments.values()
-            elif len(self._seen) < self.limit:
-                self._write(backend, arguments, _case_of_decode if method == "run_decode" else _case_of_prefill)
+                return
+            if len(self._seen) >= self.limit:
+                return
+            kept = getattr(backend, "_prefill_metadata", None) or getattr(backend, "_decode_metadata", None)
+            metadata = self._metadata.get(backend) or kept
+            if metadata is None:
+                raise ValueError("no metadata was prepared before it")
+            case_of = _case_of_decode if method == "run_decode" else _case_of_prefill
+            case = case_of(backend, metadata, arguments, self.values)
+            with self._lock:
+                if case.id in self._seen:
+                    return
+                self._seen.add(case.id)
+            path = self.directory / f"{case.capability}-{case.digest}.json"
+            if path.exists():  # another rank has written it
+                return
+            seen: dict[str, Any] = {"backend": type(backend).__name__}  # and every tensor of the call, as it was
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    seen[name] = {"shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
+                    seen[name]["device"] = value.device.type
+            write_case(path, case, seen)
         except Exception as error:
             if not self._warned:
                 self._warned = True
                 said = f"mla-conformance: a call of {method} was not captured: {type(error).__name__}: {error}"
                 warnings.warn(said, RuntimeWarning, stacklevel=4)
-
-    def _write(self, backend: Any, arguments: dict[str, Any], case_of: Callable[..., Case]) -> None:
-        kept = getattr(backend, "_prefill_metadata", None) or getattr(backend, "_decode_metadata", None)
-        metadata = self._metadata.get(backend) or kept
-        if metadata is None:
-            raise ValueError("no metadata was prepared before it")
-        case = case_of(backend, metadata, arguments, self.values)
-        with self._lock:
-            if case.id in self._seen:
-                return
-            self._seen.add(case.id)
-        path = self.directory / f"{case.capability}-{case.digest}.json"
-        if path.exists():  # another rank has written it
-            return
-        seen: dict[str, Any] = {"backend": type(backend).__name__}  # and every tensor of the call, as it was
-        for name, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                dtype = str(value.dtype).removeprefix("torch.")
-                seen[name] = {"shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
-                seen[name]["device"] = value.device.type
-        write_case(path, case, seen)
 
 
 def _recorded(backend: Any, recording: _Capture) -> dict[str, Any]:
@@ -175,10 +175,9 @@ def _case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
 
 def _case(backend: Any, query: torch.Tensor, q: tuple[int, ...], dim: int, asked: dict[str, Any]) -> Case:
     """The case of a call whose queries are [T, N, D]; ``dim`` is what the usual softmax scale comes of."""
-    scale = round(100 * backend.scale * math.sqrt(dim))
     dims = dims_of((backend.qk_nope_head_dim, backend.qk_rope_head_dim, backend.v_head_dim, backend.kv_lora_rank))
     about: dict[str, Any] = {"dtype": _DTYPE_NAMES[query.dtype], "dims": dims, "heads": query.shape[1]}
-    return Case.of(**about, q=q, scale=scale, **asked)
+    return Case.of(**about, q=q, scale=round(100 * backend.scale * math.sqrt(dim)), **asked)
 
 
 def _millionths(scale: torch.Tensor) -> int:

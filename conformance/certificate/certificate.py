@@ -85,6 +85,10 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.suite == SUITE_VERSION
 
     @property
+    def renewal(self) -> str:
+        return renewal(self.reference, self.device)
+
+    @property
     def salt(self) -> str:
         return self.environment.get("salt", "")
 
@@ -222,5 +226,4 @@ def _keygen(action: str, content: str, *options: str) -> tuple[bool, str]:
     _require_program()
     command = ["ssh-keygen", "-Y", action, *options]
     done = subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
-    why = " ".join((done.stderr or done.stdout).split())
-    return bool(done.returncode), why if done.returncode else done.stdout
+    return bool(done.returncode), " ".join((done.stderr or done.stdout).split()) if done.returncode else done.stdout

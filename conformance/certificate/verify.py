@@ -18,7 +18,7 @@ import msgspec
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.case import Case, digest_of_id
 from mla_conformance.cases.fitting import SESSIONS
-from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, records_of, renewal
+from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, records_of
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest
@@ -230,8 +230,8 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 def age(certificate: Certificate) -> str:
     if certificate.is_current or own_list(certificate) is not None:
         return ""
-    renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
-    return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
+    outdated = f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here"
+    return f"{outdated}; renew it: {certificate.renewal}"
 
 
 def _digests_and_cases(certificate: Certificate) -> Iterator[str]:
@@ -241,8 +241,7 @@ def _digests_and_cases(certificate: Certificate) -> Iterator[str]:
             todo = f", which suite {certificate.suite} does not list"
         elif name in LOCKED and here in locked_digests()[name]:
             # The stated one is not listed, or else that of here.
-            renew = renewal(certificate.reference, certificate.device)
-            todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
+            todo = f", which suite {SUITE_VERSION} does not list; renew the record: {certificate.renewal}"
         elif name in LOCKED:
             sources = f"suite {SUITE_VERSION} does not list the sources that are here"
             todo = f"; {sources}; to show that they judge alike: python ci/lock.py write, then python ci/accept.py"

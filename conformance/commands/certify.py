@@ -16,15 +16,7 @@ from mla_conformance.backends.references import BackendReference, known_backends
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.cases.work import is_light, work_of
-from mla_conformance.certificate import verify
-from mla_conformance.certificate.certificate import (
-    Certificate,
-    SanitizedKernel,
-    SanitizerFinding,
-    require_key,
-    sign,
-    signature_of,
-)
+from mla_conformance.certificate import certificate, verify
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import kept_records, require_records, write_record, write_sanitized
 from mla_conformance.commands.console import BROKEN, run_and_report
@@ -53,7 +45,7 @@ def certify(options: argparse.Namespace) -> int:
     kinds = ("certificate", "record", "submission")
     kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
     if options.sign:
-        require_key(options.sign)
+        certificate.require_key(options.sign)
     if options.role:
         why = "{}: cannot be combined with --role, by whose file nothing is certified or recorded"
         _refuse(options, ("certificate", "submission", "record", "sanitize", "model", "config"), why)
@@ -182,18 +174,18 @@ class Issuing:
         try:
             if _pins(facts) != self.pins:
                 raise verify.Refused("the backend, one of its packages or the harness changed during the run")
-            certificate = verify.record(run, today, _pins(facts, loaded), code, self.kind == "certificate")
+            issued = verify.record(run, today, _pins(facts, loaded), code, self.kind == "certificate")
         except (verify.Refused, InputError) as reason:
             say(f"mla-conformance: no {self.kind}: {reason}", error=True)
             return 1
         if self.kind == "submission":
-            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
+            write_record(self.path, issued, certificate.sign(issued.seal, self.key) if self.key else "")
         else:
-            text = json_report.to_text(certificate)
+            text = json_report.to_text(issued)
             write_output(self.path, text)
-            signature_of(self.path).unlink(missing_ok=True)
+            certificate.signature_of(self.path).unlink(missing_ok=True)
             if self.key:
-                write_output(signature_of(self.path), sign(text, self.key))
+                write_output(certificate.signature_of(self.path), certificate.sign(text, self.key))
         say(f"wrote {self.path}", error=True)
         return status
 
@@ -251,7 +243,7 @@ def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[s
     yield f"{who}: nothing reported of {counted(clean, 'case')}, {refused} unsupported, {seconds:.1f} s; no verdict"
 
 
-def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> SanitizedKernel:
+def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> certificate.SanitizedKernel:
     def placed(place: str) -> str:  # as another machine finds it
         path, colon, line = place.rpartition(":")
         return places.place_of(Path(path), backend.file) + colon + line if path else place
@@ -259,7 +251,7 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
     assert found.begin is not None  # what was watched has begun
     errors = joined((each.case, each.errors) for each in found.cases)
     here = [{**vars(x), "place": placed(x.place), "launch": placed(x.launch), "case": case} for x, case in errors]
-    return SanitizedKernel(
+    return certificate.SanitizedKernel(
         suite=SUITE_VERSION,
         version=__version__,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -273,7 +265,7 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
         tool_cuda=watch.tool.cuda,
         checked={each.case: each.seconds for each in found.cases if not each.unavailable},
         unchecked={each.case: each.unavailable for each in found.cases if each.unavailable},
-        errors=tuple(SanitizerFinding(**each) for each in here),
+        errors=tuple(certificate.SanitizerFinding(**each) for each in here),
     )
 
 
@@ -284,21 +276,19 @@ def choose(request: RunRequest, named: bool, records: Path | None, backend: str)
     """
     if request.cases:
         cases = sorted(request.cases, key=work_of)
-        left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
-        return cases[:MOST], 0, left
+        return cases[:MOST], 0, f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
     kept = [] if named or records is None or not records.exists() else kept_records(records)
     certificates = (each.certificate for each in kept)
     traced = [each for each in certificates if each.backend == backend and each.traced.kernels]
     record = max(traced, key=lambda each: each.date, default=None)
     if record is not None and (found := _variants(record, request.cases_of)):
         sets, some = counted(len(found), "set"), min(MOST, len(found))
-        what = f"a case for {some} of {sets} of kernels that a profiler saw for suite {record.suite}"
-        return found[:MOST], 0, what
+        return found[:MOST], 0, f"a case for {some} of {sets} of kernels that a profiler saw for suite {record.suite}"
     names = request.capabilities if named else ("memory_bounds",)
     return [case for name in names for case in sorted(request.cases_of(name), key=work_of)], 2, ""
 
 
-def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
+def _variants(record: certificate.Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
     """The smallest case of each set of kernels that passed and is fit for a tool; in front those that add kernels."""
     smallest: dict[frozenset[str], Case] = {}
     for name, names in record.traced.kernels.items():

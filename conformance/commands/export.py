@@ -20,7 +20,7 @@ from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.machine import find_device, how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.inputs import NotWritable, TooLong
-from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
+from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of, verdict_of
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import CLAUSES, Check, Record, Status
 from mla_conformance.report import ci_views, json_report
@@ -48,12 +48,13 @@ def export(options: argparse.Namespace) -> int:
         text = foreign.call_foreign(lambda: script_of(found, path), passing=(NotWritable,))
         write_output(draft, text)
         ran = run_alone(draft)
-        if ran.verdict != (WRONG if found.record.status is Status.FAIL else RIGHT):
-            printed = " · ".join(ran.printed.splitlines()[-5:])
-            if not ran.verdict:
-                said = f"exit status {ran.status}, printed: {printed}"
+        verdict = verdict_of(ran)
+        if verdict != (WRONG if found.record.status is Status.FAIL else RIGHT):
+            printed = " · ".join(ran.stdout.splitlines()[-5:])
+            if not verdict:
+                said = f"exit status {ran.returncode}, printed: {printed}"
                 raise NotWritable(f"the script does not run without mla-conformance: {said}")
-            said = f"the script says {ran.verdict}, the judge: {found.record.message or 'pass'}; it printed: {printed}"
+            said = f"the script says {verdict}, the judge: {found.record.message or 'pass'}; it printed: {printed}"
             raise NotWritable(f"a script of this one call does not give the judge's verdict: {said}")
         write_output(path, text)
     except TooLong as error:

@@ -13,7 +13,7 @@ from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.commands.parser import commands_of
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import passing_run
-from mla_conformance.files.whole import InputError, Section
+from mla_conformance.files.whole import InputError, write_section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.config import StoredModel, find_model, model_names, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile, cases_of
@@ -123,7 +123,7 @@ def list_models(options: argparse.Namespace) -> int:
             for reading in (each for each in stored_model(name).readings if each.unconfirmed):
                 figures = ", ".join(f"`{figure}`" for figure in reading.config)
                 lines.append(f"- `{name}`: {figures}: {reading.source}; **unconfirmed**: {reading.unconfirmed}")
-        Section.of(options.docs, "models").write("\n".join(lines))
+        write_section(options.docs, "models", "\n".join(lines))
     elif options.name:
         for line in _detail(find_model(options.name), stored_model(options.name)):
             say_wrapped(line, _VALUES)

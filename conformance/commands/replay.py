@@ -50,10 +50,11 @@ def replay(options: argparse.Namespace) -> int:
             return _repeat(run, options.repeats)
     if options.dump is not None:
         from mla_conformance.engine.machine import find_device  # torch is imported before a backend is
-        from mla_conformance.export.failing import dump, require_empty
+        from mla_conformance.export.failing import dump
         from mla_conformance.trials.subject import Subject
 
-        require_empty(options.dump)
+        if options.dump.exists() and (not options.dump.is_dir() or any(options.dump.iterdir())):
+            raise InputError(f"--dump {options.dump}: expected a new or an empty folder")
     if confirmed:
         say(f"the report says of this failure: it {confirmed}")
     with _one_case(case, reference, options, salt) as run:

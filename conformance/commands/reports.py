@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mla_conformance.engine.machine import machine_cores
 from mla_conformance.expectations import KNOWN_FAILURES, Expectation, Expectations, read_expectations, to_toml
-from mla_conformance.files.whole import InputError, Section, has_letters, require_writable, write_output, write_whole
+from mla_conformance.files import whole
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging import traits
@@ -36,7 +36,7 @@ def render(options: argparse.Namespace) -> int:
 
 def write_or_print(path: Path | None, text: str) -> None:
     if path:
-        write_output(path, text)
+        whole.write_output(path, text)
     else:
         put(text.rstrip("\n"))
 
@@ -54,7 +54,7 @@ def diff(options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     merged = merge_shards([load_report(path) for path in options.shards])
-    write_output(options.out, to_text(report_form(merged)))
+    whole.write_output(options.out, to_text(report_form(merged)))
     say(outcome.closing_line(merged))
     return _INCOMPLETE if merged.counts.not_run else 0
 
@@ -87,17 +87,17 @@ def update_expectations(options: argparse.Namespace) -> int:
         options.dir.mkdir(parents=True, exist_ok=True)
         for name in sorted({entry.file for entry in (*added, *removed)}):
             if name in texts:
-                write_whole(Path(name), "\n".join(map(to_toml, texts[name])))
+                whole.write_whole(Path(name), "\n".join(map(to_toml, texts[name])))
             else:
                 Path(name).unlink()
     except OSError as error:
-        raise InputError(f"{options.dir}: cannot be written: {error.strerror}") from error
+        raise whole.InputError(f"{options.dir}: cannot be written: {error.strerror}") from error
     for sign, entries in (("+", added), ("-", removed)):
         for entry in entries:
             for text in entry.texts:
                 say(f"{sign} {entry.backend} {text} {entry.status} {entry.check}".rstrip())
     say(f"{len(added)} added, {len(removed)} removed, {len(kept)} kept in {options.dir}")
-    without = sum(not has_letters(entry.reason) for entry in (*kept, *added))
+    without = sum(not whole.has_letters(entry.reason) for entry in (*kept, *added))
     if without:
         say(f"entries without a reason: {without}; the gate refuses them until a person has written one")
     return 0
@@ -137,18 +137,19 @@ def list_must_pass(options: argparse.Namespace) -> int:
 
 def run_defects(options: argparse.Namespace) -> int:
     from mla_conformance.defects.report import deciding_digest, run_matrix, summarise, terminal_lines
-    from mla_conformance.defects.report import markdown as section_of
+    from mla_conformance.defects.report import markdown as markdown_of
 
     tier = Tier(options.tier)
-    page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
+    if options.page:
+        whole.section_of(options.page, "defects")  # it is there before anything is run
     if options.out:
-        require_writable(options.out)
+        whole.require_writable(options.out)
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier, machine_cores()), tier.value, digest)
     if options.out:
-        write_output(options.out, to_text(report))
-    if page:
-        page.write(section_of(report))
+        whole.write_output(options.out, to_text(report))
+    if options.page:
+        whole.write_section(options.page, "defects", markdown_of(report))
     say(*terminal_lines(report))
     return 0 if report.holds else 1
 
@@ -157,9 +158,9 @@ def try_cheats(options: argparse.Namespace) -> int:
     """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise."""
     if not (files("mla_conformance") / "tests").is_dir():
         why = "needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
-        raise InputError(f"cheats: {why}")
+        raise whole.InputError(f"cheats: {why}")
     if options.out:
-        require_writable(options.out)
+        whole.require_writable(options.out)
     from mla_conformance.tests.cheats import report
 
     return report.try_cheats(options)

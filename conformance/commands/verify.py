@@ -13,14 +13,7 @@ from msgspec import structs
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import CaseError
-from mla_conformance.certificate.certificate import (
-    Certificate,
-    Outdated,
-    checked,
-    read_certificate,
-    renewal,
-    signature_of,
-)
+from mla_conformance.certificate.certificate import Certificate, Outdated, checked, read_certificate, signature_of
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records, sanitized_problems
 from mla_conformance.certificate.verify import judged_list, listed_ids, listed_sources, problems, seal, unlike
@@ -117,8 +110,8 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     if certificate.is_current:
         take(_beside_this_machine(certificate, options))
     elif again and not against:
-        how = renewal(certificate.reference, certificate.device)
-        against += [f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again; renew: {how}"]
+        wanted = f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again"
+        against.append(f"{wanted}; renew: {certificate.renewal}")
     if again and not against:
         reference = parse_reference(options.backend or certificate.reference).reference
         take(rerun(certificate, options.rerun, reference, options.device, salt))

@@ -63,8 +63,7 @@ def main(connection: socket.socket) -> None:
     backends, device = decode(read_line(connection), tuple[tuple[str, ...], str])
     try:
         # No other case is listed, which takes two seconds.
-        request = RunRequest.of(backends, device=device or None, cases=["lse:q=[4]"])
-        with passing_run(request) as run, run:
+        with passing_run(RunRequest.of(backends, device=device or None, cases=["lse:q=[4]"])) as run, run:
             run.prepare()
             tell(connection, Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):

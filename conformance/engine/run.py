@@ -245,9 +245,8 @@ class Run:
         """End every process; a RunError if what decides is not what it was at the begin, so that nothing counts."""
         self.supervisor.end()
         changed = {path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}
-        restore = "restore the installation and "
         for whose, files, what in (
-            ("this installation", changed, restore),
+            ("this installation", changed, "restore the installation and "),
             ("the backends", self.found.code.conflicts, ""),
         ):
             if files:

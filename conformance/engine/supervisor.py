@@ -203,10 +203,7 @@ class Supervisor:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""
         machine.end_children(self._before | {place.keeper.pid for place in self.places})
         given, place.task = place.task, None
-        if given is None:
-            self._count_start(status)
-            return
-        record = place.outcome(status)
+        record = place.outcome(status) if given else None
         if record is None and isinstance(given, messages.Judge | messages.Explore):
             self._unbegun[id(given)] += 1  # again and again processes ended before they began it
             if self._unbegun[id(given)] >= _MOST_STARTS:
@@ -216,16 +213,14 @@ class Supervisor:
                     case, fields = Case.parse(given.case), {}
                 record = Record.begun(references.parse_reference(given.reference), case).with_fields(**fields)
                 record = record.with_verdict(died(status, f", before the case began, {_MOST_STARTS} times"), 0.0)
-        if record or isinstance(given, messages.Unrecorded):
+        if given and (record or isinstance(given, messages.Unrecorded)):
             yield TaskOutcome(given, messages.TaskReply(record), place.why(status), tuple(place.history))
             return
-        self._count_start(status)
-        self._tasks.put_back(place.number, given)
-
-    def _count_start(self, status: int) -> None:
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
             raise RunError(f"no process can be started here ({machine.how(status)}):\n{self.log.tail}")
+        if given:
+            self._tasks.put_back(place.number, given)
 
 
 class Pool:

@@ -227,8 +227,7 @@ class Worker:
             def tell(found: explored.Explored) -> None:
                 self.send(messages.Told(messages.Step.EXPLORED, found.record(backend), found, task.part))
 
-            starts = partial(self._starts, subject, capability=EXPLORED)
-            how = (task.extent, task.turn, self.context, starts, tell)
+            how = (task.extent, task.turn, self.context, partial(self._starts, subject, capability=EXPLORED), tell)
             found: explored.Explored = importlib.import_module(_EXPLORING).explore(subject, self._regions[key], *how)
             record = found.record(backend)
             return messages.TaskReply(explored=found, leaves=self._leaves(record, disturbed=record.failed))

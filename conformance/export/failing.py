@@ -102,11 +102,6 @@ the right one is larger, too. Pictures of where they are over their budget: {pic
 """
 
 
-def require_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"--dump {folder}: expected a new or an empty folder")
-
-
 def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     """Judge a case in this process, on inputs of this salt, and write what that was by."""
     trial, record = judged_trial(subject, case, Context(salt))

@@ -140,23 +140,18 @@ def _budget(found: Reproduced) -> dict[str, str]:
     return budget
 
 
-@dataclass(frozen=True)
-class Ran:
-    status: int  # exit status
-    printed: str  # all that it printed
-
-    @property
-    def verdict(self) -> str:
-        """WRONG or RIGHT, if it printed that and ended with the status for it; empty if it did anything else."""
-        said = [line for line in self.printed.splitlines() if line in _STATUS][-1:]
-        return said[0] if said and _STATUS[said[0]] == self.status else ""
-
-
-def run_alone(script: Path) -> Ran:
+def run_alone(script: Path) -> subprocess.CompletedProcess[str]:
     """Run a script as whoever receives it, for so many SECONDS: in a process to which this project is unknown."""
     command = [sys.executable, "-P", "-c", _ALONE, str(script)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
-    return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS, encoding="utf-8", errors="replace"
+    )
+
+
+def verdict_of(ran: subprocess.CompletedProcess[str]) -> str:
+    """WRONG or RIGHT, if a script printed that and ended with the status for it; empty if it did anything else."""
+    said = [line for line in ran.stdout.splitlines() if line in _STATUS][-1:]
+    return said[0] if said and _STATUS[said[0]] == ran.returncode else ""
 
 
 _OURS = "mla_conformance"

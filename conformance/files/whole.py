@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -130,22 +129,13 @@ def write_output(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-@dataclass(frozen=True)
-class Section:
-    path: Path  # the file
-    name: str  # of the section
-    content: str  # what stands between the markers
-
-    @staticmethod
-    def of(path: Path, name: str) -> "Section":
-        return Section(path, name, _parts(path, name)[1])
-
-    def write(self, content: str) -> None:
-        before, _, after = _parts(self.path, self.name)  # another section of it may have been written meanwhile
-        write_output(self.path, f"{before}\n{content}\n{after}")
+def write_section(path: Path, name: str, content: str) -> None:
+    before, _, after = section_of(path, name)
+    write_output(path, f"{before}\n{content}\n{after}")
 
 
-def _parts(path: Path, name: str) -> tuple[str, str, str]:
+def section_of(path: Path, name: str) -> tuple[str, str, str]:
+    """What stands between the markers of a section, with what stands before and behind it."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, first, rest = read_text(path).partition(begin)
     content, second, after = rest.partition(end)

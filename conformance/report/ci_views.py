@@ -157,9 +157,8 @@ def issue_text(issue: Issue) -> str:
         place = f"{shlex.quote(example.case)} --backend {shlex.quote(example.reference)}"
         lines += ["As a script that needs torch and the library alone, where one call shows it:", ""]
         lines += ["```sh", shown_line(f"mla-conformance export {place} --out reproducer.py"), "```", ""]
-    clause = f" (SPEC {example.clause})" if example.clause else ""
     demanded = _WITHIN if example.check in ARITHMETIC else html.definition(example.capability)
-    lines += ["## Expected", "", inline(demanded) + clause]
+    lines += ["## Expected", "", inline(demanded) + (f" (SPEC {example.clause})" if example.clause else "")]
     if expected := _EXPECTED.search(example.message):
         lines += ["", f"Here: {inline(expected[1])}"]
     lines += ["", "## Seen", "", inline(example.message), *(f"<br>{inline(remark)}" for remark in example.remarks), ""]

@@ -145,40 +145,39 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(ReportForm)}
 
 
-def report_form(run: summary.RunSummary) -> ReportForm:
-    environment = dict(run.environment)
-    about: dict[str, Any] = {"suite": environment.pop("suite"), "environment": environment, "code": dict(run.code)}
-    return _form(ReportForm, run, **about, backends={backend.name: _backend(backend) for backend in run.backends})
-
-
 def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
     """A form with these values, and otherwise what the first of the sources that has a field's name says of it."""
     names = [name for name in form.__struct_fields__ if name not in own and name != "schema"]
     return form(**{name: next(getattr(each, name) for each in sources if hasattr(each, name)) for name in names}, **own)
 
 
-def _backend(backend: summary.BackendSummary) -> BackendForm:
-    causes, capabilities, records = list[CauseForm](), dict[str, CapabilityForm](), list[RecordForm]()
-    own: dict[str, Any]
-    for cause in backend.causes if backend.counts.failed else ():
-        cases, example = tuple(record.case for record in cause.failures), cause.example
-        causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
-    for capability in backend.capabilities:
-        used = written(summary.worst(share for record in capability.records for share in record.shares.values()))
-        failures = tuple(_form(FailureForm, record) for record in capability.failures)
-        own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
-        capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)
-    places = {frozenset(each.items()): place for place, each in enumerate(backend.evidence)}
-    for record in backend.records:
-        own = {"evidence": places.get(frozenset(record.evidence.items()))}
-        own["capability"] = EXPLORED if record.key != record.case else ""
-        own["sampled"] = SampledForm(**record.sampled) if record.sampled else None
-        # What is said of a failure stands with its capability.
-        records.append(_form(RecordForm, Said() if record.failed else record, record, **own))
-    deviations = (DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations)
-    lists = {"evidence": tuple(backend.evidence), "deviations": tuple(deviations), "causes": tuple(causes)}
-    about = {"status": backend.outcome, "speed": backend.speed or UNSET, "capabilities": capabilities, **lists}
-    return _form(BackendForm, backend, backend.facts, records=tuple(records), **about)
+def report_form(run: summary.RunSummary) -> ReportForm:
+    forms = dict[str, BackendForm]()
+    for backend in run.backends:
+        causes, capabilities, records = list[CauseForm](), dict[str, CapabilityForm](), list[RecordForm]()
+        own: dict[str, Any]
+        for cause in backend.causes if backend.counts.failed else ():
+            cases, example = tuple(record.case for record in cause.failures), cause.example
+            causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
+        for capability in backend.capabilities:
+            used = written(summary.worst(share for record in capability.records for share in record.shares.values()))
+            failures = tuple(_form(FailureForm, record) for record in capability.failures)
+            own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
+            capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)
+        places = {frozenset(each.items()): place for place, each in enumerate(backend.evidence)}
+        for record in backend.records:
+            own = {"evidence": places.get(frozenset(record.evidence.items()))}
+            own["capability"] = EXPLORED if record.key != record.case else ""
+            own["sampled"] = SampledForm(**record.sampled) if record.sampled else None
+            # What is said of a failure stands with its capability.
+            records.append(_form(RecordForm, Said() if record.failed else record, record, **own))
+        deviations = (DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations)
+        lists = {"evidence": tuple(backend.evidence), "deviations": tuple(deviations), "causes": tuple(causes)}
+        about = {"status": backend.outcome, "speed": backend.speed or UNSET, "capabilities": capabilities, **lists}
+        forms[backend.name] = _form(BackendForm, backend, backend.facts, records=tuple(records), **about)
+    environment = dict(run.environment)
+    whole: dict[str, Any] = {"suite": environment.pop("suite"), "environment": environment, "code": dict(run.code)}
+    return _form(ReportForm, run, **whole, backends=forms)
 
 
 _FLAT_LIST = re.compile(r'\[\n(?: +(?:"(?:[^"\\]|\\.)*"|[-+.\w]+),?\n)+ *\]')
@@ -268,23 +267,21 @@ def _backend_of(name: str, part: BackendForm, report: ReportForm, salt: str, rol
     if unmapped := part.heat.keys() - {record.case for record in records if is_mapped(record)}:
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     drawn = [EXPLORED] if EXPLORED in part.capabilities else []
-    capabilities = () if part.reasons else summary.summarise(records, (*cases, *drawn))
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
     facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
     about = part.stopped, part.traced, part.heat, part.pairs, part.traits, part.speed or None
-    return summary.BackendSummary(facts, capabilities, *about)
+    return summary.BackendSummary(facts, () if part.reasons else summary.summarise(records, (*cases, *drawn)), *about)
 
 
 def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
     failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
-    expected = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
     for entry in part.records:
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
         said = failures.get((capability, entry.case), entry)
-        if (said.judged is not None) != (entry.status in expected):
+        if (said.judged is not None) != (entry.status in (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said.judged}")
         if said.too_large and entry.status is not Status.UNAVAILABLE:
             raise ValueError(f"{name} {entry.case}: {entry.status}, yet too large to be judged")

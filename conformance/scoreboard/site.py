@@ -21,7 +21,6 @@ from markupsafe import Markup
 
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
-from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import CLAUSES, FAILED, Check, Status, replay_line
 from mla_conformance.judging.traits import NO_TRAITS
@@ -161,7 +160,7 @@ def served(board: Board) -> Markup:
         # A dash for a status without a letter, such as unavailable; a blank for a case that the record does not list.
         letters = (_STATES.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
         runs = "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters))  # each with its number in a row
-        capability, renew = record.environment.get("compute_capability", ""), renewal(record.reference, record.device)
+        capability, renew = record.environment.get("compute_capability", ""), record.renewal
         about = {"kernel": record.backend, "device": record.device, "capability": capability}
         about |= {"versions": record.distributions, "suite": record.suite, "date": record.date, "old": bool(entry.old)}
         data["records"].append({**about, "order": entry.order, "renew": renew, "statuses": runs})

@@ -361,9 +361,8 @@ def _pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache of so many tokens for each request, of the pages with these numbers, and its table without page 0."""
     each = -(-total // page)
-    source = _bytes(cache)[own.long()].view(cache.dtype)
     table = torch.randperm(requests * each, device=cache.device).add_(1).int().view(requests, each)
-    return grown(cache, requests * each + 1, source), table
+    return grown(cache, requests * each + 1, _bytes(cache)[own.long()].view(cache.dtype)), table
 
 
 def grown(like: torch.Tensor, rows: int, source: torch.Tensor | None = None) -> torch.Tensor:

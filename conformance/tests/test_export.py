@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ from mla_conformance.diagnosis.explain import candidates, explain
 from mla_conformance.export.failing import dump, reproduced
 from mla_conformance.export.inputs import MOST_BYTES, NotWritable
 from mla_conformance.export.program import Program, Recorder
-from mla_conformance.export.script import MOST_LINES, Ran, script_of
+from mla_conformance.export.script import MOST_LINES, script_of
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import write_case
@@ -126,7 +127,7 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     ],
 )
 def test_no_other_is_kept(folder: Any, monkeypatch: Any, refused: Any, status: int, printed: str, said: str) -> None:
-    monkeypatch.setattr(command, "run_alone", lambda script: Ran(status, printed))
+    monkeypatch.setattr(command, "run_alone", lambda script: CompletedProcess((), status, printed))
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: "")
     assert said in refused(*asked(CASE, f"{folder / 'scaled.py'}:MyBackend", folder / "none.py"))
     assert not (folder / "none.py").exists()
@@ -136,7 +137,7 @@ def test_a_failure_that_nothing_explains_is_like_nothing_and_inputs_are_written_
     folder: Path, here: Path, monkeypatch: Any, told: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: UNLIKE)
-    monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
+    monkeypatch.setattr(command, "run_alone", lambda script: CompletedProcess((), 1, "WRONG\nsaid at exit\n"))
     write_case(here / "case.json", Case.parse(CASE))
     told(0, *asked("case.json", f"{folder / 'scaled.py'}:MyBackend", here / "x.py"))
     text = (here / "x.py").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.export.inputs import NotWritable
-from mla_conformance.export.script import MOST_LINES, Ran, own_class, run_alone
+from mla_conformance.export.script import MOST_LINES, own_class, run_alone, verdict_of
 from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.record import Status
@@ -193,7 +193,7 @@ def kernel_in(folder: Path, package: str = "", error: float = 0.0) -> None:
     (folder / "pages.py").write_text(PAGES)
 
 
-def ran(reference: str, script: Path) -> Ran:
+def ran(reference: str, script: Path) -> subprocess.CompletedProcess[str]:
     assert len(exported(reference, DECODE, script).splitlines()) <= MOST_LINES + 25
     return run_alone(script)
 
@@ -213,15 +213,15 @@ def test_a_kernel_in_three_files_or_a_package_runs_alone(tmp_path: Path, monkeyp
     kernel_in(folder := tmp_path / "of" / "mine")
     monkeypatch.syspath_prepend(str(folder))
     found = ran(f"{folder / 'kernel.py'}:Mine", tmp_path / "repro.py")
-    assert (found.status, found.verdict) == (0, "right"), found.printed
+    assert (found.returncode, verdict_of(found)) == (0, "right"), found.stdout
     (folder / "pages.py").unlink()
     again = run_alone(tmp_path / "repro.py")
-    assert again.status == 2 and "(needs torch, kernel.py, steps.py, pages.py)" in again.printed
+    assert again.returncode == 2 and "(needs torch, kernel.py, steps.py, pages.py)" in again.stdout
     kernel_in(tmp_path / "my_kernels", package=".", error=1.0)
     (tmp_path / "my_kernels" / "__init__.py").write_text("from mla_conformance.backends import interface\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = ran("my_kernels.kernel:Mine", tmp_path / "repro.py")
-    assert (found.status, found.verdict) == (1, "WRONG"), found.printed
+    assert (found.returncode, verdict_of(found)) == (1, "WRONG"), found.stdout
 
 
 @pytest.mark.parametrize(

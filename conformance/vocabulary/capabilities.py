@@ -111,11 +111,6 @@ class Capability:
         """The cases with which the suite's list did not begin, each with the version that added it."""
         return {case: since for case, since, until in self._listed if _of_this_suite(since) and not until}
 
-    @cached_property
-    def withdrawn(self) -> dict[Case, tuple[Version, Version]]:
-        """The cases that a version added and a later one withdrew, since a right kernel failed them."""
-        return {case: (since, until) for case, since, until in self._listed if until and _of_this_suite(since)}
-
     @property
     def first_cases(self) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if case not in self.added)
@@ -242,8 +237,9 @@ def added_cases() -> dict[Case, Version]:
 
 @cache
 def withdrawn_cases() -> dict[Case, tuple[Version, Version]]:
-    """Of that list what a version added and a later one withdrew: `-VERSION` stands behind `+VERSION`."""
-    return dict(chain.from_iterable(entry.withdrawn.items() for entry in CAPABILITIES.values()))
+    """What a version added and a later one withdrew, since a right kernel failed it: `-VERSION` behind `+VERSION`."""
+    listed = chain.from_iterable(entry._listed for entry in CAPABILITIES.values())
+    return {case: (since, until) for case, since, until in listed if until and _of_this_suite(since)}
 
 
 def find_capability(name: str) -> Capability:

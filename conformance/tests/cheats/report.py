@@ -19,7 +19,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.expectations import KNOWN_FAILURES, Expectations
 from mla_conformance.files.installed import meaning_digest
-from mla_conformance.files.whole import Section, decode, write_output
+from mla_conformance.files.whole import decode, section_of, write_output, write_section
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record, Status
 from mla_conformance.report.json_report import to_text
@@ -89,12 +89,13 @@ def stored() -> CheatReport:
 
 
 def try_cheats(options: argparse.Namespace) -> int:
-    table = Section.of(options.table, "cheats") if options.table else None  # known before anything is run
+    if options.table:
+        section_of(options.table, "cheats")  # it is there before anything is run
     report = run_cheats()
     if options.out:
         write_output(options.out, to_text(report))
-    if table:
-        table.write(markdown(report))
+    if options.table:
+        write_section(options.table, "cheats", markdown(report))
     for line in terminal_lines(report):
         say(line)
     return 1 if report.unexpected else 0
