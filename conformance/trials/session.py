@@ -32,6 +32,7 @@ from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14  # between the first call and the first again: a kernel may remember a dozen
 _STEPS = 3
+_LAYERS = 2  # behind the first one
 
 
 class Session:
@@ -115,6 +116,32 @@ def many_batches(trial: Trial) -> None:
     for number in (1, 2, MANY_BATCHES - 2, MANY_BATCHES - 1):
         made.call(trial.build(batches[number - 1]), f"batch {number} again, behind all {MANY_BATCHES}", in_place=True)
     made.is_as_new()
+
+
+def layers_of_a_step(trial: Trial) -> None:
+    made, first = Session(trial), trial.problem
+    made.call(first, "the first layer")
+    for number in range(2, 2 + _LAYERS):
+        layer = trial.build(_of_a_layer(trial.case, number))
+        layer = layer if trial.case.role in WHOLE_LAYERS else _over_metadata(layer, first)
+        made.call(layer, f"prepared once, layer {number} with scales and contents of its own", prepare=False)
+    for number in range(2, 2 + _LAYERS):
+        layer, what = trial.build(_of_a_layer(trial.case, number)), f"prepared once, layer {number} at the same addresses"
+        if trial.case.role is Role.CACHE:  # whose calls are judged by what stood there before, too
+            made.call(layer, what, prepare=False, in_place=True)
+        else:
+            made.call(layer := _overwrite(first, layer), what, prepare=False)
+    if trial.case.role is Role.SPARSE:  # as layers do whose selections share a buffer
+        selected = _overwrite(layer, _selected_otherwise(layer))
+        made.call(selected, "prepared once, lists without their first keys at the same addresses", prepare=False)
+
+
+def _of_a_layer(case: Case, number: int) -> Case:
+    """The same batch, as one of several layers has it."""
+    own = case.defaults()
+    data = (grammar.Data.INTEGERS, grammar.Data.NORMAL)[number % 2]
+    scales = {name: number * getattr(case, name) for name in ("kscale", "oscale") if name in own}
+    return replace(case, **{name: data for name in ("data", "latents") if name in own}, **scales)
 
 
 def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:

@@ -224,7 +224,7 @@ PROCEDURES = {  # by the names that entries of the vocabulary give procedures, t
         "procedures": "conforms determinism batch_invariance request_order causal_prefix split_invariance merge_states "
         "v_linearity no_side_effects selection_order selection_padding selection_rows refuses_or_conforms "
         "neighbours neighbour_keys",
-        "session": "session many_batches",
+        "session": "session many_batches layers_of_a_step",
         "layers": "cache_write weight_absorption prefill_decode_agreement layer_graph",
         "graph": "graph sparse_layer_graph streams",
         "bounds": "memory_bounds far",

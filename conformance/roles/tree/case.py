@@ -20,7 +20,7 @@ class TreeCase(DecodeCase):
     calls: ClassVar[tuple[Call, ...]] = (Call.TREE_DECODE,)
 
     tree: str = one_of(
-        TREES,
+        (*TREES, "deep"),
         "random",
         "what the query tokens of a request are; requests have several, joined by +, in turn",
         joined=True,

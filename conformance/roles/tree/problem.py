@@ -78,6 +78,7 @@ _PARENTS: Mapping[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] 
     "chain": lambda number, drawing: number - 1,
     "binary": lambda number, drawing: (number - 1) // 2,
     "star": lambda number, drawing: torch.zeros_like(number),
+    "deep": lambda number, drawing: number - 1 - number % 2,  # a chain with a leaf beside each token
 }
 """Of query tokens by number, their parents by the name of a tree; a random one has siblings and early ends."""
 
