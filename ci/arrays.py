@@ -8,10 +8,11 @@ import json
 import sys
 from pathlib import Path
 
+from mla_conformance.cases.arrays import found_array
 from mla_conformance.cases.covering import Pairs, filled
 from mla_conformance.cases.dense import dense_cases
 from mla_conformance.cases.work import is_light
-from mla_conformance.vocabulary.arrays import SPACES, array_of, found_array
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 from mla_conformance.vocabulary.capabilities import Tier, counted, killing
 
 ARRAYS = Path(__file__).parents[1] / "fixtures" / "arrays.json"

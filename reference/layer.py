@@ -12,20 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mla_conformance.reference import chunking, dimensions, projections
 from mla_conformance.reference.attention import AttentionState, attention, merge
-from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
-from mla_conformance.reference.dimensions import MLADimensions
-from mla_conformance.reference.projections import (
-    LayerSpec,
-    MLAWeights,
-    expand_key,
-    kv_b_proj,
-    latents,
-    queries,
-    query_latent,
-    split_kv_b_proj,
-    up_project,
-)
 from mla_conformance.reference.selected import RowLists, selected_attention, with_sink
 
 Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
@@ -40,7 +28,7 @@ class ModelDimensions:
     num_heads: int
     q_lora_rank: int | None  # Lq; None where queries are projected from the hidden state itself, without a latent
     kv_lora_rank: int
-    head: MLADimensions
+    head: dimensions.MLADimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +43,7 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLayer(LayerSpec):
+class WholeLayer(projections.LayerSpec):
     model: str  # name of the model
     dims: ModelDimensions  # sizes
     scale: float  # softmax scale with all that a model multiplies it by, `yarn_softmax_factor` among it
@@ -75,7 +63,7 @@ class PagedContext:
     context_lens: tuple[int, ...]  # B lengths in tokens
     workspace_tokens: int  # as in `plan_context_chunks`
 
-    def gathered(self, chunk: ContextChunk) -> Tensor:
+    def gathered(self, chunk: chunking.ContextChunk) -> Tensor:
         """[S, L+R] of a chunk of every request's context, requests one after another."""
         found = []
         for blocks, start, length in zip(self.block_table, chunk.starts, chunk.seq_lens, strict=True):
@@ -87,7 +75,7 @@ class PagedContext:
 def mla_layer(
     hidden: Tensor,
     positions: Tensor,
-    weights: MLAWeights,
+    weights: projections.MLAWeights,
     spec: WholeLayer,
     *,
     query_start_loc: Sequence[int],
@@ -101,13 +89,13 @@ def mla_layer(
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
-    q_c = query_latent(h, w, spec)
+    q_c = projections.query_latent(h, w, spec)
     factor = 1.0 if spec.growth is None else spec.growth.factors(positions)[:, None, None]
-    q_nope, q_pe = (factor * part for part in queries(q_c, positions, w, spec))
-    route, weight = ROUTES[path], kv_b_proj(w.W_UK, w.W_UV)
+    q_nope, q_pe = (factor * part for part in projections.queries(q_c, positions, w, spec))
+    route, weight = ROUTES[path], projections.kv_b_proj(w.W_UK, w.W_UV)
     attend = partial(route, q_nope, q_pe, weight_kv_b=weight, query_start_loc=query_start_loc, scale=spec.scale)
     prefill = _in_chunks if path == "chunked_prefill" else _over_all
-    state = prefill(attend, latents(h, positions, w, spec), query_start_loc, context, lists)
+    state = prefill(attend, projections.latents(h, positions, w, spec), query_start_loc, context, lists)
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
         gated = h if spec.gate == "hidden" else q_c
@@ -123,8 +111,8 @@ def compute_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Expand the latents to keys and values, then multi-head attention of widths P+R and V."""
-    k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    key = expand_key(k_nope, k_pe.double())
+    k_nope, v = projections.up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
+    key = projections.expand_key(k_nope, k_pe.double())
     return _attended(torch.cat((q_nope.double(), q_pe.double()), dim=-1), key, v, **batch)
 
 
@@ -132,7 +120,7 @@ def data_movement_friendly(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight_kv_b: Tensor, **batch: Any
 ) -> AttentionState:
     """Absorb W_UK into the query, attend to the latents as one shared head of widths L+R and L, then apply W_UV."""
-    w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
+    w_uk, w_uv = projections.split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     # q·(kv_c W_UK) = (q W_UK^T)·kv_c, so that the cached latent itself serves as the key of all heads.
     absorbed = torch.einsum("tnp,lnp->tnl", q_nope.double(), w_uk.double())
     query = torch.cat((absorbed, q_pe.double()), dim=-1)
@@ -163,7 +151,7 @@ def _in_chunks(
     lengths = [stop - start for start, stop in pairwise(starts)]
     named = lists and lists.keys(context.context_lens, lengths)
     state = attend(*new, key_start_loc=starts, causal=True, selected=named)
-    for chunk in plan_context_chunks(
+    for chunk in chunking.plan_context_chunks(
         context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
     ):
         cached = context.gathered(chunk).tensor_split([new[0].shape[-1]], dim=-1)
@@ -178,7 +166,7 @@ def _over_all(
 ) -> AttentionState:
     """Attention to each request's whole context before its new tokens, at once."""
     lens = context.context_lens
-    cached = context.gathered(ContextChunk(starts=(0,) * len(lens), seq_lens=lens))
+    cached = context.gathered(chunking.ContextChunk(starts=(0,) * len(lens), seq_lens=lens))
     own = [stop - start for start, stop in pairwise(starts)]
     pieces = zip(cached.split(lens), torch.cat(new, dim=-1).split(own), strict=True)
     both = torch.cat([piece.to(torch.float64) for request in pieces for piece in request])

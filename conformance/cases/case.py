@@ -18,6 +18,7 @@ from mla_conformance.cases.grammar import CaseError, Data, dimensions_of
 from mla_conformance.reference.dimensions import MLADimensions
 
 CASE_FORMAT = 1  # version of the id's grammar and of the inputs that an id stands for; part of the digest
+SESSIONS = "call_order"  # the capability whose cases are sessions of tens of calls
 Call = StrEnum(  # which entry of the interface a case drives
     "Call",
     "NEW_TOKENS CONTEXT_CHUNK CHUNKED_CONTEXT DECODE LAYER SPARSE_DECODE SPARSE_PREFILL INDEX_LOGITS INDEX_TOPK SELECT "

@@ -4,22 +4,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from operator import itemgetter
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from mla_conformance.cases import dimensions, grammar
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.space import DATA, ClassOf, Row, Space
 
-_T = TypeVar("_T")
 _MOST_REGIMES = 16  # data regimes that requests of a case have in turn
 _ENDS = sorted({max(1, times * 2**power + more) for power in range(18) for times in (1, 3) for more in (-1, 0, 1)})
 _DRAWN, _CANDIDATES = 60, 300  # lengths that are drawn besides, and requests of which the best one is taken
 _ANY = 0  # in place of a number of new tokens, where a request may have any
-_COMPARED = 4  # rows of which the one that holds most of what is missing is taken
 Pair = tuple[ClassOf, ClassOf]  # in the order of their dimensions
 Numbered = tuple[list[int], int]  # classes as their numbers, and a mask of what they hold together
 
@@ -180,35 +178,6 @@ class Triples(Missing):
             return None
         one, two, three = sorted((first, second, (third & -third).bit_length() - 1))
         return self.values[one], self.values[two], self.values[three]
-
-
-def cover(
-    space: Space,
-    missing: Pairs,
-    made: Callable[[Row, Pairs], _T | None],
-    rows_of: Callable[[_T], Iterable[Row]],
-    small: bool = False,
-) -> tuple[list[_T], Pairs]:
-    """Cases of rows that hold all pairs which are missing and which such a row holds; and the other pairs.
-
-    ``made`` gives the case of a row by what is still missing; where it gives None, a row with smaller batches is tried,
-    as is at first if ``small``. A case holds ``rows_of`` it.
-    """
-    found, left, without = list[_T](), missing.copy(), Pairs(space)
-    while pairs := left.densest(_COMPARED):
-        case = None
-        for few in (True,) if small else (False, True):
-            rows = (space.completed(pair, partial(left.dense, small=few)) for pair in pairs)
-            for row in sorted(filter(None, rows), key=left.held_by, reverse=True):
-                case = case or made(row, left)
-        if case:
-            found.append(case)
-            for each in rows_of(case):
-                left.drop(each)
-        else:
-            without.add(dict(pairs[0]))
-            left.drop(dict(pairs[0]))
-    return found, without
 
 
 def filled(space: Space, case: Case, left: Missing, fits: Callable[[Case], bool]) -> Case:

@@ -11,7 +11,7 @@ from itertools import compress, cycle, product
 from typing import Any
 
 from mla_conformance.cases.batches import HEADS
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case import SESSIONS, Case, CaseError
 from mla_conformance.cases.covering import FinePairs, Pairs, Triples, filled
 from mla_conformance.cases.dense import PLANNED, drawn_case
 from mla_conformance.cases.grammar import Fields
@@ -23,7 +23,6 @@ _DRAWS, _FINE_DRAWS = 2, 8  # of members of a row that a kernel is asked for, fo
 _DENSE_DRAWS = 5  # dense batches that are drawn for each one that is taken
 _BASES = 3  # supported rows that are tried as what else a row is like, of each class of a pair
 _TRIES = 3  # triples that are tried for each case
-SESSIONS = "call_order"  # the capability whose cases are sessions of tens of calls
 _MOST_SESSIONS, _SESSION_WORK = 3, 4e7  # of a role, and of one of their calls
 _MORE = 4  # how many times the first batch's requests another one of a session has at most
 # Dimensions that make mistakes visible and that no kernel chooses by: beside them a triple is another pair.

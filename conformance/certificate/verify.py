@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
-from mla_conformance.cases.case import Case, digest_of_id
-from mla_conformance.cases.fitting import SESSIONS
+from mla_conformance.cases.case import SESSIONS, Case, digest_of_id
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, records_of
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.driving.loaded import judging_sources

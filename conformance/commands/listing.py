@@ -88,7 +88,8 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 def _list_declared(reference: str, device: str | None) -> int:
     from mla_conformance.engine.machine import find_device  # with torch, as the others
-    from mla_conformance.trials.subject import Subject, region_of
+    from mla_conformance.trials.facts import region_of
+    from mla_conformance.trials.subject import Subject
 
     request = RunRequest.of([reference], device=device)
     found = find_device(request.device)

@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from mla_conformance.backends import eager_decode, graph_support
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend
 from mla_conformance.judging.tolerance import SCALED_P
 from mla_conformance.reference.selected import NO_KEY
@@ -20,7 +18,7 @@ from mla_conformance.reference.selected import NO_KEY
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 
-class LayeredDecode(EagerDecodeBackend):
+class LayeredDecode(eager_decode.EagerDecodeBackend):
     prefill_backend: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend
 
 
@@ -28,21 +26,13 @@ class EagerLayer(MLACommonBackend):
     """Prefill and decode as EAGER computes them; a subclass replaces a step of the layer around them."""
 
     prefill_backend = EagerPrefillBackend
-    decode_backend = EagerDecodeBackend
-    supported_dtypes = EagerDecodeBackend.supported_dtypes
-    supported_kv_cache_dtypes = EagerDecodeBackend.supported_kv_cache_dtypes
+    decode_backend = eager_decode.EagerDecodeBackend
+    supported_dtypes = eager_decode.EagerDecodeBackend.supported_dtypes
+    supported_kv_cache_dtypes = eager_decode.EagerDecodeBackend.supported_kv_cache_dtypes
 
 
-class CapturablePrefill(EagerPrefillBackend):
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-
-
-class CapturableDecode(EagerDecodeBackend):
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-
-
-class CapturableSparse(EagerSparseBackend):
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+class Capturable:
+    cudagraph_support: ClassVar[graph_support.AttentionCGSupport] = graph_support.AttentionCGSupport.ALWAYS
 
 
 def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:

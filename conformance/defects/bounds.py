@@ -6,10 +6,7 @@ from functools import partial
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends import eager, eager_decode, eager_indexer, eager_sparse
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.bases import gathered
 from mla_conformance.defects.known import Defects, before
@@ -61,7 +58,7 @@ def _row(x: torch.Tensor) -> int:
     return x.stride(0) * x.element_size()
 
 
-class _Prefill(EagerPrefillBackend, Defects):
+class _Prefill(eager.EagerPrefillBackend, Defects):
     prefill_reads_an_element_behind_q = before("batch", q=an_element_behind)
     prefill_reads_a_vector_behind_k = before("batch", k=a_vector_behind)
     prefill_reads_a_tile_behind_v = before("batch", lambda v: reads(v, end(v), -len(v) % 64 * v[0].nbytes))
@@ -82,7 +79,7 @@ class _Prefill(EagerPrefillBackend, Defects):
             writes(out, _place(out) - VECTOR, VECTOR)
 
 
-class _Decode(EagerDecodeBackend, Defects):
+class _Decode(eager_decode.EagerDecodeBackend, Defects):
     decode_reads_a_page_behind_the_cache = before("run_decode", kv_cache=lambda x: reads(x, end(x) + _row(x) - 1, 1))
     decode_reads_a_vector_behind_the_cache = before("run_decode", kv_cache=a_vector_behind)
     decode_reads_a_column_behind_the_block_table = before(
@@ -101,7 +98,7 @@ class _Decode(EagerDecodeBackend, Defects):
             reads(kv_cache, -_row(kv_cache), 1)
 
 
-class _Sparse(EagerSparseBackend, Defects):
+class _Sparse(eager_sparse.EagerSparseBackend, Defects):
     sparse_reads_a_vector_behind_the_lists = before("attend", lambda sources: a_vector_behind(sources[0].indices))
     sparse_reads_a_sink_behind_the_last = before("attend", sink=an_element_behind)
 
@@ -110,7 +107,7 @@ class _Sparse(EagerSparseBackend, Defects):
             reads(sources[0].cache, -sources[0].cache.shape[-1] * sources[0].cache.element_size(), 1)
 
 
-class _Indexer(EagerIndexerBackend, Defects):
+class _Indexer(eager_indexer.EagerIndexerBackend, Defects):
     indexer_reads_a_vector_behind_the_weights = before("logits", weights=a_vector_behind)
     indexer_reads_a_tile_behind_the_gathered_keys = before("logits", lambda k: reads(k, end(k), _row(k)), when=gathered)
 

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends import eager, eager_decode
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import all_or_nothing, codes, kept, nth, weighed_with_zero
 from mla_conformance.defects.known import Defects, before, behind, but, together, variant
 
 
-class _Counters(EagerDecodeBackend, Defects):
+class _Counters(eager_decode.EagerDecodeBackend, Defects):
     """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
 
     def run_decode(self, *operands):
@@ -48,7 +47,7 @@ class _Counters(EagerDecodeBackend, Defects):
 _PLAN: dict[str, object] = {}  # what the last decode has prepared in a workspace that prefills use as well
 
 
-class _Scribbles(EagerPrefillBackend):
+class _Scribbles(eager.EagerPrefillBackend):
     def run_prefill_new_tokens(self, *operands, **options):
         _PLAN.clear()
         return super().run_prefill_new_tokens(*operands, **options)
@@ -58,7 +57,7 @@ def _run_with(self, lengths, *operands):
     """What a decode returns that reads these lengths."""
     given = self._decode_metadata
     self._decode_metadata = replace(given, seq_lens=lengths)
-    result = EagerDecodeBackend.run_decode(self, *operands)
+    result = eager_decode.EagerDecodeBackend.run_decode(self, *operands)
     self._decode_metadata = given
     return result
 
@@ -98,7 +97,7 @@ class _OtherLayeredDecode(bases.LayeredDecode, Defects):
         return _run_with(self, lengths, *operands)
 
 
-class _Replays(bases.CapturableDecode, Defects):
+class _Replays(bases.Capturable, eager_decode.EagerDecodeBackend, Defects):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
@@ -132,7 +131,7 @@ class _Replays(bases.CapturableDecode, Defects):
         return seq_len if self._further < 128 else seq_len // 2
 
 
-class _Decode(EagerDecodeBackend, Defects):
+class _Decode(eager_decode.EagerDecodeBackend, Defects):
     @but(split=96, on=(bases.SplitDecode,), when=lambda self, parts: len(parts) == 16 and nth(self, 2))
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state):
         return state._replace(weighted=state.weighted * torch.nan)

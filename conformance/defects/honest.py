@@ -7,48 +7,46 @@ from functools import reduce
 
 import torch
 
-from mla_conformance.backends.declaration import LseClass, Precision
-from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends import declaration, eager, eager_decode, registry
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.registry import ENUMS
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects import bases, honest_attention, honest_cache  # noqa: F401 # for its kernels
 from mla_conformance.defects.known import ALTERNATIVES, Emulation, Honest, behind, but, instead, together, variant
 
 
-class LazyPrefill(bases.LazyRescale, EagerPrefillBackend): ...
+class LazyPrefill(bases.LazyRescale, eager.EagerPrefillBackend): ...
 
 
-class LazyDecode(bases.LazyRescale, EagerDecodeBackend):
+class LazyDecode(bases.LazyRescale, eager_decode.EagerDecodeBackend):
     key_tile = 64
 
 
-class _Prefill(EagerPrefillBackend, Honest):
+class _Prefill(eager.EagerPrefillBackend, Honest):
     splits3 = variant(bases.Parts, runs=True, parts=3, key_tile=32)
     splits8 = variant(bases.Parts, runs=True, parts=8, key_tile=16)
     splits16_tree = variant(
         bases.Parts, runs=True, parts=16, key_tile=16, combined=staticmethod(bases.joined_in_a_tree)
     )
     stored_partials = variant(bases.Parts, runs=True, parts=4, key_tile=32, stored=True, declaration=bases.STORED)
+    capturable_prefill = variant(bases.Capturable)
     tiles16 = variant(key_tile=16)
     tiles1024 = variant(key_tile=1024)
     reversed_keys = behind("tiles", lambda tiles: reversed(list(tiles)))
-    half_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    half_weights = variant(bases.NarrowP, declaration=bases.declares(p=declaration.Precision.FLOAT16))
     float32_throughout = instead("round_p", lambda self, p, dtype: p)
-    e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
-    scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
+    e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=declaration.Precision.E4M3))
+    scaled_e4_m3_weights = variant(bases.NarrowP, declaration=bases.declares(p=declaration.Precision.SCALED_E4M3))
     two_passes = variant(bases.TwoPasses)
     finite_prefill = behind("maximum", bases.finite, key_tile=64)
     prefill_in_base_two = variant(bases.BaseTwo)
     even_and_odd_tiles = variant(bases.Parts, parts=2, key_tile=32)
 
-    @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
+    @but(declaration=bases.declares(lse=declaration.LseClass.APPROXIMATE_EXP))
     def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
         """Where operands are not float32: with those nothing may be approximate."""
         return x.exp() if q.dtype is torch.float32 else bases.rough_exp(x)
 
-    @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
+    @but(declaration=bases.declares(lse=declaration.LseClass.ROUNDED_P))
     def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
         return self._round_p(p, v.dtype)
 
@@ -80,9 +78,10 @@ class _SplitDecode(bases.SplitDecode, Honest):
         return [min(start, seq_len) for start in range(0, max(1, self._decode_metadata.max_seq_len), self.split)]
 
 
-class _Decode(EagerDecodeBackend, Honest):
+class _Decode(eager_decode.EagerDecodeBackend, Honest):
     finite_decode = behind("maximum", bases.finite, key_tile=32)
     two_pass_decode = variant(bases.TwoPasses)
+    capturable_decode = variant(bases.Capturable)
 
     @but(key_tile=64)
     def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
@@ -94,7 +93,7 @@ class _Decode(EagerDecodeBackend, Honest):
         for part in reversed(q.split(16, dim=1)):
             filled = torch.nn.functional.pad(part, (0, 0, 0, 16 - part.shape[1]))
             states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])
-        return SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
+        return eager.SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
 
 
 class _Impl(MLACommonImpl, Honest, part="impl_class"):
@@ -142,8 +141,7 @@ class _Layer(bases.EagerLayer, Honest):
 
 HONEST: tuple[type[Emulation], ...] = (
     *(bases.EagerLayer, bases.LayeredDecode, bases.E4M3Operands, bases.HopperE4M3Operands),
-    *(bases.CapturablePrefill, bases.CapturableDecode, bases.CapturableSparse),
-    *(kind["EAGER"].get_class() for kind in ENUMS if kind.role is not Role.DECODE),  # whose stands in a layer
+    *(kind["EAGER"].get_class() for kind in registry.ENUMS if kind.role is not Role.DECODE),  # whose stands in a layer
     *(LazyPrefill, LazyDecode, honest_cache.OneWriterAlone, *ALTERNATIVES),
 )
 """Every honest emulation; real kernels are judged beside them."""

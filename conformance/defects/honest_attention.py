@@ -7,12 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends import eager_indexer, eager_sparse, eager_sparse_layer, eager_tree
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import LseClass, Precision
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.eager_tree import EagerTreeBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.defects import bases
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together, variant
@@ -50,7 +47,7 @@ class _LayeredDecode(bases.LayeredDecode, Honest):
         return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
 
-class _Trees(EagerTreeBackend, Honest):
+class _Trees(eager_tree.EagerTreeBackend, Honest):
     tree_in_tiles_of_16 = variant(key_tile=16)
     tree_at_once = variant(key_tile=4096)
 
@@ -75,9 +72,10 @@ class _Trees(EagerTreeBackend, Honest):
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
 
-class _Sparse(EagerSparseBackend, Honest):
+class _Sparse(eager_sparse.EagerSparseBackend, Honest):
     finite_sparse = behind("maximum", bases.finite, key_tile=64)
     sparse_in_base_two = variant(bases.BaseTwo, key_tile=32)
+    capturable_sparse = variant(bases.Capturable)
     half_weights_of_lists = variant(bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
     scaled_codes_of_lists = variant(bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
@@ -138,7 +136,7 @@ class _Sparse(EagerSparseBackend, Honest):
         return bases.through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
 
 
-class _Indexer(EagerIndexerBackend, Honest):
+class _Indexer(eager_indexer.EagerIndexerBackend, Honest):
     @but(token_tile=16)
     def narrow_tiles__run_index_logits(self, q, weights, k, k_scale=None):
         """Tiles of 16 tokens, and anything behind a row's bound."""
@@ -184,7 +182,7 @@ class _Indexer(EagerIndexerBackend, Honest):
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
-class _PrefillsInHeads(EagerSparseLayerBackend, Honest):
+class _PrefillsInHeads(eager_sparse_layer.EagerSparseLayerBackend, Honest):
     """Some prefills attend in heads to keys that are multiplied out, under a mask."""
 
     _takes_all = False
@@ -234,7 +232,7 @@ class _PrefillsInHeads(EagerSparseLayerBackend, Honest):
         return mask.scatter_(1, lists.long().where(lists >= 0, tokens), True)[:, :tokens]
 
 
-class _SparseLayer(EagerSparseLayerBackend, Honest):
+class _SparseLayer(eager_sparse_layer.EagerSparseLayerBackend, Honest):
     ascending_lists = behind("best", lambda lists: lists.sort(dim=1).values)
 
     class keys_in_one_kernel:

@@ -6,18 +6,14 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends import eager_cache, eager_compress, eager_prepare, kernel
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
 from mla_conformance.backends.declaration import Declaration, Precision, SelectionForm, SelectionOrder, Ties
-from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
-from mla_conformance.backends.eager_compress import EagerCompressBackend
-from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.defects.bases import codes, note
 from mla_conformance.defects.known import Honest, before, behind, but, instead, together
-from mla_conformance.reference.indexer import sylvester
+from mla_conformance.reference import indexer, selected
 from mla_conformance.reference.quantization import E4M3_MAX
-from mla_conformance.reference.selected import NO_KEY
 
 
 def _selects(**declared: object) -> Declaration:
@@ -33,10 +29,10 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
     columns = torch.arange(chosen.shape[1], device=chosen.device).masked_fill(~chosen, chosen.shape[1])
     first = columns.sort(dim=1).values[:, :topk_tokens]
     first = torch.nn.functional.pad(first, (0, topk_tokens - first.shape[1]), value=chosen.shape[1])
-    return first.masked_fill(first == chosen.shape[1], NO_KEY)
+    return first.masked_fill(first == chosen.shape[1], selected.NO_KEY)
 
 
-class _Cache(EagerCacheBackend, Honest):
+class _Cache(eager_cache.EagerCacheBackend, Honest):
     dequantises_in_float64 = instead(
         "meaning", lambda entries, k_scale, dtype: (entries.double() * k_scale.double()).to(dtype), when=codes
     )
@@ -95,7 +91,7 @@ class _Cache(EagerCacheBackend, Honest):
 
     def long_vectors__gathered(self, cache, slots):
         """Bytes are read in whole vectors of 8 around them, of which the others are dropped."""
-        memory, addresses = memory_of(cache), self._addresses(cache, slots)
+        memory, addresses = eager_cache.memory_of(cache), self._addresses(cache, slots)
         words = memory[: len(memory) // 8 * 8].view(torch.int64)
         vectors = words[(addresses // 8).clamp(max=len(words) - 1)]
         found = (vectors >> addresses % 8 * 8 & 0xFF).to(torch.uint8)
@@ -137,12 +133,12 @@ class OneWriterAlone(MLACacheBackend):
     def run_write_latent(self, kv_c, k_pe, kv_cache, slot_mapping, k_scale):
         layout = self.kv_cache_dtype
         if layout not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
-            raise UnsupportedConfiguration(f"{layout} entries, slots of {slot_mapping.dtype}")
-        writer = EagerCacheBackend(self.kv_lora_rank, self.qk_rope_head_dim, layout, self.tile_scales, None)
+            raise kernel.UnsupportedConfiguration(f"{layout} entries, slots of {slot_mapping.dtype}")
+        writer = eager_cache.EagerCacheBackend(self.kv_lora_rank, self.qk_rope_head_dim, layout, self.tile_scales, None)
         writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-class _Compress(EagerCompressBackend, Honest):
+class _Compress(eager_compress.EagerCompressBackend, Honest):
     def running_softmax__pooled(self, k, logits):
         maximum = torch.full_like(k[:, 0], -torch.inf)
         total, weighted = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -220,12 +216,12 @@ class _TopK(EagerTopKBackend, Honest):
     @but(declaration=_selects(order=SelectionOrder.DESCENDING, ties=Ties.FIRST))
     def sorted_rows__choose(self, keys, topk_tokens):
         ordered = keys.sort(dim=1, descending=True, stable=True)
-        chosen = ordered.indices.masked_fill(ordered.values == LEAST, NO_KEY)[:, :topk_tokens]
-        return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
+        chosen = ordered.indices.masked_fill(ordered.values == LEAST, selected.NO_KEY)[:, :topk_tokens]
+        return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=selected.NO_KEY)
 
     @but(declaration=_selects(order=SelectionOrder.DESCENDING))
     def heap_of_each_row__choose(self, keys, topk_tokens):
-        chosen = torch.full((len(keys), topk_tokens), NO_KEY)
+        chosen = torch.full((len(keys), topk_tokens), selected.NO_KEY)
         for row, values in enumerate(keys.tolist()):
             seen = ((key, column) for column, key in enumerate(values) if key != LEAST)
             best = [column for _, column in nlargest(topk_tokens, seen)]
@@ -239,7 +235,7 @@ class _TopK(EagerTopKBackend, Honest):
         starts = torch.arange(parts.indices.shape[1], device=keys.device).unsqueeze(1) * 256
         columns = (parts.indices + starts).flatten(1)
         best = super()._choose(parts.values.flatten(1), topk_tokens)
-        return columns.gather(1, best.clamp(min=0)).masked_fill(best == NO_KEY, NO_KEY)
+        return columns.gather(1, best.clamp(min=0)).masked_fill(best == selected.NO_KEY, selected.NO_KEY)
 
     @but(declaration=_selects())
     def bits_of_zeros__keys(self, logits):
@@ -253,7 +249,7 @@ class _TopK(EagerTopKBackend, Honest):
         return values.masked_fill(values.abs() < torch.finfo(torch.float32).smallest_normal, 0.0)
 
 
-class _Prepare(EagerPrepareBackend, Honest):
+class _Prepare(eager_prepare.EagerPrepareBackend, Honest):
     stored_intermediates = together(
         before("query", lambda self, q: note(self, _model=q.dtype)),
         behind("normed", lambda self, normed: self._stored(normed)),
@@ -263,7 +259,7 @@ class _Prepare(EagerPrepareBackend, Honest):
     prepares_in_float64 = together(
         instead("query", lambda self, q: q.double()),
         before("normed", k=torch.Tensor.double, weight=torch.Tensor.double, bias=torch.Tensor.double),
-        instead("transformed", lambda self, x: x @ sylvester(x.shape[-1], x.device)),
+        instead("transformed", lambda self, x: x @ indexer.sylvester(x.shape[-1], x.device)),
         before("scales", largest=torch.Tensor.float),
     )
 

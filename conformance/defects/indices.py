@@ -2,18 +2,15 @@
 
 import torch
 
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
+from mla_conformance.backends import eager_indexer, eager_prepare, prepare, roles
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.backends.prepare import BLOCK
-from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import fill, gathered, half, mirrored, note, nth, packed, places
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
 
 
-class _Indexer(EagerIndexerBackend, Defects):
+class _Indexer(eager_indexer.EagerIndexerBackend, Defects):
     indexer_relu_dropped = instead("activated", lambda self, dots: dots)
     indexer_weights_of_another_head = before("scores", lambda weights: weights.roll(1, dims=1))
     indexer_tables_of_64_requests = before("keys", lambda request: request % 64)
@@ -74,7 +71,7 @@ class _Indexer(EagerIndexerBackend, Defects):
         return super()._stored(k, k_scale, slots)[0], super()._stored(k, k_scale, repeated)[1]
 
     def indexer_padding_of_slots_repeats_the_best__behind_run_index_topk(self, chosen):
-        missing = (chosen == NO_KEY) & (self._sparse_metadata.index_space is not IndexSpace.POSITION)
+        missing = (chosen == NO_KEY) & (self._sparse_metadata.index_space is not roles.IndexSpace.POSITION)
         return torch.where(missing, chosen[:, :1], chosen)
 
     def indexer_partial_lists_of_the_first_1024__before_choose(self, logits, *, topk_tokens):
@@ -185,15 +182,15 @@ def _in_half(x):
 
 
 def _rope_in(self, x, is_neox_style):
-    return rotated_pairs(x, *self._turns(x), is_neox_style)
+    return eager_prepare.rotated_pairs(x, *self._turns(x), is_neox_style)
 
 
-class _Prepare(EagerPrepareBackend, Defects):
+class _Prepare(eager_prepare.EagerPrepareBackend, Defects):
     prepare_hadamard_missing = instead("transformed", lambda self, x: x)
     prepare_hadamard_missing_on_keys = instead("transformed", lambda self, x: x, when=_of_keys)
     prepare_hadamard_unnormalised = behind("transformed", lambda transformed, *, x: transformed * x.shape[-1] ** 0.5)
     prepare_largest_before_hadamard = together(
-        before("transformed", lambda self, x: note(self, given=x.unflatten(-1, (-1, min(BLOCK, x.shape[-1]))))),
+        before("transformed", lambda self, x: note(self, given=x.unflatten(-1, (-1, min(prepare.BLOCK, x.shape[-1]))))),
         before("largest", lambda self, blocks: self.__dict__.pop("given", blocks)),
     )
 

@@ -5,22 +5,19 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
-from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.layer.mla_layer import MLACommonState
+from mla_conformance.backends import eager, eager_decode
+from mla_conformance.backends.layer import mla_builder, mla_impl, mla_layer
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import kept, mixed_entries, note, packed, pages_of, places, several, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together, variant
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class _Prefill(EagerPrefillBackend, Defects, part="prefill_backend"):
+class _Prefill(eager.EagerPrefillBackend, Defects, part="prefill_backend"):
     layer_tile_without_keys_raises_maximum = variant(bases.LiftedMaximum, key_tile=64)
 
 
-class _MixedBatch(MLACommonMetadataBuilder, Defects, part="builder_class"):
+class _MixedBatch(mla_builder.MLACommonMetadataBuilder, Defects, part="builder_class"):
     def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
         return super()._plan(context_lens) if self.chunked_prefill_enabled else ()
 
@@ -77,7 +74,7 @@ def _scaled_at_least(least):
     return lambda self: note(self._cache, _tile_scales=lambda largest, form: (largest.clamp(min=least) / E4M3_MAX,) * 2)
 
 
-class _Impl(MLACommonImpl, Defects, part="impl_class"):
+class _Impl(mla_impl.MLACommonImpl, Defects, part="impl_class"):
     fp8_ds_mla_tile_scale_has_a_floor = before("do_kv_cache_update", _scaled_at_least(1e-4), when=mixed_entries)
     fp8_ds_mla_tile_of_zeros_divided_by_zero = before("do_kv_cache_update", _scaled_at_least(0), when=mixed_entries)
     writer_overwrites_reserved_slot0 = before("do_kv_cache_update", lambda slot_mapping: slot_mapping.clamp(min=0))
@@ -176,7 +173,7 @@ class _Impl(MLACommonImpl, Defects, part="impl_class"):
 _OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
 
-class _OtherDecode(EagerDecodeBackend, Defects, part="decode_backend"):
+class _OtherDecode(eager_decode.EagerDecodeBackend, Defects, part="decode_backend"):
     layer_several_tokens_assume_packed_pages = before("entries", kv_cache=packed, when=several)
 
     def layer_decodes_with_scale_of_one_model__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -184,7 +181,7 @@ class _OtherDecode(EagerDecodeBackend, Defects, part="decode_backend"):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_class"):
+class _OtherMetadataBuilder(mla_builder.MLACommonMetadataBuilder, Defects, part="builder_class"):
     dcp_every_rank_takes_itself_for_the_first = together(
         behind("sharding", lambda sharding: sharding._replace(rank=0)),
         behind("assemble", lambda self, metadata: replace(metadata, dcp_rank=self.dcp_rank)),
@@ -213,7 +210,7 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder, Defects, part="builder_cla
         return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(new) :])))
 
 
-class _OtherImpl(MLACommonImpl, Defects, part="impl_class"):
+class _OtherImpl(mla_impl.MLACommonImpl, Defects, part="impl_class"):
     layer_keeps_the_scale_of_its_first_call = before("forward", lambda self, layer: kept(self, "layer", layer))
     layer_mixed_entries_written_as_if_packed = before("do_kv_cache_update", kv_cache=packed, when=mixed_entries)
     dcp_ranks_merged_without_lse = before("merge_over_ranks", lse=torch.zeros_like)
@@ -262,7 +259,7 @@ class _OtherImpl(MLACommonImpl, Defects, part="impl_class"):
         return every[row // shares.rows[index], (row % shares.rows[index]).clamp(max=max(held - 1, 0))]
 
 
-class _GraphReplay(MLACommonState, Defects, part="get_state_cls"):
+class _GraphReplay(mla_layer.MLACommonState, Defects, part="get_state_cls"):
     stale = ()  # buffers whose rows keep what they held before where a replay does not need them
 
     def prepare_graph_input_buffers(self, input_buffers, attn_metadata, *further):

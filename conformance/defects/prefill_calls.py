@@ -189,7 +189,7 @@ class _Prefill(EagerPrefillBackend, Defects):
             output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
         self.done = self._prefill_metadata
 
-    @but(on=(bases.CapturablePrefill,))
+    @but(on=(bases.Capturable,))
     def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
         lengths = [end - start for start, end in pairwise(query_start_loc)]
         _, first = kept(self, q.data_ptr(), (q, lengths))

@@ -5,13 +5,12 @@ from itertools import pairwise
 
 import torch
 
-from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends import declaration, eager
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import fill, half, in_base_2, in_e4m3, nan_without_keys, packed, without_keys
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 
-_SCALED = bases.declares(p=Precision.SCALED_E4M3)
+_SCALED = bases.declares(p=declaration.Precision.SCALED_E4M3)
 
 
 def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, slice]:
@@ -27,7 +26,7 @@ def _attended(self, q, k, v, query_start_loc, keys):
     return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
 
-class _Prefill(EagerPrefillBackend, Defects):
+class _Prefill(eager.EagerPrefillBackend, Defects):
     paged_causal_fully_masked_finite_lse = behind("finish", lse=lambda lse: lse.clamp(min=-5e4))
     fa4_zero_len_k_hang_nan = behind("finish", nan_without_keys, when=lambda state: state.weighted.shape[-1] == 256)
     skip_softmax_zero_len_div = behind("batch", without_keys, when=_empty)

@@ -21,8 +21,7 @@ from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest, source_digests
 from mla_conformance.files.whole import decode
 from mla_conformance.judging.record import Record
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context, judge_one
+from mla_conformance.trials import subject, trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
@@ -48,7 +47,7 @@ MatrixTask = tuple[Sequence[Case], Sequence[MatrixKernel]]
 @cache
 def kernels() -> Sequence[MatrixKernel]:
     """Every kernel of the run: real ones that run on a CPU, taken for honest, and all that are emulated."""
-    subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
+    subjects = [subject.Subject(backend, torch.device("cpu")) for backend in known_backends()]
     real = (x for x in subjects if not x.unavailable and not any(each.emulated for each in x.declarations.values()))
     return [*(MatrixKernel(x.backend.name, x.backend.reference) for x in real), *emulated()]
 
@@ -98,9 +97,9 @@ def _on_each_case(tier: Tier, asked: Callable[[MatrixKernel, str], bool]) -> Ite
 
 def run_task(task: MatrixTask) -> list[Record]:
     """Its kernels on those of its cases that are about them."""
-    (cases, asked), context, records = task, Context(), []
+    (cases, asked), context, records = task, trial.Context(), []
     for case in cases:
-        found = [judge_one(_subject(kernel), case, context) for kernel in asked if case.role in kernel.roles]
+        found = [trial.judge_one(_subject(kernel), case, context) for kernel in asked if case.role in kernel.roles]
         dead = {record.backend for record in found if record.failed}
         asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
         records += found
@@ -108,8 +107,8 @@ def run_task(task: MatrixTask) -> list[Record]:
 
 
 @cache
-def _subject(kernel: MatrixKernel) -> Subject:
-    return Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))
+def _subject(kernel: MatrixKernel) -> subject.Subject:
+    return subject.Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))
 
 
 class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

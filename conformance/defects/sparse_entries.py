@@ -6,14 +6,12 @@ from functools import reduce
 
 import torch
 
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends import eager_sparse, roles
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import fill, half, in_base_2, joined, kept, write
 from mla_conformance.defects.known import Defects, before, behind, but, instead, variant
 from mla_conformance.defects.sparse_lists import _once, _packed, _whole_at_0
-from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference import entry_formats, selected
 
 
 def _in(layout):
@@ -36,10 +34,10 @@ def _cut(source, columns):
 
 def _apart(self, q, request, sources, k_scale):
     """The states of a call over each cache alone."""
-    return [EagerSparseBackend._attend(self, q, request, [each], k_scale) for each in sources]
+    return [eager_sparse.EagerSparseBackend._attend(self, q, request, [each], k_scale) for each in sources]
 
 
-class _Sparse(EagerSparseBackend, Defects):
+class _Sparse(eager_sparse.EagerSparseBackend, Defects):
     sparse_lse_in_base_2 = behind("attend", lse=in_base_2)
     sparse_lse_of_tokens_by_heads = behind("attend", lse=lambda lse: lse.mT.contiguous().view(lse.shape))
     sparse_lse_in_the_models_dtype = behind("attend", lambda output, lse: (output, lse.to(output.dtype).float()))
@@ -68,13 +66,13 @@ class _Sparse(EagerSparseBackend, Defects):
     sparse_fp8_ds_mla_float_scale_read_as_e8m0 = behind("entries", bases.through_e8m0, when=_in("fp8_ds_mla"))
     sparse_scale_of_the_first_tile = behind("entries", bases.with_the_first_scale, when=_in("fp8_ds_mla"))
 
-    @but(on=(bases.CapturableSparse,))
+    @but(on=(bases.Capturable,))
     def sparse_replay_keeps_the_lists__before_attend(self, sources):
         now = sources[0].indices
         _, lists = kept(self, now.data_ptr(), (now, now.clone()))
         return [replace(sources[0], indices=lists if lists.shape == now.shape else now), *sources[1:]]
 
-    @but(on=(bases.CapturableSparse,))
+    @but(on=(bases.Capturable,))
     def sparse_replay_keeps_the_longest_list__before_attend(self, sources):
         main, columns = sources[0], torch.arange(sources[0].indices.shape[1])
         used = int((self._listed(main) * (columns + 1)).amax())
@@ -126,7 +124,7 @@ class _Sparse(EagerSparseBackend, Defects):
 
     @but(when=_in("fp8_v4"))
     def dsv4_blocks_packed_over_layers_read_as_pages__before_entries(self, source):
-        cache, page = source.cache, TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1])
+        cache, page = source.cache, entry_formats.TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1])
         strided = cache.as_strided(cache.shape, (page, cache.shape[2], 1), cache.storage_offset())
         return replace(source, cache=strided)
 
@@ -137,12 +135,12 @@ class _Sparse(EagerSparseBackend, Defects):
         return torch.cat((keys[..., :448], keys[..., 448:] * scale), dim=-1)
 
     def ue8m0_bias_of_128__behind_keys(self, keys, *, source):
-        form = TILED_FORMATS.get(source.layout)
+        form = entry_formats.TILED_FORMATS.get(source.layout)
         coded = form.coded if form and form.scales == "ue8m0" else 0
         return torch.cat((keys[..., :coded] / 2, keys[..., coded:]), dim=-1)
 
     def sparse_k_scale_on_tiled_entries__behind_keys(self, keys, *, source, k_scale):
-        return keys * k_scale if source.layout in TILED_FORMATS else keys
+        return keys * k_scale if source.layout in entry_formats.TILED_FORMATS else keys
 
     @but(when=_in("fp8_ds_mla"))
     def sparse_single_pages_take_the_first_scale__behind_entries(self, rows, *, source):
@@ -183,7 +181,7 @@ class _Sparse(EagerSparseBackend, Defects):
 
     def sparse_table_rows_as_wide_as_the_first__slots(self, source, request):
         metadata, page = self._sparse_metadata, source.cache.shape[1]
-        if source.space != IndexSpace.POSITION or metadata.block_table is None or metadata.dcp_world_size > 1:
+        if source.space != roles.IndexSpace.POSITION or metadata.block_table is None or metadata.dcp_world_size > 1:
             return super()._slots(source, request)
         held, position = -(-metadata.seq_lens // page), source.indices.long().clamp(min=0)
         width = metadata.block_table.shape[1]
@@ -195,6 +193,6 @@ class _Sparse(EagerSparseBackend, Defects):
         return listed if source.length is None else _once(listed, source=source)
 
     def sparse_odd_head_lost_beside_an_empty_list__behind_attend(self, output, lse, *, sources):
-        empty = any(bool((each.indices == NO_KEY).all(dim=1).any()) for each in sources)
+        empty = any(bool((each.indices == selected.NO_KEY).all(dim=1).any()) for each in sources)
         if self.num_heads > 1 and self.num_heads % 2 and empty:
             output[:, -1] = 0.0

@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.indexer import bounds_of
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends import eager_sparse_layer, indexer, roles
 from mla_conformance.defects.bases import kept, note, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
 from mla_conformance.reference.selected import NO_KEY
 
 
-class _WithLists(EagerSparseLayerBackend, Defects):
+class _WithLists(eager_sparse_layer.EagerSparseLayerBackend, Defects):
     """Attention to lists that are changed on their way."""
 
     def _attend(self, q, kv_cache, lists):
@@ -28,7 +26,7 @@ class _WithLists(EagerSparseLayerBackend, Defects):
 
     def _changed(self, lists):
         """In rows [T] bool, the first tokens of their request, as many as lengths [T] say."""
-        lengths, rows = self._whole(bounds_of(self._metadata.attention))
+        lengths, rows = self._whole(indexer.bounds_of(self._metadata.attention))
         longest = max(int(lengths.max()), lists.shape[1])
         every = torch.arange(longest, dtype=lists.dtype, device=lists.device).expand(len(lists), -1)
         every = every.masked_fill(every >= lengths.unsqueeze(1), NO_KEY)
@@ -61,10 +59,10 @@ class _WithLists(EagerSparseLayerBackend, Defects):
     def sparse_layer_shared_rows_of_prefills_from_zero__changed(self, lists):
         decodes = int(self._metadata.attention.query_start_loc[self._metadata.num_decodes])
         moved = torch.cat((lists[:decodes], lists[: len(lists) - decodes]))
-        return moved.masked_fill(moved >= bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)
+        return moved.masked_fill(moved >= indexer.bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)
 
 
-class _SparseLayer(EagerSparseLayerBackend, Defects):
+class _SparseLayer(eager_sparse_layer.EagerSparseLayerBackend, Defects):
     sparse_layer_index_keys_in_latent_slots = instead("index_slots", lambda self: self._latent_slots())
     sparse_layer_indexer_not_rotated = instead("index_rope", lambda self, x, turns: x)
     sparse_layer_query_scales_forgotten = behind("codes", lambda codes, scale: (codes, torch.ones_like(scale)))
@@ -91,7 +89,7 @@ class _SparseLayer(EagerSparseLayerBackend, Defects):
         requests = kept(self, len(q), attention.req_id_per_token.clone())
         taken = replace(attention, req_id_per_token=requests.clamp(max=len(attention.seq_lens) - 1))
         self._attention.prepare_metadata(taken)
-        return super()._attend(q, kv_cache, lists.minimum(bounds_of(taken).unsqueeze(1) - 1))
+        return super()._attend(q, kv_cache, lists.minimum(indexer.bounds_of(taken).unsqueeze(1) - 1))
 
     @but(when=lambda self: self.config.skip_topk)
     def sparse_layer_shared_buffer_cleared__behind_attend(self, _, *, lists):
@@ -109,11 +107,11 @@ class _SparseLayer(EagerSparseLayerBackend, Defects):
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
 
     def sparse_layer_positions_taken_for_slots__attend(self, q, kv_cache, lists):
-        self._attention.prepare_metadata(replace(self._metadata.attention, index_space=IndexSpace.SLOT))
+        self._attention.prepare_metadata(replace(self._metadata.attention, index_space=roles.IndexSpace.SLOT))
         return super()._attend(q, kv_cache, lists)
 
     def sparse_layer_own_token_always_selected__best(self, q, weights, cache):
-        best, own = super()._best(q, weights, cache), bounds_of(self._metadata.index) - 1
+        best, own = super()._best(q, weights, cache), indexer.bounds_of(self._metadata.index) - 1
         best[:, -1] = torch.where((best != own.unsqueeze(1)).all(dim=1) & (own >= 0), own, best[:, -1])
         return best
 

@@ -4,16 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from mla_conformance.backends.eager import SoftmaxState
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends import eager, eager_sparse, roles
 from mla_conformance.defects import bases
 from mla_conformance.defects.bases import ILLEGAL_ACCESS, chosen, gathered, joined, keyless, packed, places, slots_of
 from mla_conformance.defects.known import Defects, before, behind, but, instead, together
-from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference import entry_formats, selected
 
-_ON_ALL_RANKS, _ON_THIS_RANK = IndexSpace.POSITION, IndexSpace.RANK_LOCAL
+_ON_ALL_RANKS, _ON_THIS_RANK = roles.IndexSpace.POSITION, roles.IndexSpace.RANK_LOCAL
 
 
 def _packed(source):
@@ -56,7 +53,7 @@ def _counting(space, other):
     return lambda sources: [replace(each, space=other) if each.space is space else each for each in sources]
 
 
-class _Lists(EagerSparseBackend, Defects):
+class _Lists(eager_sparse.EagerSparseBackend, Defects):
     sparse_keyless_lse_of_plus_inf = behind("attend", lse=lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
     sparse_keyless_row_not_written = behind("attend", bases.nan_without_keys)
     sparse_valid_entries_read_from_the_front = behind("listed", lambda x: x & (places(x, 1) < x.sum(1, keepdim=True)))
@@ -111,12 +108,12 @@ class _Lists(EagerSparseBackend, Defects):
     def sparse_dcp_empty_rank_lse_of_plus_inf__behind_attend(self, output, lse):
         return output, lse.masked_fill((lse == -torch.inf) & (self._sparse_metadata.dcp_world_size > 1), torch.inf)
 
-    sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != NO_KEY)
+    sparse_topk_length_not_passed = instead("listed", lambda self, source: source.indices != selected.NO_KEY)
     sparse_length_of_0_is_none = before("listed", source=_whole_at_0)
     sparse_key_named_twice_counted_once = behind("listed", _once)
 
     def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
-        return super()._listed(source) if len(q) <= 64 else source.indices != NO_KEY
+        return super()._listed(source) if len(q) <= 64 else source.indices != selected.NO_KEY
 
     def nan_topk_indices_propagate_to_ima__behind_slots(self, slots, *, source):
         if bool((source.indices >= slots_of(source.cache)).any()):
@@ -151,7 +148,7 @@ class _Lists(EagerSparseBackend, Defects):
     def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
         behind = (scores == -torch.inf).all(dim=-1, keepdim=True) & (state.total > 0)
         zero, one = torch.zeros_like(later.total), torch.ones_like(later.total)
-        return chosen(behind, joined(later, SoftmaxState(zero, one, torch.zeros_like(later.weighted))), later)
+        return chosen(behind, joined(later, eager.SoftmaxState(zero, one, torch.zeros_like(later.weighted))), later)
 
     def sparse_list_rows_advance_by_a_power_of_two__before_attend(self, sources):
         misread = []
@@ -159,7 +156,7 @@ class _Lists(EagerSparseBackend, Defects):
             rows, columns = source.indices.shape
             compiled = 1 << (columns - 1).bit_length()
             padding = (0, rows * (compiled - columns))
-            padded = torch.nn.functional.pad(source.indices.flatten(), padding, value=NO_KEY)
+            padded = torch.nn.functional.pad(source.indices.flatten(), padding, value=selected.NO_KEY)
             misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
         return misread
 
@@ -173,15 +170,15 @@ class _Lists(EagerSparseBackend, Defects):
             raise ValueError("Native qk_rope_head_dim=0 MLA requires sparse_mla_top_k_lens")
 
     sparse_assumes_packed_pages = before(
-        "entries", source=_packed, when=lambda source: source.paged and source.layout not in TILED_FORMATS
+        "entries", source=_packed, when=lambda source: source.paged and source.layout not in entry_formats.TILED_FORMATS
     )
-    sparse_position_taken_for_slot = before("slots", lambda source: replace(source, space=IndexSpace.SLOT))
+    sparse_position_taken_for_slot = before("slots", lambda source: replace(source, space=roles.IndexSpace.SLOT))
     sparse_workspace_start_forgotten = before("slots", request=torch.zeros_like, when=gathered)
 
     def sparse_table_row_of_the_token__before__attend(self, request):
         return places(request).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
 
-    @but(when=lambda self, source: source.space is not IndexSpace.SLOT and not gathered(self))
+    @but(when=lambda self, source: source.space is not roles.IndexSpace.SLOT and not gathered(self))
     def sparse_table_of_pages_of_64__behind_slots(self, slots, *, source, request):
         position, table = source.indices.long(), self._sparse_metadata.block_table.long()
         columns = (position // 64).clamp(0, table.shape[1] - 1)

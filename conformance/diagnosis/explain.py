@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends import eager, eager_tree, foreign, references
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.eager_tree import EagerTreeBackend
-from mla_conformance.backends.foreign import one_line
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import simpler, work_of
@@ -48,7 +45,7 @@ _MOST_REQUESTS = 256  # the candidates take one request after the other
 _PERHAPS = "perhaps "
 _LISTED = 12
 
-_BASES = (EagerPrefillBackend, EagerDecodeBackend, EagerTreeBackend, LayeredDecode, EagerSparseBackend)
+_BASES = (eager.EagerPrefillBackend, EagerDecodeBackend, eager_tree.EagerTreeBackend, LayeredDecode, EagerSparseBackend)
 """What a wrong step of the softmax stands before: a kernel of each role, and the decode of a layer."""
 
 # Nobody knows who wrote what is imported or read once judging has begun.
@@ -93,7 +90,7 @@ def _everyone() -> tuple[Candidate, ...]:
         told = next(each.__name__ for each in wrong.__mro__ if each.__name__ in TOLD["sentences"])
         covers = tuple(id for each in TOLD["covers"].get(told, "").split() for id in fnmatch.filter(known, each))
         sentence, sources = TOLD["sentences"][told], known[covers[0]].sources if covers else ()
-        if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
+        if issubclass(wrong, eager.EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
             found.append(Candidate(sentence, wrong, judged_roles(wrong), "", sources, covers))
             continue
         prefill: Any = None
@@ -116,7 +113,7 @@ class _Unwatched(Executor):
         try:
             return StepResult(question())
         except Exception as error:
-            return StepResult(error=one_line(error), out_of_memory=out_of_memory(error))
+            return StepResult(error=foreign.one_line(error), out_of_memory=out_of_memory(error))
 
 
 _UNWATCHED = _Unwatched()
@@ -124,7 +121,7 @@ _UNWATCHED = _Unwatched()
 
 def attempted(reference: str, case: Case, context: Context, device: torch.device) -> tuple[Trial, Record]:
     """The trial and the record of one of the project's own kernels; a RuntimeError once it has lost the GPU."""
-    backend = BackendReference(reference.rpartition(":")[2], reference)
+    backend = references.BackendReference(reference.rpartition(":")[2], reference)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # they wait for each other over small tensors, on a busy machine longer than one computes
     try:

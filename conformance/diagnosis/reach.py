@@ -13,9 +13,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import BEYOND, MOST, HeatMap, is_mapped
 from mla_conformance.judging.record import Check, Record
 from mla_conformance.judging.steps import Measured
+from mla_conformance.problems import memory, operands
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.memory import out_of_memory
-from mla_conformance.problems.operands import segments
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import measure
 from mla_conformance.trials.trial import Observed, Trial
@@ -63,7 +62,7 @@ def heat_of(trial: Trial, record: Record) -> HeatMap | None:
     try:
         maps = heat_maps(compared(trial.last, trial.declaration))
     except (MemoryError, RuntimeError) as error:
-        if out_of_memory(error):
+        if memory.out_of_memory(error):
             return None
         raise
     return max((each for each in maps if each.wrong), key=lambda each: each.wrong, default=None)
@@ -102,7 +101,7 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
 
     def by_request(mask: torch.Tensor) -> _Rows:
         affected = mask.flatten(1).any(dim=1) if mask.dim() > 2 else mask.any(dim=0)  # an LSE is [N, T]
-        found = [affected[part].tolist() for part in segments(rows.start_loc)]
+        found = [affected[part].tolist() for part in operands.segments(rows.start_loc)]
         return [each if number else [] for each, number in zip(found, keys, strict=True)]  # what sees keys
 
     found = by_request(wrong)

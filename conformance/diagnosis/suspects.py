@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends import eager, eager_decode, eager_sparse
 from mla_conformance.defects import bases, known
 from mla_conformance.defects.bases import chosen, fill, in_base_2, packed
 from mla_conformance.defects.known import before, behind, but, instead, together, variant
@@ -30,13 +28,13 @@ def _divided(_, lse, *, state):
     return (state.weighted / state.total).transpose(0, 1), lse
 
 
-class _NotRescaled(OnlineSoftmax):
+class _NotRescaled(eager.OnlineSoftmax):
     def _accumulate(self, state, scores, v):
         later = super()._accumulate(state._replace(weighted=torch.zeros_like(state.weighted)), scores, v)
         return later._replace(weighted=state.weighted + later.weighted)
 
 
-class _Softmax(OnlineSoftmax):
+class _Softmax(eager.OnlineSoftmax):
     scale_left_out = behind("scores", lambda self, scores: scores / self.scale)
     scaled_twice = behind("scores", lambda self, scores: scores * self.scale)
     half_scale = behind("scores", lambda scores: scores / 2)
@@ -86,7 +84,7 @@ def _causal(queries, keys, tile, device, *, shift, first=-1):
     return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-class _Prefill(EagerPrefillBackend):
+class _Prefill(eager.EagerPrefillBackend):
     strict_mask = instead("visible", lambda self, *batch: _causal(*batch, shift=-1))
     strict_mask_divides_by_zero = together(
         instead("visible", lambda self, *batch: _causal(*batch, shift=-1)), behind("finish", _divided)
@@ -132,7 +130,7 @@ class _Prefill(EagerPrefillBackend):
     output_scale_left_out = before("quantise", output_scale=torch.ones_like)
 
 
-class _Decode(EagerDecodeBackend):
+class _Decode(eager_decode.EagerDecodeBackend):
     scale_of_latent_queries = behind("scores", lambda self, scores, *, q: scores / self.scale * q.shape[-1] ** -0.5)
     own_token_hidden = behind(
         "visible", lambda x, *, seq_len: torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), dim=1) if seq_len > 1 else x
@@ -159,7 +157,7 @@ class _Decode(EagerDecodeBackend):
         return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale))
 
 
-class _BlockTable(EagerDecodeBackend):
+class _BlockTable(eager_decode.EagerDecodeBackend):
     """Reads other blocks than its own, of those that there are."""
 
     def _entries(self, kv_cache, request, tile):
@@ -176,7 +174,7 @@ class _BlockTable(EagerDecodeBackend):
     block_before = behind("blocks", lambda blocks: (blocks - 1).clamp(min=0))
 
 
-class RaisedAtFirst(EagerSparseBackend):
+class RaisedAtFirst(eager_sparse.EagerSparseBackend):
     """The maximum of a row that has seen tiles and no key is 0; where all weights vanish, the output is 0 / 0."""
 
     of: ClassVar = {"key_tile": (*_TILES, 256)}
@@ -197,7 +195,7 @@ class RaisedAtFirst(EagerSparseBackend):
         return output.masked_fill(vanished.transpose(0, 1), torch.nan), lse
 
 
-class SkipsTiles(bases.LiftedMaximum, EagerDecodeBackend):
+class SkipsTiles(bases.LiftedMaximum, eager_decode.EagerDecodeBackend):
     """Only a tile that the next query token sees raises a maximum: rows share tiles, and those behind are skipped."""
 
     of = _TILED
@@ -208,8 +206,11 @@ class SkipsTiles(bases.LiftedMaximum, EagerDecodeBackend):
         return chosen(skipped, state, super()._accumulate(state, scores, v))
 
 
-class _LseOfTheParts(OnlineSoftmax):
+class _LseOfTheParts(eager_decode.EagerDecodeBackend):
     """What vanishes from the output is not missing in the LSE, which is joined from what the tiles had."""
+
+    raises_for_the_output = variant(bases.LiftedMaximum, of=_TILED)  # every tile without keys
+    skips_tiles_of_the_output = variant(SkipsTiles)  # those that the next query token sees
 
     def _initial(self, q, v):
         self._joined = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -223,17 +224,7 @@ class _LseOfTheParts(OnlineSoftmax):
         return super()._finish(state)[0], self._joined
 
 
-class RaisesForTheOutput(_LseOfTheParts, bases.LiftedMaximum, EagerDecodeBackend):
-    """Every tile without keys."""
-
-    of = _TILED
-
-
-class SkipsTilesOfTheOutput(_LseOfTheParts, SkipsTiles):
-    """Those that the next query token sees."""
-
-
-class _Sparse(EagerSparseBackend):
+class _Sparse(eager_sparse.EagerSparseBackend):
     last_key_of_a_list_dropped = behind("listed", lambda x: x & (x.cumsum(1) < x.sum(dim=1, keepdim=True)))
     first_key_of_a_list_dropped = behind("listed", lambda listed: listed & (listed.cumsum(1) > 1))
     sink_subtracted = before("with_sink", lambda sink: None if sink is None else -sink)
@@ -269,13 +260,13 @@ class _Splits(bases.SplitDecode):
         outputs = torch.stack([part.weighted / part.total.masked_fill(part.total == 0, 1.0) for part in parts])
         total, weighted = weights.sum(dim=0), (weights * outputs).sum(dim=0)
         if self.merges_lse:
-            return SoftmaxState(shift, total, weighted)
+            return eager.SoftmaxState(shift, total, weighted)
         return right._replace(weighted=weighted / total.masked_fill(total == 0, 1.0) * right.total)
 
     not_rescaled_in_splits = variant(_NotRescaled, of={"key_tile": _TILES, "cut": (*_CUTS[::4], *_CUTS[1::4], *_DOWN)})
 
 
-class _Packed(EagerDecodeBackend):
+class _Packed(eager_decode.EagerDecodeBackend):
     packed_values = instead(
         "values",
         lambda self, keys: keys.flatten()[: len(keys) * self.kv_lora_rank].view(len(keys), 1, self.kv_lora_rank),
@@ -300,8 +291,8 @@ class _Packed(EagerDecodeBackend):
 
 
 SUSPECTS: tuple[type, ...] = (
-    *(_Softmax, _Prefill, _Decode, _BlockTable, RaisedAtFirst, SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput),
-    *(_Sparse, _Splits, known.known_defects()["mla-last-page-nan-leak"].kernel, _Packed),
+    *(_Softmax, _Prefill, _Decode, _BlockTable, RaisedAtFirst, SkipsTiles, _LseOfTheParts, _Sparse, _Splits),
+    *(known.known_defects()["mla-last-page-nan-leak"].kernel, _Packed),
 )
 """Mistakes, and groups of them, in the order in which they are tried. Each combination of the values of attributes that
 one names (``of``) is one mistake, all in one sentence, since a case seldom tells which."""

@@ -35,7 +35,8 @@ from mla_conformance.problems.memory import free_memory, out_of_memory, whole_me
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
 from mla_conformance.trials import role_file
-from mla_conformance.trials.subject import Subject, describe, region_of, trace_all, unavailable
+from mla_conformance.trials.facts import describe, region_of, trace_all, unavailable
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context, judge_one, judged_trial, load_procedures
 from mla_conformance.vocabulary import arrays, capabilities
 

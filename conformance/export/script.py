@@ -25,7 +25,8 @@ from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.definition import DEFINITIONS
-from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.facts import describe
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import __version__
 
 MOST_LINES = 120  # beside those that load a kernel of the user's own, and stand in for the interface that it imports

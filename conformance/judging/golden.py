@@ -18,9 +18,8 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.problems.calls import AttentionOperands, Problem
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
-from mla_conformance.reference import blockwise, error_budget, selected
+from mla_conformance.reference import blockwise, error_budget, projections, selected
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.projections import projected_terms
 
 # Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200.
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
@@ -186,7 +185,7 @@ def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands
     starts: dict[str, Any] = {"query_start_loc": operands.query_start_loc, "key_start_loc": operands.key_start_loc}
     state = blockwise.blockwise_attention(*qkv, causal=operands.causal, **(starts | asked))
     if operands.projection is not None:
-        terms = projected_terms(*qkv, operands.projection, **starts, scale=scale)
+        terms = projections.projected_terms(*qkv, operands.projection, **starts, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
     if operands.plans:
         parts = (rows.pick(operands.q), operands.k, operands.v, state.output, state.lse)

@@ -50,8 +50,7 @@ class CachedBatch(Draw[AnyCached]):  # the batch before its tokens are dealt out
     def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
         """[tokens, width] entries of a layout, so many of each request, on the CPU."""
         case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
-        width = rank + case.rope_dim
-        drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
+        drawn = torch.randn(starts[-1], 1, rank + case.rope_dim, generator=self.generator)
         keys = self.by_request(KEYS, drawn, starts)[:, 0]
         kv_c = self.by_request(VALUES, keys[:, :rank], starts)
         kv_c, k_pe = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))

@@ -44,8 +44,7 @@ class CacheImage(Written):
         after = self.before.clone()
         rows_after = cache_layout.read_entries(self._view(self.after), slots, self.case.cache)
         cache_layout.write_entries(self._view(after), rows_after, slots, self.case.cache)
-        latents = (self.latents[0][rows], self.latents[1][rows])
-        return replace(self, after=after, slots=slots, latents=latents)
+        return replace(self, after=after, slots=slots, latents=(self.latents[0][rows], self.latents[1][rows]))
 
     def difference(self) -> str:
         found = storage_bytes(self.cache)

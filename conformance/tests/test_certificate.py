@@ -35,7 +35,8 @@ from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.tests.reports import run_of
 from mla_conformance.tests.test_handed_in import key_in, needs_keys
-from mla_conformance.trials.subject import Subject, describe, region_of
+from mla_conformance.trials.facts import describe, region_of
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier

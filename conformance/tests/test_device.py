@@ -17,7 +17,7 @@ from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.bases import CapturablePrefill
+from mla_conformance.defects.bases import Capturable
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.report import stored
 from mla_conformance.judging.golden import Reach
@@ -30,6 +30,9 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
 RANKED = "prefill-replay-keeps-the-ranks-of-lengths"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class CapturablePrefill(Capturable, EagerPrefillBackend): ...
 
 
 class UniformDecodes(EagerDecodeBackend):

@@ -19,7 +19,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.sharding import Extent
 from mla_conformance.cases.space import Row
-from mla_conformance.cases.work import LARGE_CPU_WORK
+from mla_conformance.cases.work import LARGE_CPU_WORK, work_of
 from mla_conformance.engine.journal import RunFolder
 from mla_conformance.engine.messages import Step, Told
 from mla_conformance.engine.request import RunRequest
@@ -32,7 +32,8 @@ from mla_conformance.report.summary import judged_pairs
 from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.tests import drawn
 from mla_conformance.trials.explore import explore
-from mla_conformance.trials.subject import Subject, reachable, region_of
+from mla_conformance.trials.facts import region_of
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.vocabulary.arrays import SPACES, could_be_fitted
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, listed
@@ -222,8 +223,8 @@ def alike(base: Row, name: str, labels: Sequence[str], row: Row) -> list[str]:
 
 
 def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
-    supports, all_pairs = declared("FLASHMLA"), reachable(DECODE, LARGE_CPU_WORK)
-    cases = listed(DECODE)
+    supports, cases = declared("FLASHMLA"), listed(DECODE)
+    all_pairs = Pairs(DECODE, DECODE.rows(case for case in cases if work_of(case) <= LARGE_CPU_WORK))
     region = fit(DECODE, list(compress(cases, supports(cases))), supports, all_pairs, LARGE_CPU_WORK)
     assert all(supports(region.cases)) and not [case.id for case in region.cases if DECODE.outside(case)]
     missing, classes = all_pairs - Pairs(DECODE, region.rows), region.classes
@@ -236,7 +237,8 @@ def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
 
 def test_cases_without_data_regimes_are_fitted_too_and_are_others_by_another_salt() -> None:
     space, found = SPACES["cache_combinations"], list[set[Case]]()
-    cases, every = [case for case in listed(space) if case.page != 32], reachable(space, LARGE_CPU_WORK)
+    cases = [case for case in listed(space) if case.page != 32]
+    every = Pairs(space, space.rows(case for case in listed(space) if work_of(case) <= LARGE_CPU_WORK))
     for salt in ("", "other"):
         region = fit(space, cases, lambda asked: [case.page != 32 for case in asked], every, LARGE_CPU_WORK, salt=salt)
         missing = every - Pairs(space, region.rows)

@@ -18,7 +18,8 @@ from mla_conformance.gating.mustpass import CORE, MustPass
 from mla_conformance.judging.record import BackendFacts, Record, Status
 from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import trial as judging
-from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.facts import describe
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, first_cases, is_due_on_gpu

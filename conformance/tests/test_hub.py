@@ -26,7 +26,8 @@ from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.record import Status
 from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.tests.test_export import exported
-from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.facts import describe
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, judge_one
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_mla"

@@ -19,7 +19,7 @@ from mla_conformance.engine.worker import Worker
 from mla_conformance.files.places import file_digest
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
-from mla_conformance.trials import subject
+from mla_conformance.trials import facts
 
 LOADS = """
 import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, threading, time, zipfile
@@ -146,7 +146,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         call()
         return ("seen",)
 
-    monkeypatch.setattr(subject, "kernels_of", kernels_of)
+    monkeypatch.setattr(facts, "kernels_of", kernels_of)
     cases = {"refusals": "refusals:q=[9];dtype=fp64;heads=2", "lse": "lse:dims=small;heads=2;q=[5,9]"}
     cases["dtypes"] = "dtypes:dims=small;heads=2;q=[5];dtype=fp16"
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
@@ -154,7 +154,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
     assert traced and traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
 
     # A call that raises while it is measured takes nothing from the verdicts.
-    monkeypatch.setattr(subject, "kernels_of", Mock(side_effect=RuntimeError("the profiler is in use")))
+    monkeypatch.setattr(facts, "kernels_of", Mock(side_effect=RuntimeError("the profiler is in use")))
     answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
     assert answer.found.traced == Traced() and answer.leaves
 
@@ -162,5 +162,5 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_the_kernels_of_a_call() -> None:
     a = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
-    names = subject.kernels_of(lambda: a @ a, a.device)
+    names = facts.kernels_of(lambda: a @ a, a.device)
     assert names and Traced({"product": names}).distinct

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.arrays import cover
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.covering import Pairs, cover, filled
+from mla_conformance.cases.covering import Pairs, filled
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.commands import listing

@@ -12,7 +12,7 @@ from mla_conformance.judging.record import Record, Status
 from mla_conformance.tests import fake_vllm as fake
 from mla_conformance.tests.drawn import judged as judged_on
 from mla_conformance.tests.drawn import subject_of
-from mla_conformance.trials.subject import describe
+from mla_conformance.trials.facts import describe
 
 BACKENDS = "vllm.v1.attention.backends.mla.fake"
 SMALL = "call=layer;dims=32-16-32-64;heads=2"

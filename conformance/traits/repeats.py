@@ -13,8 +13,7 @@ import torch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging.record import Nonconformance, Status
-from mla_conformance.judging.traits import Repeated
+from mla_conformance.judging import record, traits
 from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.definition import judge
 from mla_conformance.traits.examine import begun
@@ -29,19 +28,19 @@ _SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
 """Rows of the factors, by turns of chance: each product leaves the kernel other multiprocessors, for another time."""
 
 
-def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repeated:
+def repeated(subject: Subject, context: Context, case: Case, calls: int) -> traits.Repeated:
     try:
         trial = begun(subject, context, case)
         if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
-            return Repeated(failed="its calls write into memory and return nothing to compare")
+            return traits.Repeated(failed="its calls write into memory and return nothing to compare")
         varied = trial.case.varied()
         other = None if trial.unsupported(varied) else trial.build(varied)
         differing, *kept = trial.call("repeated calls", partial(launched, trial.backend, trial.problem, calls, other))
-    except Nonconformance as failure:
-        return Repeated(failed=str(failure))
+    except record.Nonconformance as failure:
+        return traits.Repeated(failed=str(failure))
     numbers, seconds = differing[:-1].long().tolist(), float(differing[-1])
     if not numbers:
-        return Repeated(calls, seconds, deterministic=trial.declaration.deterministic)
+        return traits.Repeated(calls, seconds, deterministic=trial.declaration.deterministic)
     first, other = kept[: len(kept) // 2], kept[len(kept) // 2 :]
     places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
     rows = int(places[0].flatten(1).any(dim=1).sum())
@@ -53,8 +52,8 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     values = [group[0] if each == 1 else tuple(group) for group in groups]
     returned = [Returned(value, call=call) for call, value in zip(problem.calls, values, strict=True)]
     verdict = judge(problem, context.expect(problem), Observation(tuple(returned), None, ()), trial.declaration)
-    wrong = "" if verdict.status is Status.PASS else verdict.message
-    return Repeated(calls, seconds, len(numbers), numbers[0], what, wrong, "", trial.declaration.deterministic)
+    wrong = "" if verdict.status is record.Status.PASS else verdict.message
+    return traits.Repeated(calls, seconds, len(numbers), numbers[0], what, wrong, "", trial.declaration.deterministic)
 
 
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:

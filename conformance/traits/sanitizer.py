@@ -234,7 +234,8 @@ def main(told: Sequence[str]) -> None:
     from mla_conformance.cases.case import Case
     from mla_conformance.driving.driver import run_calls
     from mla_conformance.roles.definition import build_problem
-    from mla_conformance.trials.subject import Subject, describe
+    from mla_conformance.trials.facts import describe
+    from mla_conformance.trials.subject import Subject
 
     reference, device, path, most, *ids = told
     with Path(path).open("ab", buffering=0) as file:

@@ -210,7 +210,6 @@ _SPOILED = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
 
 
 def neighbours(trial: Trial) -> None:
-
     def spoil(call: KernelCall, request: int, kind: str) -> None:
         for tensor in call.query_operands():
             _spoil_rows(tensor, call.query_start_loc, request, kind)

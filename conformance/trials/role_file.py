@@ -11,6 +11,7 @@ import torch
 
 from mla_conformance.backends import loading, roles
 from mla_conformance.backends.foreign import ForeignError, call_foreign
+from mla_conformance.cases.arrays import found_array
 from mla_conformance.cases.case import CLASSES, FIELDS, CaseError
 from mla_conformance.files.whole import InputError, read_bytes
 from mla_conformance.roles.definition import DEFINITIONS, RoleDefinition
@@ -65,9 +66,9 @@ def _add(path: Path, file: str, array: Sequence[str]) -> None:
     if space is None or space.role is not role:
         raise InputError(f"role {role}: expected a space of its own, which says what varies in its cases")
     DEFINITIONS[role], role.file = definition, file
-    if array:
-        KEPT[space.capability] = list(array)
     entries = add_role(space, definition.lists, definition.capabilities)
+    if array or space.capability not in KEPT:
+        KEPT[space.capability] = [*array] or [case.id for case in found_array(space, ())[0]]
     found = {case.call: case for entry in entries for case in reversed(entry.cases)}
     for case in found.values():
         if case.role is not role:

@@ -1,34 +1,22 @@
-"""The backend under test: its class in each role, what it and its device support of a space, and what is told of it."""
+"""The backend under test: its class in each role, and what it and its device support."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, compress
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
 
-from mla_conformance.backends import declaration, foreign, graph_support, hub
+from mla_conformance.backends import declaration, graph_support, references
 from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import covering, fitting, work
+from mla_conformance.cases import work
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.space import Space
-from mla_conformance.driving.driver import IN_PROCESS, Executor, run_calls
-from mla_conformance.driving.loaded import loaded_libraries
-from mla_conformance.files.places import file_digest, place_of
-from mla_conformance.judging import golden, record
-from mla_conformance.problems.memory import whole_memory
-from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.definition import DEFINITIONS, build_problem
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, DUE_ON_GPU, find_capability, is_due_on_gpu, listed
+from mla_conformance.driving.driver import IN_PROCESS, Executor
+from mla_conformance.judging import golden
+from mla_conformance.problems import memory, operands
+from mla_conformance.roles.definition import DEFINITIONS
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
 _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
@@ -36,7 +24,7 @@ _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True)
 class Subject:
-    backend: BackendReference  # names it
+    backend: references.BackendReference  # names it
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
     _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -45,7 +33,7 @@ class Subject:
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
-        return Subject(parse_reference(reference), device, executor)
+        return Subject(references.parse_reference(reference), device, executor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In the process that imports it, it is one object for all steps."""
@@ -96,7 +84,7 @@ class Subject:
     def unsupported(self, case: Case) -> list[str]:
         if missing := self.missing_role(case.role):
             return missing
-        dtype = TORCH_DTYPES[case.dtype]
+        dtype = operands.TORCH_DTYPES[case.dtype]
         needs = find_capability(case.capability).needs
         if needs and not getattr(self.declared(case.role), needs):
             return [f"not declared {needs}"]
@@ -105,7 +93,7 @@ class Subject:
         return reasons or device_reasons(case, self.device, kernel)
 
     def create(self, case: Case) -> Any:
-        dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+        dtype = operands.TORCH_DTYPES[case.dtype] or torch.bfloat16
         return DEFINITIONS[case.role].kernel(self.class_of(case.role), case, dtype, self.device)
 
 
@@ -127,7 +115,7 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     # What others hold of a device at the moment is no reason: a trial waits for it.
     if case.far == "none" or device.type != "cuda":
         return []
-    needed, whole = golden.needed_bytes(case), whole_memory(device)
+    needed, whole = golden.needed_bytes(case), memory.whole_memory(device)
     lacking = f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"
     return [lacking] if needed > whole else []
 
@@ -148,114 +136,3 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if declared.value >= needed.value:
         return []
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
-
-
-def region_of(subject: Subject, space: Space, triples: int = 0, salt: str = "") -> fitting.Region:
-    """What a backend declares of a space, with cases fitted to it; nothing of a role that cannot run here."""
-    cases, most = listed(space), work.CPU_WORK if subject.device.type == "cpu" else work.LARGE_CPU_WORK
-    supported = list(compress(cases, _supported(subject, cases)))
-    if not supported:
-        return fitting.Region(space, [])
-    sessions = [case for case in CAPABILITIES[fitting.SESSIONS].cases if case.role is space.role]
-    supports, pairs = partial(_supported, subject), reachable(space, most)
-    return fitting.fit(space, supported, supports, pairs, most, triples, salt, sessions)
-
-
-def reachable(space: Space, most: float) -> covering.Pairs:
-    """The pairs that listed cases of no more than so much work hold.
-
-    On a GPU heavier ones take half of a run once they are fitted to a kernel, and finding them half a minute.
-    """
-    return covering.Pairs(space, space.rows(case for case in listed(space) if work.work_of(case) <= most))
-
-
-def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
-    return [False] * len(cases) if answered.error else answered.value
-
-
-def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    return [not subject.unsupported(case) for case in cases]
-
-
-_LONGEST = 240  # characters of a kernel's name that are kept: templates of CUTLASS run to thousands
-_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
-
-
-def describe(subject: Subject) -> record.BackendFacts:
-    """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
-    try:
-        reference, reasons = subject.backend.reference, tuple(subject.unavailable)
-        declared, versions = {} if reasons else subject.declarations, dict[str, str]()
-        for name in dict.fromkeys(chain.from_iterable(each.distributions for each in declared.values())):
-            try:
-                versions[name] = version(name)
-            except PackageNotFoundError:
-                versions[name] = "not installed as a distribution"
-        # What tells that a backend is still the same: its file, or its distributions' versions.
-        fingerprint = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"
-        if (location := reference.rpartition(":")[0]).endswith(".py"):
-            fingerprint = "file " + hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]
-        elif reference.startswith(hub.HUB):
-            fingerprint = "hub " + hub.digest(reference)[:12]
-        elif reasons:
-            fingerprint = "unavailable"
-        kernels = {role: each for role, each in declared.items() if role != Role.LAYER}
-        rounding: dict[str, str] = {}  # classes by name; those of a role beside prefill say so
-        for role, each in (kernels or declared).items():
-            prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
-            for operands, classes in (("", each.rounding), ("e4m3 operands: ", each.e4m3_rounding)):
-                named = {} if classes is None else vars(classes)
-                rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
-        deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared.values()))
-        return record.BackendFacts(
-            subject.backend.name,
-            reference,
-            reasons,
-            versions=versions,
-            emulated=any(each.emulated for each in declared.values()),
-            deviations=tuple((each.library, each.adapter) for each in deviations),
-            rounding=rounding,
-            fingerprint=fingerprint,
-        )
-    except BackendReferenceError as error:
-        return unavailable(subject, foreign.one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
-    except BaseException as error:
-        return unavailable(subject, f"could not be described: {foreign.one_line(error)}")
-
-
-def unavailable(subject: Subject, reason: str) -> record.BackendFacts:
-    return record.BackendFacts(subject.backend.name, subject.backend.reference, (reason,), fingerprint="unavailable")
-
-
-def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
-    """Names of the kernels that a GPU ran meanwhile, in alphabetical order."""
-    # What stands before it in torch.profiler imports Torch's compiler, which takes five seconds.
-    with profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True) as found:
-        call()
-        torch.cuda.synchronize(device)
-    names = {event.key[:_LONGEST] for event in found.key_averages()}
-    return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
-
-
-def trace_all(subject: Subject, cases: Mapping[str, str]) -> record.Traced:
-    """What a backend's calls of cases that it passed run, by capability, and the libraries that it loaded."""
-    before, kernels, libraries = loaded_libraries(), dict[str, tuple[str, ...]](), dict[str, str]()
-    with suppress(Exception):
-        _ = subject.unavailable
-    for capability, text in cases.items():
-        with suppress(Exception):
-            case = Case.parse(text)
-            problem, backend = build_problem(case, subject.device), subject.create(case)
-            run_calls(backend, problem)  # which plans and compiles
-
-            def calls(backend: Any = backend, problem: Any = problem) -> None:  # the driver does more around them
-                for call in problem.calls:
-                    call.prepare(backend)
-                    call.invoke(backend, call.output_buffer())
-
-            kernels = {capability: kernels_of(calls, subject.device), **kernels}
-    with suppress(Exception):
-        loaded = sorted(loaded_libraries() - before)
-        libraries = {place_of(Path(path), subject.backend.file): file_digest(Path(path)) for path in loaded}
-    return record.Traced(kernels, libraries)

@@ -127,8 +127,7 @@ class CacheBatch(LatentBatch[CacheCase]):
             guarded.view.copy_(memory.poison(shape, low.dtype, low.device, self.case.poison))
         else:
             guarded.view.view(torch.uint8).fill_(_FILLING)
-        starts = operands.start_loc(self.case.q)
-        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, starts)
+        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, operands.start_loc(self.case.q))
 
     def _table(self, held: list[torch.Tensor]) -> torch.Tensor:
         """Its blocks may have any number, since no cache is there."""

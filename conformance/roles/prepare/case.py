@@ -90,7 +90,7 @@ def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
 
 
 def _few(heads: str, queries: str, requests: str) -> bool:
-    tokens = max(batches.MIXED_QUERIES[0]) if queries == batches.MIXED else batches.QUERIES.first(queries)
+    tokens = max(batches.query_tokens(queries, classes.PLAIN)[0])
     return batches.HEADS.first(heads) * tokens * batches.REQUESTS.first(requests) <= _MOST_ROWS
 
 

@@ -120,13 +120,10 @@ def _fields(row: Row, draw: classes.Draw) -> grammar.Fields:
     shorter = draw.near(1, columns - 1, "shorter") if draw and columns > 1 else max(1, columns // 2)
     second = {"as long": columns, "longer": columns + draw.near(columns, 4 * columns, "longer"), "shorter": shorter}
     listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
-    spare = dimensions.spare_blocks(row, shape.page, draw)
-    return {**batches.batch_fields(row, shape, draw), **listed, **spare}
+    return {**batches.batch_fields(row, shape, draw), **listed, **dimensions.spare_blocks(row, shape.page, draw)}
 
 
-_LENGTHS = {"none": {"length": False}} | {
-    name: {"length": True, "behind": name} for name in ("minus", "huge", "stale", "zero")
-}
+_BEHIND: dict[str, grammar.Fields] = {x: {"length": True, "behind": x} for x in ("minus", "huge", "stale", "zero")}
 
 SPARSE = Space(
     role=Role.SPARSE,
@@ -147,7 +144,7 @@ SPARSE = Space(
         *dimensions.ranks(PAGED),
         values("fill", "fill", "ragged", "full"),
         values("holes", "holes", "end", "front", "scattered"),
-        plain("length", _LENGTHS),
+        plain("length", {"none": {"length": False}, **_BEHIND}),
         values("order", "order", "drawn", "ascending", "descending"),
         plain("repeats", {"none": {"repeats": False}, "some": {"repeats": True}}),
         values("unselected", "unselected", "drawn", "poison"),

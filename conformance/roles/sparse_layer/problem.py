@@ -78,8 +78,7 @@ class SparseLayerCall(calls.CallOfARank):
         return next((f"{name}: {what}" for name, what in wrong if what), "")
 
     def operands(self) -> calls.AttentionOperands:
-        weights = torch.ones_like(self.v[0])
-        return self.attended(causal=False, value_weights=weights)
+        return self.attended(causal=False, value_weights=torch.ones_like(self.v[0]))
 
     def joined(self, results: Sequence[Any], parts: Sequence[Any]) -> Any:
         wrong = [result for result in results if not self.fits(result)]
