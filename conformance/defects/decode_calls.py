@@ -155,6 +155,15 @@ class _Decode(eager_decode.EagerDecodeBackend, Defects):
         # With the cache, so that no other one gets its address.
         return kept(self, (kv_cache.data_ptr(), kv_cache.shape), (kv_cache, k_scale.clone()))[1]
 
+    class decode_k_scale_of_the_first_layer_of_a_step:
+        def prepare_metadata(self, decode_metadata):
+            super().prepare_metadata(decode_metadata)
+            self.k_scale = None
+
+        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+            self.k_scale = k_scale.clone() if self.k_scale is None else self.k_scale
+            return super().run_decode(ql_nope, q_pe, kv_cache, self.k_scale)
+
     def decode_plans_of_a_dozen_batches__before_attend(self, seq_len, *, request):
         lengths, plans = self._decode_metadata.seq_lens.tolist(), kept(self, "plans", [])
         if lengths not in plans and len(plans) < 12:

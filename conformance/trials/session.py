@@ -126,7 +126,10 @@ def layers_of_a_step(trial: Trial) -> None:
         layer = layer if trial.case.role in WHOLE_LAYERS else _over_metadata(layer, first)
         made.call(layer, f"prepared once, layer {number} with scales and contents of its own", prepare=False)
     for number in range(2, 2 + _LAYERS):
-        layer, what = trial.build(_of_a_layer(trial.case, number)), f"prepared once, layer {number} at the same addresses"
+        layer, what = (
+            trial.build(_of_a_layer(trial.case, number)),
+            f"prepared once, layer {number} at the same addresses",
+        )
         if trial.case.role is Role.CACHE:  # whose calls are judged by what stood there before, too
             made.call(layer, what, prepare=False, in_place=True)
         else:
