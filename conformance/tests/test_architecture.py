@@ -19,7 +19,7 @@ FLOORS = {"reference": (REFERENCE,), "backends": (REFERENCE, "mla_conformance.ba
 
 
 def sources(folder: str) -> list[Path]:
-    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "tests" not in path.parts]
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "tests" not in path.relative_to(ROOT).parts]
 
 
 def module_of(path: Path) -> str:

@@ -77,7 +77,7 @@ SOURCES = [
     path
     for folder in ("backends", "conformance", "reference")
     for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.j2"))
-    if "tests" not in path.parts
+    if "tests" not in path.relative_to(ROOT).parts
 ]
 MOST_WORDS = 9_650
 """Of README and pages, beside what is generated and the SPEC."""

@@ -18,7 +18,7 @@ from mla_conformance.judging.record import Check, Status
 from mla_conformance.roles.definition import DEFINITIONS
 from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, FITTED, Tier, lists_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
@@ -42,6 +42,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.setitem(table, name, table[name])
     before = [set(table) for table in tables]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(FITTED, Tier.FULL, 6)
     copied = Path(shutil.copy(EXAMPLES / "window_decode.py", tmp_path))
     KEPT["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
     yield copied
@@ -55,27 +56,24 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, command: Path, ours: Any) -> None:
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
-    named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
-    called = [str(command), "certify", *named, "--device=cpu", "--out=run", "-n1"]
+    called = ["certify", "--role", role.name, "--backend=my_window.py:MyWindow", "--device=cpu", "-n1"]
     # With two a forked process can wait for those of its parent; they sleep: beside other tests each waits for a core.
     threads = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(called, capture_output=True, text=True, env=threads, timeout=300)
+    few = [str(command), *called, "--out=few", "--tier=smoke", "--capability=window_sinks"]
+    done = subprocess.run(few, capture_output=True, text=True, env=threads, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a role from outside, which is judged and never certified" in done.stdout + done.stderr
-
-    report = json.loads(Path("run/report.json").read_text())
     digest = hashlib.sha256(role.read_bytes()).hexdigest()
-    assert report["environment"]["role"] == f"{role}@sha256:{digest}"
+    assert f"expected --role {role}, as it was: sha256:{digest}" in ours("report", "render", "few")[2]
+    assert (shown := ours("report", "render", "few", "--role", role.name))[0] == 0 and "MyWindow ✔ right" in shown[1]
+    assert ours(*called, "--out=run")[0] == 0
+    for report in (json.loads(Path(run, "report.json").read_text()) for run in ("few", "run")):
+        assert report["environment"]["role"] == f"{role}@sha256:{digest}"
     (right,) = report["backends"].values()
-    assert right["status"] == "pass"
     assert right["pairs"]["window_decode"]["claimed"] == right["pairs"]["window_decode"]["judged"] > 0
-    assert 0 < right["capabilities"]["window_combinations"]["error_budget_used"] < 1
+    assert right["status"] == "pass" and 0 < right["capabilities"]["window_combinations"]["error_budget_used"] < 1
     events = map(json.loads, Path("run/journal.jsonl").read_text().splitlines())
     assert {each["record"]["role"] for each in events if each["event"] == "verdict"} == {report["environment"]["role"]}
-
-    assert f"expected --role {role}, as it was: sha256:{digest}" in ours("report", "render", "run")[2]
-    status, printed, _ = ours("report", "render", "run", "--role", role.name)
-    assert status == 0 and "MyWindow ✔ right" in printed
     wrong = {"OneTooFar": (Check.LSE, "the output is wrong"), "ForgetsSinks": (Check.OUTPUT, "the LSE is right")}
     for name, (check, said) in wrong.items():
         record = judged(f"my_window.py:{name}", CAPABILITIES["window_sinks"].cases[1])
