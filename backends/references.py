@@ -65,9 +65,14 @@ def known_backends() -> list[BackendReference]:
     return [BackendReference(name, name) for name in dict.fromkeys([*members, *plugins()])]
 
 
-def usual_backends() -> list[BackendReference]:
-    """Those that are judged where none is named: without FLEX_ATTENTION, whose kernels take minutes to compile."""
-    return [backend for backend in known_backends() if backend.name != "FLEX_ATTENTION"]
+LEFT_OUT = {"FLEX_ATTENTION": "compiles for minutes", "EAGER": "is no kernel of a GPU"}
+"""Backends that are judged where they are named alone, and why; of these a CPU is asked for the second as well."""
+
+
+def usual_backends(on_gpu: bool = False) -> list[BackendReference]:
+    """Those that are judged where none is named."""
+    left_out = list(LEFT_OUT) if on_gpu else ["FLEX_ATTENTION"]
+    return [backend for backend in known_backends() if backend.name not in left_out]
 
 
 def known_variants() -> list[BackendReference]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.references import known_backends
+from mla_conformance.backends.references import LEFT_OUT, known_backends
 from mla_conformance.engine.journal import PAGE_NAME, REPORT_NAME, Reported
 from mla_conformance.engine.request import Plan
 from mla_conformance.engine.run import Run
@@ -102,9 +102,9 @@ def _say_outcome(run: Run, summary: RunSummary, as_json: bool, detail: outcome.D
     if not is_quiet:
         _say_wrapped(outcome.closing_line(summary))
         if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
-            names = ", ".join(sorted(backend.name for backend in left_out))
-            _say_wrapped(f"not judged: {names}, which compiles for minutes;")
-            _say_wrapped(f"to judge it: --all, or --backend {names}")
+            names = sorted(backend.name for backend in left_out)
+            _say_wrapped("not judged: " + "; ".join(f"{name}, which {LEFT_OUT[name]}" for name in names))
+            _say_wrapped(f"to judge {'them' if names[1:] else 'it'}: --all, or --backend {names[0]}")
         if run.request.deployment and not summary.environment.get("compute_capability"):
             say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
     if digest and not as_json and (not is_quiet or summary.exit_status):

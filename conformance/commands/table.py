@@ -22,7 +22,8 @@ _CASE = partial(Option, "case CASE_ID|FILE.json", "a case's id, or its file")
 _USES = f"--device {'|'.join(DEVICES)}"
 _DEVICE = Option(_USES, "by default a GPU, if present")
 _BACKEND = partial(Option, "--backend BACKEND", _NAMES)
-_BACKENDS = several("--backend BACKEND", f"{_NAMES}; by default all without a [variant] but what compiles for minutes")
+_USUAL = "by default all without a [variant] but what compiles for minutes and, on a GPU, EAGER"
+_BACKENDS = several("--backend BACKEND", f"{_NAMES}; {_USUAL}")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations DIR", "known failures, with reasons")
 _SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text")
@@ -48,7 +49,7 @@ COMMANDS = (
         "judge kernels, case by case, and say which are right",
         "what is judged",
         _BACKENDS,
-        Option("--all", "also judge what compiles for minutes"),
+        Option("--all", "also judge what compiles for minutes, and EAGER"),
         *(_CAPABILITIES, _TIER, _CASES, _ROLE),
         (
             Option("--model NAME", "judge what a deployment of this model calls; see models"),

@@ -101,7 +101,8 @@ class RunRequest:
                 said = f"{other.reference} and {each.reference}; judge them in two runs, or rename a class"
                 raise InputError(f"two backends named '{each.name}': {said}")
         found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
-        is_usual = set(found.backends) in (set(references.usual_backends()), set(references.known_backends()))
+        usual = (references.usual_backends(), references.usual_backends(on_gpu=True), references.known_backends())
+        is_usual = set(found.backends) in map(set, usual)
         arrays = () if parsed or found.tier is Tier.SMOKE else found.drawn
         return replace(found, is_usual=is_usual, arrays=arrays, surely_cpu=device == "cpu" or not may_have_gpu())
 

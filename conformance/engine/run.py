@@ -106,6 +106,9 @@ class Run:
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
         self.device = hello.device
+        if self.device == "cuda" and set(self.request.backends) == set(references.usual_backends()):
+            # What EAGER shows of the judge it shows on a CPU; here smoke would wait for two minutes of a worker.
+            self.request = replace(self.request, backends=tuple(references.usual_backends(on_gpu=True)))
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         told |= {"salt": self.request.salt, "judge": "kernel and judge apart", "role": roles.outside()}
         told |= {"journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED}
