@@ -2,7 +2,7 @@
 
 import re
 
-__version__ = "2026.13.5"
+__version__ = "2026.13.6"
 SUITE_VERSION = ".".join(__version__.split(".")[:2])
 """Version of the case list and of what a verdict means."""
 

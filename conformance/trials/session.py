@@ -126,14 +126,10 @@ def layers_of_a_step(trial: Trial) -> None:
         layer = layer if trial.case.role in WHOLE_LAYERS else _over_metadata(layer, first)
         made.call(layer, f"prepared once, layer {number} with scales and contents of its own", prepare=False)
     for number in range(2, 2 + _LAYERS):
-        layer, what = (
-            trial.build(_of_a_layer(trial.case, number)),
-            f"prepared once, layer {number} at the same addresses",
-        )
-        if trial.case.role is Role.CACHE:  # whose calls are judged by what stood there before, too
-            made.call(layer, what, prepare=False, in_place=True)
-        else:
-            made.call(layer := _overwrite(first, layer), what, prepare=False)
+        layer = trial.build(_of_a_layer(trial.case, number))
+        in_place = trial.case.role is Role.CACHE  # whose calls are judged by what stood there before, too
+        layer = layer if in_place else _overwrite(first, layer)
+        made.call(layer, f"prepared once, layer {number} at the same addresses", prepare=False, in_place=in_place)
     if trial.case.role is Role.SPARSE:  # as layers do whose selections share a buffer
         selected = _overwrite(layer, _selected_otherwise(layer))
         made.call(selected, "prepared once, lists without their first keys at the same addresses", prepare=False)
@@ -143,8 +139,9 @@ def _of_a_layer(case: Case, number: int) -> Case:
     """The same batch, as one of several layers has it."""
     own = case.defaults()
     data = (grammar.Data.INTEGERS, grammar.Data.NORMAL)[number % 2]
-    scales = {name: number * getattr(case, name) for name in ("kscale", "oscale") if name in own}
-    return replace(case, **{name: data for name in ("data", "latents") if name in own}, **scales)
+    fields: dict[str, Any] = {name: data for name in ("data", "latents") if name in own}
+    fields |= {name: number * getattr(case, name) for name in ("kscale", "oscale") if name in own}
+    return replace(case, **fields)
 
 
 def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
