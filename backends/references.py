@@ -66,7 +66,7 @@ def known_backends() -> list[BackendReference]:
 
 
 LEFT_OUT = {"FLEX_ATTENTION": "compiles for minutes", "EAGER": "is no kernel of a GPU"}
-"""Backends that are judged where they are named alone, and why; of these a CPU is asked for the second as well."""
+"""Backends that are judged where they are named alone, and why; a CPU is asked for EAGER in any case."""
 
 
 def usual_backends(on_gpu: bool = False) -> list[BackendReference]:
